@@ -61,7 +61,12 @@ def _configure_logging() -> None:
     """Lines of JSON for machines, readable ones for a terminal; SHOAL_LOG_LEVEL sets how many."""
     level = logging.getLevelName(os.environ.get("SHOAL_LOG_LEVEL", "INFO").upper())
     terminal = sys.stderr.isatty()
-    renderer = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    # A traceback without the values of variables: tokens and incarnations are among them.
+    renderer = (
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if terminal
+        else structlog.processors.JSONRenderer()
+    )
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

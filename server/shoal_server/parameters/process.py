@@ -228,7 +228,7 @@ async def _journal(
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="shoal-journal-images") as pool:
         journal = await loop.run_in_executor(pool, Journal, journal_config)
-        released = await loop.run_in_executor(pool, journal.own, replicas.me.incarnation)
+        released = await loop.run_in_executor(pool, journal.own, replicas.me)
         await predecessor.succeed(store, replicas.me, released=released)
         recovered = await loop.run_in_executor(pool, journal.recover, restore)
         with journal:

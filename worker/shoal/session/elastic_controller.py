@@ -20,6 +20,7 @@ from shoal_proto.errors import (
     InvalidSpec,
     RejoinError,
     RetryError,
+    ShoalError,
     StateLost,
 )
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Prepare, Rejection
@@ -247,7 +248,10 @@ class ElasticController:
         own = self._is_own(number, error)
         if own:
             # Whatever comes of it, a person finds here what happened.
-            log.error("bring_up_failed", generation=number, reason=text[:300], exc_info=True)
+            # Without the values of variables: tokens are among them.
+            known = isinstance(error, ShoalError)
+            trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
+            log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
         if own and strategy.synchronous:
             lost = isinstance(error, StateLost)
             # First of all: the others go on without this member, and need not wait to find out.

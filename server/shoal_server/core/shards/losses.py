@@ -124,7 +124,8 @@ def cure(job: str, shard: ShardAssignment) -> str:
     disk = f"start server {shard.on_disk} again with its journal, or " if shard.on_disk else ""
     return (
         f"To bring it back, {disk}restore a snapshot: `shoal restore {job} --from URL`. It is not"
-        f" begun anew unless you give it up: `shoal accept-loss {job} --shard {shard.shard_id}`."
+        f" begun anew unless you give up what is lost: `shoal accept-loss {job}`. Samples that were"
+        f" trained on stay counted; to train from nothing, `shoal rm {job}`."
     )
 
 

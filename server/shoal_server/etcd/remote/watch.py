@@ -237,7 +237,8 @@ async def _check_history(
             "etcd has lost history",
             seen=f"revision {now.revision}",
             expected=f"at least {told}, which it has already told",
-            fix="Was its data directory replaced or restored? Restart Shoal's servers on it.",
+            fix="Was its data directory replaced? Bring the former data back: jobs and shards are"
+            " found through it, those in journals too. Then restart Shoal's servers.",
         )
 
 

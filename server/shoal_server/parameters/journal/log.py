@@ -14,6 +14,7 @@ While the disk fails or is full, nothing new is taken: what was appended before 
 and written as soon as that succeeds. `failure` tells of it.
 """
 
+import errno
 import fcntl
 import os
 import threading
@@ -26,7 +27,8 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import structlog
 
-from shoal_proto.errors import AddressInUse, Overloaded, ShoalError, Unavailable
+from shoal_proto.errors import AddressInUse, InvalidSpec, Overloaded, ShoalError, Unavailable
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.config import START_BYTES, JournalConfig
 from shoal_server.parameters.journal.disk_failure import disk_failure
@@ -48,7 +50,7 @@ RETRY_EACH_S = 0.5
 """A disk that failed is tried again after so long."""
 
 
-MAX_OWNER_BYTES = 128
+MAX_OWNER_BYTES = 1024
 
 
 class _Waiting(NamedTuple):
@@ -76,16 +78,28 @@ class Journal:
         self._file: FileIO | None = None
         self._thread = threading.Thread(target=self._write_for_ever, name="shoal-journal")
 
-    def own(self, incarnation: str) -> str:
-        """Say whose journal it is from now on; whose it was before, empty if nobody said. That
-        process has ended, or has closed it: it had the lock."""
+    def own(self, owner: Holder) -> str:
+        """Say whose journal it is from now on; the incarnation whose it was before, empty if nobody
+        said. That process has ended, or has closed it: it had the lock.
+
+        Raises InvalidSpec if it is the journal of a server with another id: for that one, all of it
+        may be the last there is, and this one would let go of it.
+        """
         self._claim.seek(0)
         before = self._claim.read(MAX_OWNER_BYTES).decode(errors="replace")
+        server_id, _, incarnation = before.strip().partition(" ")
+        if server_id and server_id != owner.server_id:
+            raise InvalidSpec(
+                f"the journal in {self._config.directory} is another server's",
+                seen=f"one of server {server_id}",
+                expected=f"one of server {owner.server_id}, or an empty directory",
+                fix=f"Start this server with --id {server_id}, or give it a directory of its own.",
+            )
         self._claim.seek(0)
         self._claim.truncate()
-        self._claim.write(incarnation.encode())
+        self._claim.write(f"{owner.server_id} {owner.incarnation}".encode())
         self._claim.flush()
-        return before
+        return incarnation
 
     def recover(self, make: Callable[[Image], State]) -> Sequence[Recovered[State]]:
         """Every shard as it was when the last process here ended. To be called before `append`.
@@ -258,6 +272,9 @@ class Journal:
         self._file.seek(synced_bytes)
         _write_all(self._file, data)
         self._fsync(self._file.fileno())
+        if not os.fstat(self._file.fileno()).st_nlink:
+            # To write to it succeeds, and nobody will ever read it.
+            raise FileNotFoundError(errno.ENOENT, "it was removed", str(self._file.name))
         with self._wake:
             segment.num_bytes += len(data)
             self._pending_bytes -= sum(_num_bytes(entry) for _, entry, _ in batch)

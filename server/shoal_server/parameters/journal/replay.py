@@ -119,6 +119,6 @@ def _gap(file: str, seen: str, expected: str) -> JournalDamaged:
         f"the journal {file} does not go on where the one before it ended",
         seen=seen,
         expected=expected,
-        fix="Restore from a snapshot, or from a copy of the journal.",
+        fix="Restore from a snapshot; an older copy of the journal lacks what came since.",
         details={"file": file},
     )

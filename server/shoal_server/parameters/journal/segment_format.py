@@ -146,7 +146,7 @@ def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
         seen=f"no whole entry at byte {at} of {len(data)}",
         expected="an entry that had been on disk for certain"
         + (f", as the one at byte {witness} says" if witness is not None else ""),
-        fix="Restore from a snapshot, or from a copy of the journal.",
+        fix="Restore from a snapshot; an older copy of the journal lacks what came since.",
         details={"file": file, "offset": str(at)},
     )
 

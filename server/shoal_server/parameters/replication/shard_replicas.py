@@ -274,7 +274,11 @@ class ShardReplicas:
         for key in recovered:
             self._driver.tell(ev.JournalHas(key))
         for job in {job for job, _ in recovered}:
-            self._let_journal_go(job)
+            if job in set(self.jobs):
+                self._let_journal_go(job)
+            else:
+                # It may be over. Or this is another etcd than the one that knows of it.
+                log.warning("journal_has_unknown_job", job=job)
 
     @property
     def in_journal(self) -> Collection[Key]:

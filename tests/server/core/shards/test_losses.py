@@ -51,7 +51,7 @@ def test_what_is_known_is_kept_when_the_last_copy_is_gone() -> None:
     why = losses.explained("job", shard)
     assert "at least version 812 on a, b" in why.seen
     assert "shoal restore job --from URL" in why.fix
-    assert "shoal accept-loss job --shard 3" in why.fix
+    assert "shoal accept-loss job`" in why.fix
     assert why.fix.endswith("No snapshot.")
     assert why.details["at_least_version"] == "812"
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.processes.served_process import awaited
 
-from shoal_proto.errors import AddressInUse, DiskFull, JournalDamaged, Overloaded, Unavailable
+from shoal_proto.errors import (
+    AddressInUse,
+    DiskFull,
+    InvalidSpec,
+    JournalDamaged,
+    Overloaded,
+    Unavailable,
+)
 from shoal_proto.v1.replication_pb2 import PushRecord
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.shard.image import Image, UpdateListener, UpdateRecord
@@ -305,6 +314,31 @@ def test_two_servers_do_not_share_a_directory(tmp_path: Path) -> None:
     with Journal(config(tmp_path)), pytest.raises(AddressInUse, match="another server"):
         Journal(config(tmp_path))
     assert contents(tmp_path) == {}
+
+
+def test_a_journal_of_another_server_is_left_as_it_is(tmp_path: Path) -> None:
+    """Started with the wrong id or directory, a server would let go of what nobody else has."""
+    first, again = Holder("ps-0", "one"), Holder("ps-0", "two")
+    shard = Log(0)
+    with Journal(config(tmp_path)) as journal:
+        assert journal.own(first) == ""
+        journal.put_image("job", 1, shard.image())
+    with Journal(config(tmp_path)) as journal, pytest.raises(InvalidSpec, match="of server ps-0"):
+        journal.own(Holder("ps-1", "one"))
+    with Journal(config(tmp_path)) as journal:
+        assert journal.own(again) == "one"
+    assert contents(tmp_path) == {("job", 0): (1, b"")}
+
+
+def test_a_journal_whose_directory_is_gone_makes_nothing_durable(tmp_path: Path) -> None:
+    """To write to a file that was removed succeeds."""
+    directory, shard = tmp_path / "journal", Log(0)
+    with Journal(config(directory)) as journal:
+        journal.put_image("job", 1, shard.image())
+        journal.append("job", 0, 1, shard.push(1)).result(LIMIT_S)
+        shutil.rmtree(directory)
+        with pytest.raises(Unavailable, match="removed"):
+            journal.append("job", 0, 1, shard.push(2)).result(LIMIT_S)
 
 
 @pytest.fixture(scope="module")
