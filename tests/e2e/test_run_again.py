@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 
+import pytest
 from e2e.conftest import Shoal, finish, read_until
 
 EPOCHS, STEPS_PER_EPOCH, RATE = 3, 28, 2.0**-10
@@ -28,6 +29,7 @@ print("generation", session.generation, "updates", (-weight.max() / {RATE}).item
 """
 
 
+@pytest.mark.long
 def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
     """--fresh is refused under members, begins an interrupted job and a finished one from its first
     weights, and what cannot be joined any more is said in one line before anything is started."""

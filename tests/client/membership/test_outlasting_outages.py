@@ -76,6 +76,7 @@ async def test_what_a_trainer_has_to_say_is_said_when_a_coordinator_is_back() ->
             assert record.roster.generation == 1
 
 
+@pytest.mark.long
 async def test_a_wait_for_the_next_generation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_core, "JOIN_TIMEOUT_S", 0.1)
     store = MemoryStore()
@@ -93,6 +94,7 @@ async def test_a_wait_for_the_next_generation_goes_on(monkeypatch: pytest.Monkey
                 assert (await waits).roster.generation == 1
 
 
+@pytest.mark.long
 async def test_a_broken_generation_is_reported_when_a_coordinator_is_back() -> None:
     """Two members whose collective failed meanwhile: neither raises the peer's loss as its own."""
     store = MemoryStore()

@@ -18,7 +18,7 @@ needs_mpiexec = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "stop"])
+@pytest.mark.parametrize("how", ["raise", "kill", pytest.param("stop", marks=pytest.mark.long)])
 def test_over_gloo_every_survivor_is_told(tmp_path: Path, how: str) -> None:
     """Also those who are no neighbours of the one that failed."""
     with Ranks() as ranks:

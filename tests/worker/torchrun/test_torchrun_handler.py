@@ -227,6 +227,7 @@ def test_a_loss_while_ranks_are_assigned_ends_in_a_restart(join: Join) -> None:
     assert left.next_rendezvous().world_size == 1
 
 
+@pytest.mark.long
 def test_a_killed_and_a_frozen_node(cluster: LocalCluster, join: Join) -> None:
     """A node that stops answering is taken out, and when it goes on it comes back by itself, behind
     the one that stayed; one that is killed is taken out sooner."""

@@ -121,9 +121,6 @@ class ReplicationCore:
         """The shard, if it is led here in the epoch of its record."""
         return self.leading.find(key)
 
-    def holds_copy(self, key: Key) -> bool:
-        return self._copies.find(key) is not None
-
     @property
     def open_claims(self) -> list[Key]:
         """What the journal has and others may have too."""
