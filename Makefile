@@ -29,15 +29,18 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constra
 demo: .venv/.demo ## train on a local cluster, kill a worker on the way, print what happened
 	$(BIN)/shoal demo
 
-# Two files at a time, in the order of the folders. What hangs outside Python ends with its process and
+# Tests start hundreds of processes: each would compile the source anew.
+export PYTHONDONTWRITEBYTECODE :=
+
+# Three files at a time, in the order of the folders. What hangs outside Python ends with its process and
 # fails the run: pytest-xdist would wait for ever for the tests of a process that it replaces. PYTEST_ADDOPTS
 # may pick tests of one part alone, and a part of which it picks none ends with 5.
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 	--max-worker-restart 0 -o faulthandler_timeout=360 -o faulthandler_exit_on_timeout=true
 TESTS := not docker and not browser and not nightly
 
-# What failed beside another file is run once more by itself: two files that start a dozen processes each
+# What failed beside another file is run once more by itself: files that start a dozen processes each
 # can starve one another of two cores. It fails the run if it fails again; the first report stays above.
 run_tests = $(PYTEST) -m "$(TESTS) and $(1)" || case $$? in 5) ;; \
 	1) echo "once more, one by one:"; \

@@ -16,17 +16,19 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import grpc.aio
+from light_member import Host
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_core import MemberCore
-from shoal_proto import MAX_MESSAGE_BYTES
+from shoal_proto import MAX_ANSWER_BYTES
 from shoal_proto.incarnation import new_incarnation, public_id
+from shoal_proto.packing.roster_chunks import assembled
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     # Else all channels of a process share one connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -65,6 +67,7 @@ class Played:
     """One member."""
 
     core: MemberCore
+    channel: grpc.aio.Channel
     stub: MembershipStub
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     committed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,6 +87,11 @@ class Driver:
         self._tasks: list[asyncio.Task[None]] = []
         self._attending = asyncio.Semaphore(MAX_ATTENDING)
         self._failures: list[str] = []
+        self.chunks: dict[str, Host] = {}
+        self._rosters: dict[str, pb.Roster] = {}
+        """By digest; each member checks it, and its host the chunks that it is made of."""
+        self.lost: set[str] = set()
+        """Members that are gone on purpose."""
         self.num_beats = self.num_late_beats = self.num_failed_beats = 0
         for number in range(share.first, share.first + share.num_members):
             self._hosts.setdefault(f"host-{number // share.members_per_host}", []).append(
@@ -114,7 +122,8 @@ class Driver:
             public_id=public_id(incarnation),
             info=info,
         )
-        return Played(core=MemberCore(identity), stub=MembershipStub(self._channel))
+        channel, stub = self._channel, MembershipStub(self._channel)
+        return Played(core=MemberCore(identity), channel=channel, stub=stub)
 
     @property
     def players(self) -> list[Played]:
@@ -204,6 +213,7 @@ class Driver:
         kind = notice.WhichOneof("kind")
         if kind == "refused" or notice.outcome.verdict == pb.VERDICT_ABORTED:
             raise RuntimeError(f"{kind}: {notice.reason}")
+        await self._complete(player, notice)
         await self._do(player, ev.NoticeCame(notice=notice))
         if not player.admitted.is_set():
             player.admitted.set()
@@ -214,6 +224,25 @@ class Driver:
         if isinstance(entered, ev.BringUp):
             player.record = entered.record.SerializeToString(deterministic=True)
             player.committed.set()
+
+    async def _complete(self, player: Played, notice: pb.Notice) -> None:
+        """Put the roster in its place where the notice names it by digests."""
+        kind = notice.WhichOneof("kind")
+        if kind not in ("prepare", "outcome"):
+            return
+        holder = getattr(notice, kind)
+        if not holder.HasField("head"):
+            return
+        host = self.chunks_of(player)
+        await host.get(self._share.job, holder.head, player.stub)
+        if holder.digest not in self._rosters:
+            self._rosters[holder.digest] = assembled(holder.head, host.chunks)
+        holder.roster.CopyFrom(self._rosters[holder.digest])
+        holder.ClearField("head")
+
+    def chunks_of(self, player: Played) -> Host:
+        """What the player's host has."""
+        return self.chunks.setdefault(player.core.identity.info.host, Host())
 
     async def _beat(self, players: list[Played], phase: float) -> None:
         """One call a heartbeat for all members of the host that were admitted."""
@@ -238,8 +267,8 @@ class Driver:
                 continue
             self.num_beats += len(beats)
             self.num_late_beats += time.monotonic() > due_s
-            for each in reply.replies:
-                if each.HasField("error"):
+            for beat, each in zip(beats, reply.replies, strict=True):
+                if each.HasField("error") and beat.token.member_id not in self.lost:
                     raise RuntimeError(f"a beat was refused: {each.error}")
 
     def _start(self, work: "asyncio.coroutines.Coroutine[None, None, None]", name: str) -> None:
@@ -254,8 +283,8 @@ class Driver:
                 print(self._failures[-1], file=sys.stderr, flush=True)
 
 
-async def serve(share: Share) -> None:
-    driver = Driver(share)
+async def serve(kind: type[Driver], share: Share) -> None:
+    driver = kind(share)
     stdin = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
@@ -266,7 +295,7 @@ async def serve(share: Share) -> None:
 
 
 def main() -> None:
-    asyncio.run(serve(Share(**json.loads(sys.argv[1]))))
+    asyncio.run(serve(Driver, Share(**json.loads(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,15 @@ DRIVER = Path(__file__).with_name("member_driver.py")
 class Drivers:
     """The processes that play a job's members."""
 
-    def __init__(self, stack: ExitStack, coordinator: str, job: str, num_members: int) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        coordinator: str,
+        job: str,
+        num_members: int,
+        *,
+        driver: Path = DRIVER,
+    ) -> None:
         self._processes: list[subprocess.Popen[str]] = []
         num_each = num_members // NUM_DRIVERS
         for index in range(NUM_DRIVERS):
@@ -62,7 +70,7 @@ class Drivers:
                 "heartbeat_s": HEARTBEAT_S,
             }
             process = subprocess.Popen(
-                [sys.executable, str(DRIVER), json.dumps(share)],
+                [sys.executable, str(driver), json.dumps(share)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -1,6 +1,7 @@
 """Who holds which shard, at scale: 100 servers, a real etcd, the coordinator's own code.
 
     make bench NAME=placement
+    .venv/bin/python bench/placement.py tables    # one of the two
 
 Two jobs, each on an etcd of its own: `dense_1tb`, a transformer of 1 TB, and `tables`, 100 tables
 of 64 shards. Servers have no parameters here, and are in this process: they only do to the records
@@ -144,7 +145,7 @@ async def measure_on(endpoint: str, job: str) -> list[Row]:
 def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     rows = []
-    for job in JOBS:
+    for job in sys.argv[1:] or JOBS:
         with tempfile.TemporaryDirectory() as directory, Supervisor() as supervisor:
             (etcd,) = start_etcd(supervisor.spawn, Path(directory) / "etcd")
             rows += asyncio.run(measure_on(etcd.endpoint, job))

@@ -18,7 +18,7 @@ import zlib
 
 import grpc
 
-from shoal_proto import PROTOCOL_VERSION
+from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.v1 import membership_pb2 as membership
 from shoal_proto.v1 import parameters_pb2 as parameters
 from shoal_proto.v1 import shards_pb2 as shards
@@ -47,7 +47,7 @@ class Membership:
         self._stub = MembershipStub(channel)
         self._left = threading.Event()
         request = membership.AttendRequest(
-            protocol=PROTOCOL_VERSION,
+            protocol=OWN_PROTOCOLS.newest,
             token=self.token,
             spec=membership.JobSpec(job=job, min_members=1, max_members=8, desired_members=1),
             info=membership.MemberInfo(host="localhost", address="127.0.0.1"),

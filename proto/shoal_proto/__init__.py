@@ -1,6 +1,5 @@
 """What travels between the parts of Shoal: messages, errors, and how one becomes the other."""
 
-PROTOCOL_VERSION = 3
 MAX_PIECE_BYTES = 4 * 1024 * 1024
 # A message holds one piece and its framing, so this bound is never met by data of any size.
 MAX_MESSAGE_BYTES = MAX_PIECE_BYTES + 1024 * 1024

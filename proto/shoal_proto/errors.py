@@ -173,6 +173,10 @@ class JobFinished(RefusedError):
     """The job is over. `shoal run --fresh` begins it anew under its name."""
 
 
+class JobStopped(RefusedError):
+    """The job was stopped, or it failed. `shoal retry` lets it be joined again."""
+
+
 class JobInUse(RefusedError):
     """The job has members, and what was asked for would change everything under them."""
 
@@ -211,6 +215,11 @@ class DtypeMismatch(RefusedError):
 
 class NonFiniteGradient(RefusedError):
     """A gradient holds NaN or Inf. `details["parameter"]` names where."""
+
+
+class TrainingFailed(RefusedError):
+    """All samples were trained on, and the loss is not what was asked for: not finite, or not lower
+    than at first where the script wants it to be."""
 
 
 class MalformedMessage(RefusedError):
@@ -260,9 +269,10 @@ class StateLost(CorruptError):
     """
 
 
-class JobSetAside(CorruptError):
+class JobQuarantined(CorruptError):
     """The coordinator cannot go on with this one job: what etcd holds of it cannot be read, or
-    etcd refused to keep it. `details` holds the job, the key and the reason."""
+    etcd refused to keep it. `details` holds the job and, of a record that cannot be read, its key.
+    All other jobs go on; `shoal repair` shows what is wrong with this one, and mends it."""
 
 
 class InternalError(CorruptError):

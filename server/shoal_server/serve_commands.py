@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import ShoalError, Unavailable
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.parameters.config import ParameterServerConfig
 
@@ -49,12 +49,24 @@ def _lacks(command: str, *modules: str, extra: str = "") -> bool:
 
 def _run(command: str, work: Coroutine[Any, Any, None]) -> int:
     _configure_logging()
+    refusal, code = asyncio.run(_refusal_of(work))
+    if refusal:
+        print(f"shoal {command}: {refusal}", file=sys.stderr)
+    return code
+
+
+async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
+    """Why it refuses to start, or to go on, empty if it came to its end; and its exit code. In
+    words: with the error, its frames would outlive the event loop, and what they hold of gRPC
+    needs that to end."""
     try:
-        asyncio.run(work)
+        await work
+    except Unavailable as error:
+        # Whoever started it may start it again until etcd answers: nothing is wrong with it.
+        return str(error), os.EX_TEMPFAIL
     except ShoalError as error:
-        print(f"shoal {command}: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return str(error), 1
+    return "", 0
 
 
 def _configure_logging() -> None:

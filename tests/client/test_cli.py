@@ -107,6 +107,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
         (["coordinator", "--etcd", "nowhere"], "--etcd: bad etcd endpoint"),
         (["coordinator", "--etcd-password-file", "/none"], "password file cannot be read"),
         (["up", "--ps", "-1"], "bad --ps; saw -1; expected 0 or more"),
+        (["up", "--http-port", "99999"], "bad --http-port; saw 99999; expected 0 to 65535"),
         (["rm", "a b"], "bad name of a job"),
         (["drain", "m", "--job", "j", "--timeout", "0"], "bad --timeout; saw 0; expected above 0"),
         (["snapshot", "j", "--timeout", "-1"], "bad --timeout"),

@@ -21,7 +21,7 @@ from shoal_client.cli import installed_commands, read_config
 from shoal_server.core.limits import Limits
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
-from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsView
+from shoal_server.status.views import JobView, MemberView, Readiness, SamplesView, ShardsView
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VARIANTS = ["", "base", "overlays/dev"]
@@ -217,6 +217,15 @@ class Nothing:
 
     def jobs(self) -> Sequence[JobView]:
         return ()
+
+    def job(self, name: str) -> JobView | None:
+        return None
+
+    def member(self, name: str, member_id: str) -> MemberView | None:
+        return None
+
+    def process(self, name: str, member_id: str) -> str | None:
+        return None
 
     def samples(self, job: str) -> SamplesView | None:
         return None

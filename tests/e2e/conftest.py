@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 DEADLINE_S = 240.0
+ANY_PORTS = ("--port", "0", "--http-port", "0")
+"""For `shoal up`: its usual ones may be those of another test."""
 
 
 class Shoal:

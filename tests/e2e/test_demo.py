@@ -28,8 +28,9 @@ def test_the_demo_trains_and_counts(shoal_command: Shoal, tmp_path: Path) -> Non
         assert f"{row['test_accuracy']:.3f}" in output
     # Deterministic data order: what was under way at the kill is trained once, by the survivors.
     assert rows["ddp"]["samples_repeated"] == 0
-    # At most what the killed worker had in hand.
-    assert rows["async-sgd"]["samples_repeated"] <= 3 * 96
+    # At most what the killed worker may have begun since it last told of it.
+    begun_since = 2 * rows["async-sgd"]["samples_per_s"]
+    assert rows["async-sgd"]["samples_repeated"] <= 3 * 96 + begun_since
 
 
 @pytest.mark.sampled()

@@ -12,6 +12,7 @@ from e2e.test_parts_that_die import part_pids
 SCRIPT = """
 import pathlib, time, shoal, torch
 done = pathlib.Path("done")
+trained = 0
 model = torch.nn.Linear(8, 8, bias=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 with shoal.join() as session:
@@ -19,12 +20,17 @@ with shoal.join() as session:
     for batch in session.batches(torch.ones(32 * 500, 8), global_batch_size=32, epochs=4):
         with session.step():
             session.backward(model(batch.inputs).sum() / len(batch.inputs))
+        trained += len(batch.indices)
         if batch.step == 20:
             print("trains", flush=True)
         if not done.exists():
             time.sleep(0.05)
-print("is done", flush=True)
+print("is done with", trained, flush=True)
 """
+NUM_SAMPLES = 32 * 500 * 4
+CALL_S = 120.0
+"""The longest that a push waits. That both servers have ended is known once both were started
+again: where that takes longer than a push waits, the worker has heard of no loss when it ends."""
 
 
 @pytest.mark.long
@@ -34,7 +40,7 @@ def test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted(
     """The worker ends with StateLost, `shoal status` says what is lost, `shoal accept-loss` gives
     it up for the right job alone and once its name was repeated, and training goes on."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    up = shoal_command.start("up", "--dir", str(tmp_path / "up"))
+    up = shoal_command.start("up", "--dir", str(tmp_path / "up"), "--join-s", f"{4 * CALL_S:g}")
     welcome = read_until(up, "Ctrl-C stops the cluster")
     coordinator = next(line.split()[-1] for line in welcome if line.startswith("coordinator"))
     page = next(word for line in welcome for word in line.split() if word.startswith("http://"))
@@ -76,8 +82,10 @@ def test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted(
     code, output = said("accept-loss", "digits", typed="digits\n")
     assert code == 0, output
     assert "loss of shard 0 (" in output and "of job digits accepted by" in output
+    assert f"of {NUM_SAMPLES} were trained on): the next run trains on all of them" in output
     code, output = said("accept-loss", "digits")
     assert code == 0 and ", before" in output, output
+    assert "Its samples begin anew" not in output
     code, output = said("status", "--job", "digits")
     assert "lost: shard" not in output
     assert "loss of shard 0" in output, output
@@ -85,6 +93,7 @@ def test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted(
     (tmp_path / "done").touch()
     code, output = said("run", "-n", "1", "--job", "digits", "train.py")
     assert code == 0, output
-    assert "is done" in output
+    # All of them, for nothing is left of what the run before had learned of the first ones.
+    assert f"is done with {NUM_SAMPLES}" in output
     up.send_signal(signal.SIGINT)
     assert finish(up)[0] == 0

@@ -3,10 +3,14 @@
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
-from e2e.conftest import Shoal, finish, read_until
+from e2e.conftest import ANY_PORTS, Shoal, finish, read_until
+from support.network import http
+from support.processes.served_process import awaited
 
 EPOCHS, STEPS_PER_EPOCH, RATE = 60, 28, 2.0**-10
 
@@ -50,12 +54,24 @@ def part_pids(command: Shoal) -> dict[str, int]:
     return found
 
 
+def every_shard_has_a_copy(page: str) -> bool:
+    """Whether the job loses nothing with one server more."""
+    try:
+        answer = http.get(f"{page}/api/v1/jobs/async-sgd/shards", timeout=5.0)
+    except httpx.HTTPError:
+        return False
+    if answer.status_code != 200:
+        return False
+    copies = [shard["replication"]["copies"] for shard in answer.json()["shards"]]
+    return bool(copies) and all(any(not c["joining"] for c in each) for each in copies)
+
+
 @pytest.mark.long
 def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path: Path) -> None:
     """Every part of `shoal up` is killed in turn while a DDP job and an asynchronous one train:
     each is started again, both jobs end with every update applied once, and nothing is left."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    up = shoal_command.start("up", "--dir", str(tmp_path / "up"))
+    up = shoal_command.start("up", "--dir", str(tmp_path / "up"), *ANY_PORTS)
     welcome = read_until(up, "Ctrl-C stops the cluster")
     coordinator = next(line.split()[-1] for line in welcome if line.startswith("coordinator"))
     to_cluster = {"SHOAL_COORDINATOR": coordinator, "OMP_NUM_THREADS": "1"}
@@ -66,7 +82,9 @@ def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path
         for strategy in ("ddp", "async-sgd")
     }
     said = {strategy: read_until(run, "trains") for strategy, run in runs.items()}
+    page = next(line.split()[-1] for line in welcome if line.startswith("status page"))
     for part in ("ps-0", "coordinator", "etcd", "ps-1"):
+        awaited(partial(every_shard_has_a_copy, page), 120.0, "every shard has a copy")
         os.kill(part_pids(shoal_command)[part], signal.SIGKILL)
         read_until(up, f"shoal up: {part} was killed by SIGKILL; starting it again")
         read_until(up, f"shoal up: {part} serves again")

@@ -45,10 +45,10 @@ def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
         return finish(shoal_command.start(*arguments, environment=to_cluster))
 
     interrupted = shoal_command.start(
-        "run", "train.py", environment={"SHOAL_COORDINATOR": coordinator}
+        "run", "--job", "train", "train.py", environment={"SHOAL_COORDINATOR": coordinator}
     )
     read_until(interrupted, "trains")
-    code, output = shoal("run", "--fresh", "train.py")
+    code, output = shoal("run", "--fresh", "--job", "train", "train.py")
     assert code == 1, output
     assert "job train has 1 live member; saw " in output
     assert "Stop them first. To join them, use `shoal run` without --fresh." in output
@@ -59,13 +59,13 @@ def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
 
     expected = f"updates {float(EPOCHS * STEPS_PER_EPOCH)}"
     for generation in (2, 3):
-        code, output = shoal("run", "--fresh", "train.py")
+        code, output = shoal("run", "--fresh", "--job", "train", "train.py")
         assert code == 0, output
         assert "job train starts anew: what was kept of its last run is removed" in output
         assert f"generation {generation} {expected}" in output
-        code, output = shoal("run", "train.py")
+        code, output = shoal("run", "--job", "train", "train.py")
         assert code == 1, output
-        (line,) = output.strip().splitlines()
+        line = output.strip().splitlines()[-1]
         assert line.startswith("shoal: job train is finished (")
         assert line.endswith("run it again with --fresh, or give another --job")
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish, read_until
+from e2e.conftest import ANY_PORTS, Shoal, finish, read_until
 
 ROOT = Path(__file__).parents[2]
 README_SCRIPT = re.compile(r"```python\n(import shoal\n.*?)```", re.DOTALL)
@@ -43,7 +43,7 @@ print("right", (model(images).argmax(dim=1) == labels).float().mean().item())
     return path
 
 
-@pytest.mark.sampled()
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "async-sgd", "ssp"])
 def test_the_readmes_script_survives_a_kill(
     shoal_command: Shoal, script: Path, tmp_path: Path, strategy: str
@@ -95,7 +95,7 @@ def test_ctrl_c_stops_a_run(shoal_command: Shoal, script: Path, tmp_path: Path) 
 @pytest.mark.long
 def test_up_serves_until_ctrl_c(shoal_command: Shoal, script: Path) -> None:
     """`shoal up` prints what to export; with that `shoal run` trains; Ctrl-C ends all of it."""
-    up = shoal_command.start("up", "--ps", "1")
+    up = shoal_command.start("up", "--ps", "1", *ANY_PORTS)
     lines = read_until(up, "Ctrl-C stops")
     address = next(line.partition("=")[2] for line in lines if "export SHOAL_COORDINATOR=" in line)
     run = shoal_command.start(

@@ -71,7 +71,7 @@ def started(stack: ExitStack, directory: Path, num_servers: int) -> LocalCluster
 
 def test_a_job_goes_on_in_another_cluster(shoal_command: Shoal, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        cluster = started(stack, tmp_path / "first", 2)
+        cluster = started(stack, tmp_path / "first", 1)
         asked = ("--coordinator", cluster.coordinator)
         member = Joined(cluster, stack)
         taking = shoal_command.start("snapshot", "snapped", "--to", "snapshots", *asked)
@@ -91,12 +91,12 @@ def test_a_job_goes_on_in_another_cluster(shoal_command: Shoal, tmp_path: Path) 
         member.membership.leave(completed=False, reason="the cluster goes")
 
     with ExitStack() as stack:
-        cluster = started(stack, tmp_path / "second", 3)
+        cluster = started(stack, tmp_path / "second", 2)
         asked = ("--coordinator", cluster.coordinator)
         restoring = shoal_command.start("restore", "snapped", "--from", "snapshots", *asked)
         code, said = finish(restoring)
         assert code == 0, said
-        assert "4 shards on ps-0, ps-1, ps-2" in said
+        assert "4 shards on ps-0, ps-1" in said
         member = Joined(cluster, stack)
         (value,) = numbers(member.values)
         member.push()

@@ -22,10 +22,12 @@ from shoal_proto.v1.shards_pb2 import ParameterSpec, ShardMap
 MAX_MEMBERS = 64
 READ_PAUSE_S = 0.01
 ABSENT_RATE, POISON_RATE = 0.1, 0.02
+# Of each dtype and group there is one shard, all of about the same size.
 PARAMETERS = [
-    ParameterSpec(name="a", shape=[70, 100], dtype="float32"),
-    ParameterSpec(name="b", shape=[333], dtype="float32"),
-    ParameterSpec(name="c", shape=[2100], dtype="float64", group=1),
+    ParameterSpec(name="a", shape=[70, 50], dtype="float32"),
+    ParameterSpec(name="b", shape=[3333], dtype="float32", group=1),
+    ParameterSpec(name="c", shape=[1700], dtype="float64", group=1),
+    ParameterSpec(name="d", shape=[1800], dtype="float64"),
 ]
 OPTIMIZERS = {
     "sgd": OptimizerSpec(

@@ -81,7 +81,11 @@ def test_rounds_of_all_members_count(servers: ParameterServers) -> None:
     strategies = []
     for rank, model in enumerate(models):
         strategy = AsyncDiLoCo(
-            every_steps=EVERY_STEPS, outer_lr=0.5, outer_momentum=0.0, nesterov=False
+            every_steps=EVERY_STEPS,
+            outer_lr=0.5,
+            outer_momentum=0.0,
+            nesterov=False,
+            staleness="none",
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         start(servers, model, optimizer, rank=rank, strategy=strategy)
@@ -104,6 +108,19 @@ def test_rounds_of_all_members_count(servers: ParameterServers) -> None:
     assert strategies[1].metrics()["staleness"] == 1.0
     for strategy in strategies:
         strategy.close()
+
+
+def test_a_loss_that_rises_is_told_after_few_rounds(servers: ParameterServers) -> None:
+    """A run has few of them, each of many steps: it is by steps that a loss has had its time."""
+    model = new_model()
+    strategy = AsyncDiLoCo(every_steps=100)
+    start(servers, model, torch.optim.SGD(model.parameters(), lr=0.0), strategy=strategy)
+    for step in range(250):
+        strategy.begin_step()
+        strategy.backward(loss_of(model, 0) * (1 + step), 1.0)
+        strategy.end_step(lambda: None)
+    assert "the loss has risen" in strategy.warning
+    strategy.close()
 
 
 def test_a_step_that_is_not_finite_stops_the_member(servers: ParameterServers) -> None:

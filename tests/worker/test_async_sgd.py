@@ -1,11 +1,16 @@
 """Training against parameter servers: as torch.optim alone, and undisturbed by others' faults."""
 
 import copy
+import re
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from support.clusters.parameter_servers import ParameterServers
 from support.members.async_members import groups, loss_of, new_model, start, train
 from torch import nn
@@ -15,6 +20,7 @@ from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,
     NonFiniteGradient,
+    NoServers,
     ProposalConflict,
     ShapeMismatch,
     UnsupportedOptimizer,
@@ -59,6 +65,40 @@ def test_one_worker_trains_as_torch_alone(servers: ParameterServers, kind: str) 
     for (name, seen), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert torch.equal(seen, wanted), name
     strategy.close()
+
+
+def test_a_member_waits_for_the_first_server() -> None:
+    """Says so once, with until when, and trains once it is there; without one it ends by name, and
+    not before its limit."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    brief = Limits(collective_s=20.0, bring_up_s=20.0, join_s=0.1)
+    patient = Limits(collective_s=20.0, bring_up_s=20.0, join_s=60.0)
+    with ParameterServers(0) as servers, ThreadPoolExecutor(1) as pool, capture_logs() as logs:
+        with pytest.raises(NoServers, match=r"none registered, for \d s.*--join-s"):
+            start(servers, model, optimizer, limits=brief)
+        logs.clear()
+        starting = pool.submit(start, servers, model, optimizer, limits=patient)
+        give_up_s = time.monotonic() + 20.0
+        while not logs_named(logs, "waiting_for_parameter_servers"):
+            assert time.monotonic() < give_up_s, logs
+            time.sleep(0.02)
+        ((name, (told, _)),) = servers.shards.waiting("job").items()
+        assert name == "w0"
+        assert told == "a parameter server to hold the shards: none registered"
+        servers.add("ps-0")
+        strategy = starting.result(20.0)
+        assert train(strategy, model, range(2)) == 2
+        assert not servers.shards.waiting("job")
+        strategy.close()
+    (waiting,) = logs_named(logs, "waiting_for_parameter_servers")
+    assert waiting["limit_s"] == 60.0
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", waiting["until"])
+    assert logs_named(logs, "parameter_servers_found")
+
+
+def logs_named(logs: Sequence[MutableMapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+    return [line for line in logs if line["event"] == event]
 
 
 def test_all_members_start_from_the_values_of_rank_0(servers: ParameterServers) -> None:

@@ -14,7 +14,8 @@ from support.training.rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
 from shoal_client.local.cluster import LocalCluster
 
 IN_FLIGHT = 3
-"""Batches that one member may hold: trained on but not reported, trained on now, leased ahead."""
+"""Batches that one member may have begun: trained on but not reported, trained on now, and one that
+it reported while it was killed."""
 
 
 @pytest.mark.parametrize("strategy", ["ssp", "bsp"])
@@ -59,5 +60,5 @@ def test_a_killed_member_holds_nobody_up_and_costs_no_sample(
     total = NUM_SAMPLES * EPOCHS
     assert len(found) == total, "a sample was lost"
     assert (samples["completed"], samples["exhausted"]) == (total, True)
-    assert found.total() - total <= samples["repeated_max"]
-    assert samples["repeated_max"] <= IN_FLIGHT * BATCH_SIZE * len(killed)
+    num_repeated = found.total() - total
+    assert num_repeated <= min(samples["repeated_max"], IN_FLIGHT * BATCH_SIZE * len(killed))

@@ -105,6 +105,17 @@ def test_several_keys_go_in_one_call(real: RendezvousStore) -> None:
     assert not real.delete_key("several/a")
 
 
+def test_many_values_that_are_alike_come_as_they_were_set(real: RendezvousStore) -> None:
+    """They travel packed, and no older ones once one of them has changed."""
+    store = dist.PrefixStore("alike", real)
+    values = {f"{rank}": bytes(2000) + rank.to_bytes(8) for rank in range(64)}
+    store.multi_set(list(values), list(values.values()))
+    assert store.multi_get(list(values)) == list(values.values())
+    values["7"] = b"another"
+    store.set("7", "another")
+    assert store.multi_get(list(values)) == list(values.values())
+
+
 def test_a_waiting_member_goes_on_when_the_key_comes(store: Any, real: RendezvousStore) -> None:
     """From another thread, as from another member."""
     setter = threading.Timer(0.1, lambda: store.set("late", "here"))

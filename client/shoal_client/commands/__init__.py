@@ -24,10 +24,29 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
             "drain:drain",
         ),
         (
+            "jobs",
+            "list jobs: their states, steps, losses and how long they took",
+            "job_list:ListConfig",
+            "job_list:show",
+        ),
+        ("stop", "have a job's members end at a step boundary", "jobs:StopConfig", "jobs:stop"),
+        (
+            "retry",
+            "let a job be joined again that failed, was stopped or is lost",
+            "jobs:RetryConfig",
+            "jobs:retry",
+        ),
+        (
             "rm",
             "remove a job that is over, or whose workers are gone",
             "jobs:RemoveConfig",
             "jobs:remove",
+        ),
+        (
+            "repair",
+            "show why a job is quarantined, and let it go on",
+            "repair:RepairConfig",
+            "repair:repair",
         ),
         (
             "snapshot",

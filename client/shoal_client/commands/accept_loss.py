@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import grpc
 from cyclopts import Parameter
@@ -15,10 +15,22 @@ from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
-from shoal_proto.v1.shards_pb2 import AcceptLossReply, AcceptLossRequest, GivenUpShard
+from shoal_proto.v1.shards_pb2 import (
+    SAMPLES_AFTER_LOSS_ANEW,
+    SAMPLES_AFTER_LOSS_KEEP,
+    SAMPLES_AFTER_LOSS_UNSAID,
+    AcceptLossReply,
+    AcceptLossRequest,
+    GivenUpShard,
+)
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 
 ANSWER_WITHIN_S = 30.0
+_SAMPLES = {
+    None: SAMPLES_AFTER_LOSS_UNSAID,
+    "anew": SAMPLES_AFTER_LOSS_ANEW,
+    "keep": SAMPLES_AFTER_LOSS_KEEP,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +45,10 @@ class AcceptLossConfig:
     """Id of a shard that is lost. Can be repeated. By default all that are lost."""
     yes: Annotated[bool, Parameter(name="--yes")] = False
     """Do not ask for the job's name once more."""
+    samples: Literal["anew", "keep"] | None = None
+    """Whether the job trains on all its samples once more, or goes on behind those that were
+    trained on. By default they begin anew where nothing that was trained is left; where a part is
+    left, you have to say it."""
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
 
     def __post_init__(self) -> None:
@@ -45,20 +61,29 @@ class AcceptLossConfig:
 
 
 def accept_loss(config: AcceptLossConfig) -> int:
-    """Have the shards given up. Raises UnknownJob, UnknownShard, NothingLost, InvalidSpec."""
+    """Have the shards given up. Raises UnknownJob, UnknownShard, NothingLost, InvalidSpec.
+
+    Nothing is asked, and nothing changes, where it is to be said what becomes of the samples.
+    """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
 
     def ask(dry_run: bool) -> AcceptLossReply:
         request = AcceptLossRequest(
-            job=config.job, shard_ids=config.shards, by=_me(), dry_run=dry_run
+            job=config.job,
+            shard_ids=config.shards,
+            by=_me(),
+            dry_run=dry_run,
+            samples=_SAMPLES[config.samples],
         )
         return coordinators.call(_accept, request, timeout_s=ANSWER_WITHIN_S)
 
     try:
-        lost = [shard for shard in ask(True).shards if not shard.before]
-        if lost and not config.yes:
-            _confirm(config.job, lost)
+        planned = ask(True)
+        lost = [shard for shard in planned.shards if not shard.before]
+        is_clear = planned.samples != SAMPLES_AFTER_LOSS_UNSAID
+        if lost and is_clear and not config.yes:
+            _confirm(config.job, lost, _samples_in_words(planned))
         reply = ask(False)
     finally:
         coordinators.close()
@@ -68,10 +93,21 @@ def accept_loss(config: AcceptLossConfig) -> int:
         print(
             f"loss of {_in_short(shard)} of job {config.job} accepted by {shard.by} at {at}{again}"
         )
+    if any(not shard.before for shard in reply.shards):
+        print(_samples_in_words(reply))
     return 0
 
 
-def _confirm(job: str, lost: Sequence[GivenUpShard]) -> None:
+def _samples_in_words(reply: AcceptLossReply) -> str:
+    progress = f"{reply.completed_samples} of {reply.total_samples} were trained on"
+    if not reply.total_samples:
+        progress = "none was trained on"
+    if reply.samples == SAMPLES_AFTER_LOSS_ANEW:
+        return f"Its samples begin anew ({progress}): the next run trains on all of them."
+    return f"Its samples stay counted ({progress}): the next run trains on the rest."
+
+
+def _confirm(job: str, lost: Sequence[GivenUpShard], samples: str) -> None:
     """Raise InvalidSpec unless whoever sits there repeats the job's name."""
     for shard in lost:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(shard.lost_unix_s))
@@ -79,6 +115,7 @@ def _confirm(job: str, lost: Sequence[GivenUpShard]) -> None:
             f"{_in_short(shard)} was lost at {at} with {', '.join(shard.servers) or 'its servers'}"
         )
     print("What was trained in them will be gone for good.")
+    print(samples)
     try:
         given = input("Type the job's name to give them up: ").strip()
     except EOFError:

@@ -1,9 +1,12 @@
-"""Jobs by their names: how one stands, and beginning it anew; `shoal rm`."""
+"""Jobs by their names: how one stands, stopping it, trying it again, beginning it anew."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import grpc
+from cyclopts import Parameter
 
 from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
 from shoal_client.connection.coordinators import Coordinators, Method
@@ -11,6 +14,7 @@ from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import (
     InvalidSpec,
     JobFinished,
+    JobStopped,
     MalformedMessage,
     StateLost,
     UnknownJob,
@@ -20,6 +24,17 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 ANSWER_WITHIN_S = 30.0
+
+
+OVER = ("finished", "failed", "stopped", "lost")
+ASK_AGAIN_S = 0.2
+MAX_WAIT_S = 86400.0
+MAX_SHOWN = 8
+
+
+def _check_name(job: str) -> None:
+    if not is_name(job):
+        raise InvalidSpec("bad name of a job", seen=repr(job), expected=NAME_RULE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +48,7 @@ class RemoveConfig:
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
 
     def __post_init__(self) -> None:
-        if not is_name(self.job):
-            raise InvalidSpec("bad name of a job", seen=repr(self.job), expected=NAME_RULE)
+        _check_name(self.job)
 
 
 def remove(config: RemoveConfig) -> int:
@@ -43,6 +57,84 @@ def remove(config: RemoveConfig) -> int:
     if not reset_job(config.coordinators, config.job):
         raise UnknownJob(f"there is no job {config.job!r}", fix="`shoal status` lists the jobs.")
     print(f"job {config.job} is removed")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopConfig:
+    """Stops a job: its members end at their next step boundary, and nobody joins it any more. Its
+    workers exit with 143, and so does `shoal run`. What it had come to is kept: `shoal retry` lets
+    it be joined again."""
+
+    job: str = field(kw_only=False)
+    """Name of the job."""
+    reason: Annotated[str, Parameter(metavar="TEXT")] = "an operator stopped it"
+    """Why; the log and the page show it."""
+    wait_s: Annotated[float, Parameter(metavar="SECONDS")] = 60.0
+    """The longest to wait for the last member. 0: do not wait."""
+    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+
+    def __post_init__(self) -> None:
+        _check_name(self.job)
+        if not 0 <= self.wait_s <= MAX_WAIT_S:
+            raise InvalidSpec(
+                "bad --wait-s", seen=f"{self.wait_s:g}", expected=f"0 to {MAX_WAIT_S:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryConfig:
+    """Lets a job be joined again that failed, was stopped, or whose state is lost. It goes on from
+    where its state is: on parameter servers, or in the newest checkpoint. If nobody has it, the job
+    is lost (again), unless you say --from-scratch."""
+
+    job: str = field(kw_only=False)
+    """Name of the job."""
+    from_scratch: Annotated[bool, Parameter(negative=())] = False
+    """Begin at step 0 if no member has the state that the job had come to."""
+    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+
+    def __post_init__(self) -> None:
+        _check_name(self.job)
+
+
+def stop(config: StopConfig) -> int:
+    """Stop the job: 0 once its members are gone, 1 if some are left when the time is up."""
+    check_reachable(config.coordinators, ANSWER_WITHIN_S)
+    coordinators = Coordinators(config.coordinators)
+    try:
+        request = pb.StopJobRequest(job=config.job, reason=config.reason)
+        standing = coordinators.call(_stop, request, timeout_s=ANSWER_WITHIN_S)
+        if standing.phase not in OVER:
+            num = len(standing.member_ids)
+            print(f"job {config.job}: {num} members end at their next step boundary", flush=True)
+        deadline_s = time.monotonic() + config.wait_s
+        while standing.phase not in OVER and time.monotonic() < deadline_s:
+            # Nothing tells a command of a job's end; it is asked for a few times a second.
+            time.sleep(ASK_AGAIN_S)
+            asked = pb.GetJobRequest(job=config.job)
+            standing = coordinators.call(_get, asked, timeout_s=ANSWER_WITHIN_S)
+    finally:
+        coordinators.close()
+    if standing.phase not in OVER:
+        left = ", ".join(standing.member_ids[:MAX_SHOWN])
+        print(f"job {config.job} is being stopped; still there: {left or 'nobody'}")
+        return 0 if config.wait_s == 0 else 1
+    what = "is stopped" if standing.phase == "stopped" else f"was over already: {standing.phase}"
+    print(f"job {config.job} {what} ({standing.reason})")
+    return 0
+
+
+def retry(config: RetryConfig) -> int:
+    """Let the job be joined again. Raises UnknownJob, JobFinished, InvalidSpec if it runs."""
+    check_reachable(config.coordinators, ANSWER_WITHIN_S)
+    coordinators = Coordinators(config.coordinators)
+    try:
+        request = pb.RetryJobRequest(job=config.job, from_scratch=config.from_scratch)
+        coordinators.call(_retry, request, timeout_s=ANSWER_WITHIN_S)
+    finally:
+        coordinators.close()
+    print(f"job {config.job} can be joined again: shoal run --job {config.job} ...")
     return 0
 
 
@@ -77,6 +169,13 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
             fix="Run it again with --fresh: from the newest checkpoint, if its script has"
             " checkpoints=shoal.Checkpoints(...) in distribute(), else from step 0.",
         )
+    if standing.phase in ("stopped", "failed"):
+        was = "was stopped" if standing.phase == "stopped" else "has failed"
+        raise JobStopped(
+            f"job {job} {was} ({standing.reason})",
+            fix=f"`shoal retry {job}` lets it be joined again, from where its state is; --fresh"
+            " begins it anew.",
+        )
     if standing.finished:
         raise JobFinished(
             f"job {job} is finished ({standing.reason}): run it again with --fresh, or give"
@@ -86,6 +185,14 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
 
 def _reset(channel: grpc.Channel) -> Method[pb.ResetJobReply]:
     return MembershipStub(channel).ResetJob
+
+
+def _stop(channel: grpc.Channel) -> Method[pb.JobStanding]:
+    return MembershipStub(channel).StopJob
+
+
+def _retry(channel: grpc.Channel) -> Method[pb.JobStanding]:
+    return MembershipStub(channel).RetryJob
 
 
 def _get(channel: grpc.Channel) -> Method[pb.JobStanding]:

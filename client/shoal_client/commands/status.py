@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shoal_proto.errors import InternalError, ShoalError, Unavailable
+from shoal_proto.errors import InternalError, NotLeader, ShoalError, Unavailable, UnknownJob
 
 DEFAULT_URL = "http://127.0.0.1:7780"
 ANSWER_WITHIN_S = 5.0
+MAX_TOLD_SHARDS = 8
 WIDE = 100
 """Columns from which on a terminal has room for the hosts of members."""
 
@@ -26,7 +27,9 @@ Json = Any
 HttpUrl = Annotated[
     str,
     Parameter(
-        env_var="SHOAL_HTTP", metavar="URL", help="Base URL of the coordinator's status page."
+        env_var="SHOAL_HTTP",
+        metavar="URL,...",
+        help="Base URL of the coordinator's status page; of each, where there are several.",
     ),
 ]
 """The option --http."""
@@ -56,11 +59,17 @@ class WhyConfig:
     """Print JSON instead of text."""
 
 
-class StatusClient:
-    """Reads the HTTP API of a coordinator; raises the class of error that the server names."""
+def _whole(url: str) -> str:
+    """HOST:PORT is as good as a URL."""
+    return url if "://" in url else f"http://{url}"
 
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+
+class StatusClient:
+    """Reads the HTTP API of the coordinator that leads, of those at the URLs (with commas between
+    them); raises the class of error that the server names."""
+
+    def __init__(self, urls: str) -> None:
+        self._urls = [_whole(url.strip().rstrip("/")) for url in urls.split(",")]
         self._http = httpx.Client(timeout=ANSWER_WITHIN_S, trust_env=False)
 
     def __enter__(self) -> "StatusClient":
@@ -91,11 +100,19 @@ class StatusClient:
         return self._get(path)
 
     def _get(self, path: str) -> Json:
+        for url in self._urls[:-1]:
+            try:
+                return self._get_from(url, path)
+            except (NotLeader, Unavailable):
+                continue  # the next one may lead; what the last one answers is raised
+        return self._get_from(self._urls[-1], path)
+
+    def _get_from(self, url: str, path: str) -> Json:
         try:
-            response = self._http.get(self._url + path)
+            response = self._http.get(url + path)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unavailable(
-                f"no coordinator answers at {self._url}",
+                f"no coordinator answers at {url}",
                 seen=str(error) or type(error).__name__,
                 expected="the HTTP address of a Shoal coordinator",
                 fix="Give it with --http URL or $SHOAL_HTTP; `shoal up` prints it.",
@@ -113,7 +130,7 @@ class StatusClient:
             )
             raise kind(what, seen=seen, expected=expected, fix=fix)
         raise Unavailable(
-            f"{self._url} does not answer like a Shoal coordinator",
+            f"{url} does not answer like a Shoal coordinator",
             seen=f"HTTP {response.status_code} for {path}",
             fix="Give its address with --http URL or $SHOAL_HTTP.",
         )
@@ -123,7 +140,7 @@ def status(config: StatusConfig) -> int:
     """Print every job, or one."""
     with StatusClient(config.http) as client:
         names = [config.job] if config.job else [job["job"] for job in client.jobs()]
-        jobs = [{**client.job(name), "shards": client.shards(name)} for name in names]
+        jobs = [{**client.job(name), **_shards(client, name)} for name in names]
     if config.as_json:
         print(json.dumps(jobs, indent=2))
         return 0
@@ -133,6 +150,17 @@ def status(config: StatusConfig) -> int:
     for job in jobs:
         _print_job(console, job)
     return 0
+
+
+def _shards(client: StatusClient, job: str) -> Json:
+    """The job's shards; or what keeps them from being read, which is no other job's trouble."""
+    try:
+        return {"shards": client.shards(job), "shards_error": ""}
+    except (NotLeader, Unavailable, UnknownJob):
+        raise
+    except ShoalError as error:
+        none: Json = {"servers": [], "shards": [], "skew": 1.0, "lost": [], "accepted_losses": []}
+        return {"shards": none, "shards_error": str(error)}
 
 
 def why(config: WhyConfig) -> int:
@@ -165,6 +193,8 @@ def _print_job(console: Console, job: Json) -> None:
     generation = summary["generation"] or "none yet"
     console.print(f"generation {generation}, step {summary['step']}, {bounds}", highlight=False)
     console.print(escape(summary["reason"]), style="dim", highlight=False)
+    if job["shards_error"]:
+        console.print(f"its shards are not known: {escape(job['shards_error'])}", style="red")
     _print_members(console, job["members"])
     _print_generations(console, job["generations"][:5])
     if job["samples"]:
@@ -195,7 +225,7 @@ def _print_members(console: Console, members: Json) -> None:
             _number(health.get("loss"), ".4g"),
             *([_number(health.get("samples_per_s"), ".0f")] * fast),
             _duration(now_s - member["last_seen_unix_s"]),
-            *([escape(member["host"])] * wide),
+            *([escape(member["process"]["host"])] * wide),
             *([_number(health.get("staleness_steps"), ".1f")] * stale),
             *([_number(member["clock"], "d")] * bounded),
             *([escape(member["waiting_for"])] * wide),
@@ -206,11 +236,11 @@ def _print_members(console: Console, members: Json) -> None:
 
 
 def _print_waits(console: Console, members: Json) -> None:
-    """What members wait for that do not train; once for all who wait for the same."""
+    """What members wait for that do not train now; once for all who wait for the same."""
     waits: dict[str, list[str]] = {}
     for entry in members:
         member = entry["member"]
-        if member["state"] != "training":
+        if member["state"] != "training" or member["waiting_for"] != "nothing: it trains":
             waits.setdefault(member["waiting_for"], []).append(member["member_id"])
     for waiting_for, names in waits.items():
         verb = "waits" if len(names) == 1 else "wait"
@@ -261,22 +291,39 @@ def _print_servers(console: Console, view: Json) -> None:
         for peer in server["full_peers"]:
             text = f"{peer['server_id']} takes no more copies from {server['server_id']}: "
             console.print(escape(text + peer["reason"]), highlight=False)
-    for shard in view.get("lost", ()):
-        console.print(f"lost: {escape(shard['told'])}", style="red", highlight=False)
-    for each in view.get("accepted_losses", ()):
-        version = f"at least version {each['version']}" if each["version"] else "no version known"
-        ago = _duration(time.time() - each["accepted_unix_s"])
-        console.print(
-            f"loss of shard {each['shard_id']} ({version}) accepted by {escape(each['by'])}"
-            f" {ago} ago",
-            highlight=False,
-        )
+    # A coordinator of the release before has a text for each shard only.
+    for told in view.get("lost_in_words") or [shard["told"] for shard in view.get("lost", ())]:
+        console.print(f"lost: {escape(told)}", style="red", highlight=False)
+    _print_accepted_losses(console, view.get("accepted_losses", ()))
     versions = {s["torch_version"]: s["server_id"] for s in view["servers"] if s["torch_version"]}
     if len(versions) > 1:
         told = ", ".join(f"{server_id} {version}" for version, server_id in versions.items())
         text = f"servers run several versions of torch ({told}): copies may differ in the last bits"
         console.print(escape(text), highlight=False)
     console.print(f"skew of parameter bytes over servers: {view['skew']:.3f}", highlight=False)
+
+
+def _print_accepted_losses(console: Console, accepted: Json) -> None:
+    """A line for all that were given up at once."""
+    alike: dict[tuple[str, float, bool], list[Json]] = {}
+    for each in accepted:
+        key = (each["by"], each["accepted_unix_s"], each.get("samples_anew", False))
+        alike.setdefault(key, []).append(each)
+    for (by, accepted_unix_s, samples_anew), shards in alike.items():
+        told = [_given_up(each) for each in shards[:MAX_TOLD_SHARDS]]
+        more = len(shards) - len(told)
+        which = ", ".join(told) + (f" and {more} more" if more else "")
+        samples = "samples began anew" if samples_anew else "samples stayed counted"
+        ago = _duration(time.time() - accepted_unix_s)
+        console.print(
+            f"loss of {escape(which)} accepted by {escape(by)} {ago} ago; {samples}",
+            highlight=False,
+        )
+
+
+def _given_up(shard: Json) -> str:
+    version = f"at least version {shard['version']}" if shard["version"] else "no version known"
+    return f"shard {shard['shard_id']} ({version})"
 
 
 def _server_figures(server: Json, shards: Json) -> dict[str, str]:
@@ -288,10 +335,10 @@ def _server_figures(server: Json, shards: Json) -> dict[str, str]:
         "copies": str(server["num_copies"]),
         "MiB": f"{sum(s['num_bytes'] for s in shards) / 2**20:.1f}",
         "updates": str(sum(s["version"] for s in shards)),
-        "pushes": str(sum(s["pushes"] for s in shards)),
-        "retries": str(sum(s["duplicates"] for s in shards)),
-        "refused": str(sum(s["refused"] for s in shards) + server["refused_by_epoch"]),
-        "lag": str(max((s["lag"] for s in shards), default=0)),
+        "pushes": str(sum(s["pushes"]["applied"] for s in shards)),
+        "retries": str(sum(s["pushes"]["duplicates"] for s in shards)),
+        "refused": str(sum(s["pushes"]["refused"] for s in shards) + server["refused_by_epoch"]),
+        "lag": str(max((s["replication"]["lag"] for s in shards), default=0)),
         "queued MiB": f"{server['unfinished_bytes'] / 2**20:.1f}",
         "held MiB": f"{server['held_bytes'] / 2**20:.1f}",
         "limit MiB": f"{server['memory_limit_bytes'] / 2**20:.0f}",

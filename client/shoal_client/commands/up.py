@@ -14,9 +14,11 @@ from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
+from shoal_client.commands.status import DEFAULT_URL
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
+from shoal_proto.errors import InvalidSpec
 
 GRPC_PORT = 7700
 HTTP_PORT = 7780
@@ -24,16 +26,36 @@ HTTP_PORT = 7780
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig:
-    """Runs etcd, a coordinator and parameter servers on this machine until Ctrl-C."""
+    """Runs etcd, coordinators and parameter servers on this machine until Ctrl-C. What ends is
+    started again."""
 
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
     """Where logs and etcd's data go. By default a temporary directory."""
+    port: Annotated[int | None, Parameter(metavar="PORT")] = None
+    """Port of the coordinator; 0 takes any free one. By default 7700, or any if that is taken."""
+    http_port: Annotated[int | None, Parameter(metavar="PORT")] = None
+    """Port of the status page and its API. By default 7780, likewise."""
     snapshot_roots: Annotated[
         Sequence[str], Parameter(name="--snapshot-root", metavar="URL", allow_repeating=True)
     ] = ()
     """Snapshots may be written and read at this URL and below it, too. Can be repeated. By default
     only in `snapshots` in --dir."""
+    num_coordinators: Annotated[int, Parameter(name="--coordinators", metavar="N")] = 1
+    """Coordinators: one leads, and if it dies another takes over at once."""
+    etcd: Annotated[str, Parameter(metavar="HOST:PORT,...")] = ""
+    """An etcd that is there already. By default one is started."""
+    prefix: Annotated[str, Parameter(metavar="/NAME")] = ""
+    """What every key of this cluster in etcd begins with, so that several share an etcd."""
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
+
+    def __post_init__(self) -> None:
+        for option, port in (("--port", self.port), ("--http-port", self.http_port)):
+            if port is not None and not 0 <= port < 2**16:
+                raise InvalidSpec(f"bad {option}", seen=str(port), expected="0 to 65535")
+        if self.num_coordinators < 1:
+            raise InvalidSpec(
+                "bad --coordinators", seen=str(self.num_coordinators), expected="1 or more"
+            )
 
 
 def up(config: UpConfig) -> int:
@@ -49,11 +71,14 @@ def up(config: UpConfig) -> int:
             started = LocalClusterConfig(
                 directory=directory,
                 num_parameter_servers=config.cluster.num_parameter_servers,
-                listen=_free_or_any(GRPC_PORT),
-                http=_free_or_any(HTTP_PORT),
+                listen=_address(config.port, GRPC_PORT),
+                http=_address(config.http_port, HTTP_PORT),
                 limits=config.cluster.limits,
                 restart=RestartPolicy(),
                 snapshot_roots=config.snapshot_roots,
+                num_coordinators=config.num_coordinators,
+                etcd=config.etcd,
+                prefix=config.prefix,
             )
             cluster = stack.enter_context(LocalCluster(started, say=_say))
             cluster.when_given_up(ended.put)
@@ -69,15 +94,23 @@ def _say(text: str) -> None:
     print(f"shoal up: {text}", file=sys.stderr, flush=True)
 
 
-def _free_or_any(port: int) -> str:
-    """The usual port, so that addresses stay the same from time to time; if it is taken, any."""
+def _address(wanted: int | None, usual: int) -> str:
+    """The port that was asked for, or the usual one, so that addresses stay the same from time to
+    time; if that is taken, any."""
+    port = usual if wanted is None else wanted
+    if wanted is None and not _is_free(usual):
+        port = 0
+    return f"127.0.0.1:{port}"
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
-            return "127.0.0.1:0"
-    return f"127.0.0.1:{port}"
+            return False
+    return True
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -86,16 +119,19 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def _welcome(cluster: LocalCluster, directory: Path) -> str:
     servers = ", ".join(cluster.parameter_servers) or "none"
+    coordinators = ",".join(each.grpc for each in cluster.coordinators)
+    pages = ",".join(each.http for each in cluster.coordinators)
+    shown = "" if pages == DEFAULT_URL else f"\n  export SHOAL_HTTP={pages}"
     return f"""\
-coordinator        {cluster.coordinator}
-status page        {cluster.http_url}
+coordinator        {coordinators}
+status page        {pages}
 parameter servers  {servers}
 etcd               {cluster.etcd}
 logs               {directory}
 snapshots          {cluster.snapshots}
 
 In another terminal:
-  export SHOAL_COORDINATOR={cluster.coordinator}
+  export SHOAL_COORDINATOR={coordinators}{shown}
   shoal run -n 3 --job first your_script.py
 
 A part that ends is started again. Ctrl-C stops the cluster.\

@@ -11,19 +11,30 @@ import structlog
 
 from shoal_client.connection.back_off import BackOff
 from shoal_proto import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
-from shoal_proto.errors import DeadlineExceeded, NotLeader, RetryError, ShoalError, Unavailable
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    JobQuarantined,
+    NotLeader,
+    RetryError,
+    ShoalError,
+    Unavailable,
+)
+from shoal_proto.protocol import USER_AGENT_OPTION
 from shoal_proto.status import from_rpc_error
 
 log = structlog.get_logger(__name__)
 
 CLOSE_WITHIN_S = 1.0
 
+OUTLASTED = (RetryError, JobQuarantined)
+"""What a member that trains outlasts: nobody leads, or who leads cannot go on with its job."""
+
 # Not the process's own generator: that is the script's, which may have seeded it, and in every
 # member alike; background threads draw here while it initialises its model.
 chance = random.SystemRandom().random
 """A number from 0 to 1, for the pauses between attempts."""
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.keepalive_time_ms", 2000),
@@ -39,6 +50,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 500),
     # Two clients in one process must not share a connection: one may be cut off on purpose.
     ("grpc.use_local_subchannel_pool", 1),
+    USER_AGENT_OPTION,
 )
 
 Reply_co = TypeVar("Reply_co", covariant=True)
@@ -137,14 +149,15 @@ class Coordinators:
     ) -> Reply_co:
         """Make a call again until it is answered: no coordinator need be there for hours.
 
-        `call` bounds each attempt itself. Raises what it is refused with, and its last RetryError
-        once `gives_up()` says so or the connection was closed. An outage is two lines in the log.
+        `call` bounds each attempt itself. Raises what it is refused with, and what it outlasts
+        once `gives_up()` says so or the connection was closed. An outage is two lines in the log;
+        so is the time for which the job is quarantined.
         """
         back_off, began_s, away = BackOff(), time.monotonic(), False
         while True:
             try:
                 reply = call()
-            except RetryError as error:
+            except OUTLASTED as error:
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
                 if not away:

@@ -172,7 +172,7 @@ class Training:
     def _pushes_applied(self) -> int | None:
         url = f"{self._cluster.http_url}/api/v1/jobs/{self._plan.job}/shards"
         shards = httpx.get(url, timeout=5.0).raise_for_status().json()["shards"]
-        return max((shard["pushes"] for shard in shards), default=None)
+        return max((shard["pushes"]["applied"] for shard in shards), default=None)
 
     def _outcome(self, pushes: int | None) -> Outcome:
         accounts = [read_account(path) for path in sorted(self._directory.glob("*.jsonl"))]

@@ -19,6 +19,7 @@ from shoal_proto.errors import (
     Unavailable,
     UnknownJob,
 )
+from shoal_proto.protocol import USER_AGENT_OPTION
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1.membership_pb2 import (
     Ack,
@@ -66,7 +67,7 @@ def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
 
 
 def _try_to_reach(address: str, timeout_s: float) -> ShoalError | None:
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, options=(USER_AGENT_OPTION,)) as channel:
         try:
             # Any job will do: an answer that there is no such job is an answer.
             request = GetGenerationRequest(job="reachable")
@@ -124,7 +125,10 @@ class HostReporter:
         return sent.wait(timeout_s)
 
     def _send_all(self) -> None:
-        channels = [grpc.insecure_channel(address) for address in self._coordinators]
+        channels = [
+            grpc.insecure_channel(address, options=(USER_AGENT_OPTION,))
+            for address in self._coordinators
+        ]
         stubs = [MembershipStub(channel) for channel in channels]
         try:
             while (request := self._reports.get()) is not None:

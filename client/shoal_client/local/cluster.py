@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: etcd, one coordinator, parameter servers, as processes.
+"""A whole cluster on this machine: etcd, coordinators, parameter servers, as processes.
 
     with LocalCluster(LocalClusterConfig(directory=Path("run"))) as cluster:
         ...  # cluster.coordinator is host:port
@@ -25,13 +25,14 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal_client.local.etcd import EtcdMember, start_etcd, start_members
-from shoal_client.local.keeper import Keeper, RestartPolicy
+from shoal_client.local.keeper import Keeper, NotStarted, RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_client.local.process import Command, Process, Supervisor, stop_all
 from shoal_proto.errors import InvalidSpec, Unavailable
 
 LOG_TAIL_LINES = 20
 ETCD = "etcd"
+COORDINATOR = "coordinator"
 ANY_PORT = "127.0.0.1:0"
 
 
@@ -42,8 +43,15 @@ class LocalClusterConfig:
     directory: Path
     """The run's own directory: logs, etcd's data, ready files. It is made if it is not there."""
     num_parameter_servers: int = ClusterOptions.num_parameter_servers
+    num_coordinators: int = 1
+    """One of them leads, the others take over."""
+    etcd: str = ""
+    """host:port,... of an etcd that is there already; empty: one is started."""
+    prefix: str = ""
+    """What every key in etcd begins with: clusters that share an etcd have different ones."""
     listen: str = "127.0.0.1:0"
-    """host:port of the coordinator's gRPC service; port 0 takes a free one."""
+    """host:port of the first coordinator's gRPC service; port 0 takes a free one, as all further
+    ones do."""
     http: str = "127.0.0.1:0"
     """host:port of its HTTP service."""
     snapshot_roots: Sequence[str] = ()
@@ -68,6 +76,22 @@ class LocalClusterConfig:
                 seen=str(self.num_parameter_servers),
                 expected="0 or more",
             )
+        if self.num_coordinators < 1:
+            raise InvalidSpec(
+                "bad number of coordinators",
+                seen=str(self.num_coordinators),
+                expected="1 or more",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorAddress:
+    """Where a coordinator of the cluster is found."""
+
+    grpc: str
+    """host:port"""
+    http: str
+    """Base URL."""
 
 
 class LocalCluster:
@@ -78,11 +102,7 @@ class LocalCluster:
     """
 
     etcd: str
-    """host:port of etcd."""
-    coordinator: str
-    """host:port of the coordinator's gRPC service."""
-    http_url: str
-    """Base URL of the coordinator's HTTP service."""
+    """host:port of etcd, or several with commas between them."""
 
     def __init__(
         self,
@@ -97,6 +117,7 @@ class LocalCluster:
         self._say = say
         self._given_up = ""
         self._on_given_up: Callable[[str], None] = lambda reason: None
+        self._coordinators: dict[str, CoordinatorAddress] = {}
         self._servers: dict[str, str] = {}
         self._num_servers = 0
         self._keepers: dict[str, Keeper] = {}
@@ -164,6 +185,21 @@ class LocalCluster:
         return (self._config.directory / "snapshots").resolve()
 
     @property
+    def coordinator(self) -> str:
+        """host:port of the first coordinator's gRPC service."""
+        return self.coordinators[0].grpc
+
+    @property
+    def http_url(self) -> str:
+        """Base URL of the first coordinator's HTTP service."""
+        return self.coordinators[0].http
+
+    @property
+    def coordinators(self) -> Sequence[CoordinatorAddress]:
+        """Where each coordinator is."""
+        return list(self._coordinators.values())
+
+    @property
     def parameter_servers(self) -> Sequence[str]:
         """host:port of each parameter server."""
         return list(self._servers.values())
@@ -199,22 +235,38 @@ class LocalCluster:
         return (directory / ETCD if name == ETCD else directory) / f"{name}.log"
 
     def _start(self) -> None:
-        (etcd,) = start_etcd(self._begin, self._config.directory / ETCD)
-        self.etcd = etcd.endpoint
+        own_etcd = None
+        if not self._config.etcd:
+            (own_etcd,) = start_etcd(self._begin, self._config.directory / ETCD)
+        self.etcd = own_etcd.endpoint if own_etcd is not None else self._config.etcd
         self._etcd_serves.set()
         # All at once: none of them needs another to come up.
-        coordinator = self._spawn_coordinator(self._config.listen, self._config.http)
+        coordinators = self._spawn_coordinators()
         servers = dict(self._spawn_server() for _ in range(self._config.num_parameter_servers))
         deadline_s = time.monotonic() + self._config.start_timeout_s
-        ready = self._await_ready(coordinator, deadline_s)
-        self.coordinator, self.http_url = ready["grpc"], ready["http"]
+        for name, process in coordinators.items():
+            ready = self._await_ready(process, deadline_s)
+            self._coordinators[name] = CoordinatorAddress(grpc=ready["grpc"], http=ready["http"])
         self._servers = {
             name: self._await_ready(server, deadline_s)["grpc"] for name, server in servers.items()
         }
-        self._keep(etcd.process, lambda failures: self._restart_etcd(etcd.member))
-        self._keep(coordinator, lambda failures: self._restart_coordinator())
+        if own_etcd is not None:
+            member = own_etcd.member
+            self._keep(own_etcd.process, lambda failures: self._restart_etcd(member))
+        for name, process in coordinators.items():
+            self._keep(process, partial(self._restart_coordinator, name))
         for name, server in servers.items():
             self._keep(server, partial(self._restart_server, name))
+
+    def _spawn_coordinators(self) -> dict[str, Process]:
+        names = [COORDINATOR]
+        names += [f"{COORDINATOR}-{number}" for number in range(1, self._config.num_coordinators)]
+        listen, http = self._config.listen, self._config.http
+        first, *others = names
+        return {
+            first: self._spawn_coordinator(first, listen, http),
+            **{name: self._spawn_coordinator(name, ANY_PORT, ANY_PORT) for name in others},
+        }
 
     # --- what ends is started again ---
 
@@ -244,9 +296,12 @@ class LocalCluster:
         self._etcd_serves.set()
         return etcd.process
 
-    def _restart_coordinator(self) -> Process:
+    def _restart_coordinator(self, name: str, failures: int) -> Process:
+        found, first = self._coordinators[name], name == COORDINATOR
         process = self._spawn_coordinator(
-            _at(self._config.listen, self.coordinator), _at(self._config.http, self.http_url)
+            name,
+            _at(self._config.listen if first else ANY_PORT, found.grpc),
+            _at(self._config.http if first else ANY_PORT, found.http),
         )
         self._await_again(process)
         return process
@@ -268,10 +323,10 @@ class LocalCluster:
 
     # --- starting ---
 
-    def _spawn_coordinator(self, listen: str, http: str) -> Process:
+    def _spawn_coordinator(self, name: str, listen: str, http: str) -> Process:
         limits = (f"{option}={seconds:g}" for option, seconds in self._config.limits.items())
         return self._spawn(
-            "coordinator",
+            name,
             *("--listen", listen, "--http", http, "--snapshot-url", str(self.snapshots)),
             *(f"--snapshot-root={url}" for url in self._config.snapshot_roots),
             *limits,
@@ -293,10 +348,11 @@ class LocalCluster:
         self._etcd_serves.wait()
         ready_path = self._ready_path(name)
         ready_path.unlink(missing_ok=True)
-        program = "ps" if name.startswith("ps-") else name
+        program = "ps" if name.startswith("ps-") else COORDINATOR
         command = (
             *(sys.executable, "-m", "shoal_client", program),
             *("--etcd", self.etcd, "--ready-file", str(ready_path), *arguments),
+            *(("--prefix", self._config.prefix) if self._config.prefix else ()),
         )
         return self._begin(
             Command(
@@ -315,18 +371,22 @@ class LocalCluster:
         while not path.exists():
             # Wakes at once when the process exits; the file itself sends no event.
             if process.wait(0.02) is not None:
-                raise self._failure(process.name, f"exited with code {process.exit_code}")
+                code = process.exit_code
+                raise self._failure(process.name, f"exited with code {code}", exit_code=code)
             if time.monotonic() > deadline_s:
                 raise self._failure(process.name, f"not up in {self._config.start_timeout_s} s")
         content: Mapping[str, str] = json.loads(path.read_text())
         return content
 
-    def _failure(self, name: str, seen: str, what: str = "come up") -> Unavailable:
+    def _failure(
+        self, name: str, seen: str, what: str = "come up", *, exit_code: int | None = None
+    ) -> Unavailable:
         path = self._log_path(name)
-        return Unavailable(
+        return NotStarted(
             f"{name} of the local cluster did not {what}",
             seen=seen,
             fix=f"The end of its log, {path}:\n{tail(path)}",
+            exit_code=exit_code,
         )
 
 

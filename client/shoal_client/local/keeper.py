@@ -1,5 +1,6 @@
 """Keeps a part of a local cluster up: what ends is started again where it was, within bounds."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_client.local.process import Process, how_it_ended
-from shoal_proto.errors import InvalidSpec, ShoalError
+from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -35,12 +36,23 @@ class RestartPolicy:
         return min(self.first_pause_s * 2.0 ** (failures - 1), self.max_pause_s)
 
 
+class NotStarted(Unavailable):
+    """A part was started and did not come to serve. `exit_code`: None if it had not ended."""
+
+    def __init__(self, what: str, *, seen: str, fix: str, exit_code: int | None) -> None:
+        super().__init__(what, seen=seen, fix=fix)
+        self.exit_code = exit_code
+
+
 class Keeper:
     """One part, and the thread that waits for its end.
 
     `start(failures)` starts the part again and returns once it serves, or raises what kept it from
     that; `say` takes lines for people; `give_up` is called once, with the part's name and the
     reason, if it does not stay up. All of them run on the keeper's thread.
+
+    A part that ends with EX_TEMPFAIL waits for what is not part of the cluster, an etcd that is
+    away: it is started again for as long as that takes, and the others serve on meanwhile.
     """
 
     def __init__(
@@ -72,18 +84,21 @@ class Keeper:
         self._thread.join()
 
     def _keep(self) -> None:
-        name, failures, serves_since_s = self._process.name, 0, time.monotonic()
-        seen = self._its_end()
+        name, failures, serves_since_s, said = self._process.name, 0, time.monotonic(), ""
+        seen, code = self._its_end()
         while not self._let_go.is_set():
-            settled = time.monotonic() - serves_since_s >= self._policy.settled_s
-            failures = 1 if settled else failures + 1
+            if time.monotonic() - serves_since_s >= self._policy.settled_s:
+                failures = 0
+            failures = max(1, failures + (code != os.EX_TEMPFAIL))
             if failures >= self._policy.max_failures:
                 self._give_up(
                     name,
                     f"{name} cannot stay up: it {seen}, as the last of {failures} ends in a row",
                 )
                 return
-            self._say(f"{name} {seen}; starting it again")
+            if seen != said or code != os.EX_TEMPFAIL:
+                said = seen
+                self._say(f"{name} {seen}; starting it again")
             if self._let_go.wait(self._policy.pause_s(failures)):
                 return
             try:
@@ -91,13 +106,14 @@ class Keeper:
             except (ShoalError, OSError) as error:
                 serves_since_s = time.monotonic()
                 seen = f"did not come up again ({getattr(error, 'seen', '') or error})"
+                code = error.exit_code if isinstance(error, NotStarted) else None
                 continue
-            serves_since_s = time.monotonic()
+            serves_since_s, said = time.monotonic(), ""
             self._say(f"{name} serves again")
-            seen = self._its_end()
+            seen, code = self._its_end()
 
-    def _its_end(self) -> str:
-        """Wait for it; how it was."""
+    def _its_end(self) -> tuple[str, int | None]:
+        """Wait for it; how it was, and its exit code."""
         code = self._process.wait()
         assert code is not None
-        return how_it_ended(code)
+        return how_it_ended(code), code

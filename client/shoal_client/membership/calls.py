@@ -22,6 +22,11 @@ METHODS: Mapping[type, Callable[[grpc.Channel], Method[pb.Ack]]] = {
 """By the type of the request."""
 
 
+def get_roster_chunks(channel: grpc.Channel) -> Method[pb.RosterChunks]:
+    """Chunks by their digests."""
+    return MembershipStub(channel).GetRosterChunks
+
+
 def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
     """The one that is answered by more than that it was heard."""
     return MembershipStub(channel).Heartbeat

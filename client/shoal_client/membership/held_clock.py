@@ -7,8 +7,8 @@ from collections.abc import Sequence
 class HeldClock:
     """Since when the time of a wait for others runs.
 
-    It stands still while a member is paused, as the coordinator says, and while no coordinator is
-    there to say anything.
+    It stands still while a member is paused, as the coordinator says, while no coordinator is there
+    to say anything, and while this member stands by: it may for as long as the job goes on.
     """
 
     def __init__(self) -> None:
@@ -18,6 +18,8 @@ class HeldClock:
         self._paused: Sequence[str] = ()
         """Whom the others wait for."""
         self._released_s = -math.inf
+        self._stands_by = False
+        self._stood_by_s = -math.inf
 
     def turn(self, now_s: float, *, away: bool) -> None:
         """The stream has ended, or its first notice came."""
@@ -26,6 +28,12 @@ class HeldClock:
     def pause(self, member_ids: Sequence[str], now_s: float) -> None:
         """These are paused now, and nobody else."""
         self._paused, self._released_s = tuple(member_ids), now_s
+
+    def stand_by(self, now_s: float, *, stands_by: bool) -> None:
+        """Whether this member is one for whom the job has no place now."""
+        if stands_by or self._stands_by:
+            self._stood_by_s = now_s
+        self._stands_by = stands_by
 
     def paused_until_s(self, now_s: float) -> float:
         """Up to when somebody was paused."""
@@ -37,6 +45,7 @@ class HeldClock:
 
     def give_up_s(self, since_s: float, limit_s: float, now_s: float) -> float:
         """When a wait for the coordinator's word is over, as far as is known."""
-        if self.away:
+        if self.away or self._stands_by:
             return math.inf
-        return max(since_s, self._turned_s, self.paused_until_s(now_s)) + limit_s
+        held_s = max(self._turned_s, self._stood_by_s, self.paused_until_s(now_s))
+        return max(since_s, held_s) + limit_s

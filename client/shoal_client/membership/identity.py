@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shoal_proto import PROTOCOL_VERSION
+from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
@@ -33,9 +33,11 @@ class Identity:
     def attend_request(self, generation: int) -> pb.AttendRequest:
         """What opens the stream of notices."""
         return pb.AttendRequest(
-            protocol=PROTOCOL_VERSION,
+            protocol=OWN_PROTOCOLS.newest,
+            oldest_protocol=OWN_PROTOCOLS.oldest,
             token=self.token(generation),
             spec=self.spec,
             info=self.info,
             keeps_prepare=True,
+            takes_chunks=True,
         )

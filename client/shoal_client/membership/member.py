@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal_client.liveness.beat_board import BeatSlot
 from shoal_client.membership.identity import Identity
@@ -21,6 +22,9 @@ class Member:
     info: pb.MemberInfo
     beat_slot: BeatSlot | None = None
     """Where this host's launcher looks for whom to beat. Without it the member beats by itself."""
+
+    shared_directory: Path | None = None
+    """Where the members of this host keep what they have in common. Without it each fetches it."""
 
     @property
     def identity(self) -> Identity:

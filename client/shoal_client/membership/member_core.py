@@ -20,6 +20,7 @@ from shoal_client.membership.own_pause import OwnPause
 from shoal_client.membership.shown_roster import ShownRoster
 from shoal_proto.errors import (
     DeadlineExceeded,
+    JobQuarantined,
     MemberDrained,
     RetryError,
     ShoalError,
@@ -30,6 +31,8 @@ from shoal_proto.v1.identity_pb2 import Token
 
 JOIN_TIMEOUT_S = 10.0
 """How long a coordinator may take to admit a member."""
+UNCHANGING = frozenset({"admitted", "pauses", "drain"})
+"""Kinds of notice after which who stood by still does."""
 
 Effects = list[ev.Effect]
 
@@ -143,7 +146,8 @@ class MemberCore:
         self._back_off.reset()
         notice, kind = event.notice, event.notice.WhichOneof("kind")
         self.waiting_for = notice.reason or self.waiting_for
-        self.stands_by = kind == "standby" or (self.stands_by and kind == "admitted")
+        self.stands_by = kind == "standby" or (self.stands_by and kind in UNCHANGING)
+        self.clock.stand_by(now_s, stands_by=self.stands_by)
         effects: Effects = []
         match kind:
             case "admitted":
@@ -245,11 +249,12 @@ class MemberCore:
         error = event.error
         if self.closed or self.failure is not None:
             return []
-        if error is not None and not isinstance(error, RetryError):
+        if error is not None and not self._outlasts(error):
             return self._fail(error)
         found: Effects = []
         if error is not None:
             self.waiting_for = str(error)
+        if isinstance(error, RetryError):
             found = [ev.FindLeader(error=error)]
         after_s = self._back_off.pause_s(event.chance)
         return [*found, ev.OpenStream(request=self._attend_request(), after_s=after_s)]
@@ -279,7 +284,7 @@ class MemberCore:
             return self._calls.given_up(call, error)
         if rule is ev.Persistence.FOR_A_TIME:
             return self._drain_unanswered(call, error, now_s)
-        if not isinstance(error, RetryError):
+        if not self._outlasts(error):
             return [*self._fail(error), ev.Raise(error=self.failure or error)]
         ended = self.closed or self.failure is not None
         if rule is ev.Persistence.UNTIL_ANSWERED and not ended:
@@ -289,6 +294,8 @@ class MemberCore:
     def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
         """Say that this member lives, unless its launcher did; learn whether it is fenced."""
         if isinstance(event, ev.HeartbeatRefused):
+            if self._outlasts(event.error):
+                return []
             return [*self._fail(event.error), ev.Raise(error=event.error)]
         if event.beaten:
             return []
@@ -314,6 +321,12 @@ class MemberCore:
         return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
 
     # --- the end ---
+
+    def _outlasts(self, error: ShoalError) -> bool:
+        """Whether the membership goes on in spite of the error: because the coordinator is away, or
+        because it cannot go on with this job for now. Who trains trains on until it can."""
+        quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0
+        return quarantined or isinstance(error, RetryError)
 
     def _fail(self, error: ShoalError) -> Effects:
         if self.failure is not None:

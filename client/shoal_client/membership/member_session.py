@@ -23,6 +23,7 @@ from shoal_client.membership import member_events as ev
 from shoal_client.membership.held_stream import HeldStream
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_core import JOIN_TIMEOUT_S, MemberCore
+from shoal_client.membership.named_rosters import NamedRosters
 from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
@@ -95,6 +96,7 @@ class MemberSession:
         """Stepped under the condition's lock; single values are read without it."""
         self._threads = _Threads()
         self._stream = HeldStream(self._threads.closing)
+        self._rosters = NamedRosters(self._coordinators, member, self._threads.closing)
         self._doing = Doing()
         # A signal handler puts into it: a SimpleQueue is safe from there.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -456,9 +458,16 @@ class MemberSession:
         if self._threads.closing.wait(opening.after_s):
             return None
         error = self._stream.hold(
-            self._coordinators, opening.request, lambda notice: self._do(_heard(notice))
+            self._coordinators, opening.request, lambda notice: self._do(self._heard(notice))
         )
         return ev.StreamEnded(error=error, chance=chance())
+
+    def _heard(self, notice: pb.Notice) -> ev.NoticeCame:
+        refused = notice.WhichOneof("kind") == "refused"
+        refusal = from_detail(notice.refused) if refused else None
+        # As any call of the thread that holds the stream: see MemberCore.
+        whole = self._rosters.complete(notice, self.limits.collective_s / 2)
+        return ev.NoticeCame(notice=whole, refusal=refusal)
 
     def _beat(self) -> None:
         """Say every `heartbeat_s` that this member lives, until it is told that it is none."""
@@ -483,8 +492,3 @@ class MemberSession:
         """Pass each wish to drain on to the coordinator."""
         while (reason := self._drain_wishes.get()) is not None:
             self._do(ev.DrainWished(reason=reason))
-
-
-def _heard(notice: pb.Notice) -> ev.NoticeCame:
-    refused = notice.WhichOneof("kind") == "refused"
-    return ev.NoticeCame(notice=notice, refusal=from_detail(notice.refused) if refused else None)

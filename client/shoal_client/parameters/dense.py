@@ -96,7 +96,9 @@ class ParameterClient:
             coordinators,
             token,
             timeout_s,
-            stub_of=lambda address, channel: ParameterCalls(address, channel, token, transport=way),
+            stub_of=lambda address, channel: ParameterCalls(
+                address, channel, self._job.token, transport=way
+            ),
             close_stub=ParameterCalls.close,
             adopt=self._adopt,
         )
@@ -134,7 +136,7 @@ class ParameterClient:
         def attempt(
             calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
-            header = CreateHeader(token=self._token(), optimizer=optimizer, shards=shards)
+            header = CreateHeader(token=self._job.token(), optimizer=optimizer, shards=shards)
             parts = [self._part(shard, (values,)) for shard in shards]
             created.extend(calls.create(header, parts, timeout_s).created)
             todo.difference_update(shard.shard_id for shard in shards)
@@ -171,7 +173,9 @@ class ParameterClient:
             items = [PullItem(shard_id=s.shard_id, epoch=s.epoch) for s in shards]
             left_s = max(ready_by_s - time.monotonic(), 0.0)
             request = PullRequest(
-                token=self._token(), shards=items, wait_s=min(left_s, PULL_WAIT_S, timeout_s / 2)
+                token=self._job.token(),
+                shards=items,
+                wait_s=min(left_s, PULL_WAIT_S, timeout_s / 2),
             )
             receiver = Receiver(self._blocks, into, self._versions, todo)
             parts = [self._part(shard, ()) for shard in shards]
@@ -300,7 +304,7 @@ class ParameterClient:
             for shard in shards
         ]
         return PushHeader(
-            token=self._token(),
+            token=self._job.token(),
             sequence=push.result.sequence,
             shards=items,
             lr=push.lr,

@@ -7,10 +7,11 @@ from typing import Generic
 import grpc
 import structlog
 
-from shoal_client.connection.coordinators import Coordinators
+from shoal_client.connection.coordinators import OUTLASTED, Coordinators
+from shoal_client.connection.log_limit import LogLimit
 from shoal_client.parameters.servers import Attempt, ShardServers, Stub
 from shoal_client.shards.layouts import keep_addresses
-from shoal_proto.errors import InternalError, RetryError
+from shoal_proto.errors import Fenced, InternalError
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2 import GetMapRequest, PlaceRequest, ShardMap
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
@@ -42,6 +43,17 @@ class JobShards(Generic[Stub]):
         self._adopt = adopt
         self._servers = ShardServers(stub_of, timeout_s, close_stub)
         self._map: ShardMap | None = None
+        self._log = LogLimit(log)
+
+    def token(self) -> Token:
+        """The caller's, for a call to a server: it names the run of the map in hand."""
+        token = self._token()
+        if self._map is None or not self._map.run:
+            return token
+        named = Token()
+        named.CopyFrom(token)
+        named.run = self._map.run
+        return named
 
     def place(self, request: PlaceRequest) -> ShardMap:
         """The job's shard map, made now if this is the first call for the job."""
@@ -62,6 +74,15 @@ class JobShards(Generic[Stub]):
         )
 
     def _take(self, received: ShardMap) -> ShardMap:
+        known = self._map.run if self._map is not None else ""
+        if known and received.run and known != received.run:
+            raise Fenced(
+                f"job {received.job} was begun anew",
+                seen=f"a shard map of run {received.run}",
+                expected=f"run {known}, whose values this process has",
+                fix="Join again to go on.",
+                details={"run": received.run},
+            )
         adopted = self._adopt(received)
         keep_addresses(adopted, self._map)
         self._map = adopted
@@ -70,9 +91,9 @@ class JobShards(Generic[Stub]):
     def _refetch_map(self) -> None:
         try:
             self.fetch_map(timeout_s=MAP_TIMEOUT_S)
-        except RetryError as error:
+        except OUTLASTED as error:
             # The map in hand is the best there is; the servers say if it is not good enough.
-            log.info("shard_map_not_fetched", reason=str(error))
+            self._log.info("shard_map_not_fetched", reason=str(error))
 
     def known_map(self) -> ShardMap:
         """The map that came last. Raises InternalError if none did."""

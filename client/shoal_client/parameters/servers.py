@@ -12,6 +12,7 @@ import structlog
 
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
+from shoal_client.connection.log_limit import LogLimit
 from shoal_proto import routes
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -55,6 +56,7 @@ class ShardServers(Generic[Stub]):
         self.lost_wait_s = 0.0
         """For so long a call waits for shards that are lost to come back."""
         self._closed = threading.Event()
+        self._log = LogLimit(log)
         self._lock = threading.Lock()
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
@@ -110,7 +112,7 @@ class ShardServers(Generic[Stub]):
                 # That the time of the last attempt was too short explains nothing.
                 raise reason or worst
             retries += 1
-            log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
+            self._log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
             self._closed.wait(pause_s)
             if any(isinstance(error, WrongEpoch | Unavailable | StateLost) for error in errors):
                 refetch()
@@ -145,6 +147,8 @@ class ShardServers(Generic[Stub]):
 
         def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
             try:
+                if not address:
+                    raise _no_address(held, timeout_s)
                 attempt(self._stub(address), held, max(timeout_s, 0.01), todo)
             except grpc.RpcError as rpc_error:
                 return from_rpc_error(rpc_error, address)
@@ -169,12 +173,6 @@ class ShardServers(Generic[Stub]):
         return [error for error in results if error is not None]
 
     def _stub(self, address: str) -> Stub:
-        if not address:
-            raise Unavailable(
-                "the server of a shard is not there",
-                seen="no address for it",
-                expected="a server that comes back, or a backup that takes over",
-            )
         with self._lock:
             if self._closed.is_set():
                 raise _over()
@@ -261,6 +259,23 @@ def _incomplete(todo: set[int]) -> ShoalError:
     return Unavailable(
         "a server ended its answer early", seen=f"nothing of {len(todo)} shards", expected="all"
     )
+
+
+def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
+    """Of shards whose servers etcd does not list, and that nobody else leads yet."""
+    servers = sorted({shard.server_id for shard in shards})
+    return Unavailable(
+        f"no server leads shard {shards[0].shard_id}"
+        + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
+        seen=f"no address of server {', '.join(servers)}, which led {_them(shards)} last",
+        expected="that server back, or a backup of it to lead, within the"
+        f" {max(left_s, 0.0):.0f} s that are left of this call",
+        fix="`shoal status` tells which servers are there, and what is lost.",
+    )
+
+
+def _them(shards: Sequence[Shard]) -> str:
+    return "them" if len(shards) > 1 else "it"
 
 
 def _over() -> ShoalError:

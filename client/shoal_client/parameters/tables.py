@@ -56,13 +56,14 @@ class TableClient:
         transport: str | None = None,
     ) -> None:
         self._acknowledgement = acknowledgement
-        self._token = token
         way = transport_of(transport)
         self._job = JobShards(
             coordinators,
             token,
             timeout_s,
-            stub_of=lambda address, channel: TableCalls(address, channel, token, transport=way),
+            stub_of=lambda address, channel: TableCalls(
+                address, channel, self._job.token, transport=way
+            ),
             close_stub=TableCalls.close,
             adopt=self._adopt,
         )
@@ -179,7 +180,7 @@ class TableClient:
         step: JointStep | None,
     ) -> TablePushHeader:
         return TablePushHeader(
-            token=self._token(),
+            token=self._job.token(),
             sequence=sequence,
             shards=[_item(shard, pushed[_where(shard)]) for shard in shards],
             all_shard_ids=sorted(self.shard_ids(pushed)) if step is None else step.shard_ids,

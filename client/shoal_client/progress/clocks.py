@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import structlog
 
-from shoal_client.connection.coordinators import Coordinators
-from shoal_proto.errors import DeadlineExceeded, RetryError
+from shoal_client.connection.coordinators import OUTLASTED, Coordinators
+from shoal_proto.errors import DeadlineExceeded
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
 from shoal_proto.v1.identity_pb2 import Token
@@ -96,7 +96,7 @@ class Clock:
             self._coordinators.call(
                 lambda channel: ClocksStub(channel).Rest, request, timeout_s=REST_WITHIN_S
             )
-        except RetryError as error:
+        except OUTLASTED as error:
             log.info("clock_not_told", reason=str(error))
 
     def _tell(self) -> None:
@@ -110,7 +110,7 @@ class Clock:
                 # The others are further. In which round it is counts from when it has said so.
                 self._round = reply.clock
                 self._call(0.0, TELL_WITHIN_S, begins=True)
-        except RetryError as error:
+        except OUTLASTED as error:
             # Training goes on while no coordinator is there; a later step tells again.
             self._silent_until_s = time.monotonic() + TELL_AGAIN_S
             log.info("clock_not_told", reason=str(error))

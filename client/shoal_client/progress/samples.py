@@ -2,10 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shoal_client.connection.coordinators import Coordinators
+from shoal_client.connection.coordinators import OUTLASTED, Coordinators
+from shoal_proto.errors import Overloaded, ShoalError
 from shoal_proto.v1 import samples_pb2
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.samples_pb2_grpc import SamplesStub
@@ -32,13 +33,33 @@ class Lease:
     """Every sample of every epoch was completed: stop."""
     retry_after_s: float
     """With neither range nor `exhausted`: others are still at work, ask again after so long."""
+    reserve_max: int = 0
+    """How many samples may be held in all, so that the others have their share. 0: any number."""
+    not_held: tuple[SampleRange, ...] = ()
+    """Leased once, and this member's no more: not to be begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserve:
+    """What a member wants to hold for the time in which nobody answers."""
+
+    num_samples: int
+    """In all, at least 1."""
+    step_samples: int
+    """Of one step: ranges have a multiple of so many samples, unless an epoch ends."""
+    given_back: Sequence[SampleRange] = ()
+    """Leased, and never begun: others may train on it."""
+    num_begun: int = 0
+    """Of the samples that are held or reported, so many are begun ..."""
+    begins_per_s: int = 0
+    """... and at most so many more in a second."""
 
 
 class Samples:
     """Leases samples of one job for one member. Thread-safe; calls go one after the other.
 
-    It remembers what it leased: a range counts as worked at until it is reported as completed.
-    What another `Samples` of the same process had leased goes back with the first call.
+    It remembers what it leased: a range counts as worked at until it is reported as completed, or
+    given back. What another `Samples` of the same process had leased goes back with the first call.
     """
 
     def __init__(
@@ -58,60 +79,158 @@ class Samples:
         self._dataset_size = dataset_size
         self._num_epochs = num_epochs
         self._lock = threading.Lock()
-        self._held: set[SampleRange] = set()
+        self._held: list[SampleRange] = []
         self._unreported: list[SampleRange] = []
+        self._given_back: list[SampleRange] = []
+        self._answered: dict[int, list[SampleRange]] = {}
+        """Reported with these requests, and maybe not durable yet."""
+        self._unanswered: samples_pb2.LeaseRequest | None = None
         self._sequence = 0
 
     @property
+    def num_samples(self) -> int:
+        """Of the job, over all epochs."""
+        return self._dataset_size * self._num_epochs
+
+    @property
     def held(self) -> tuple[SampleRange, ...]:
-        """What was leased and not reported as completed, in order."""
+        """What was leased and neither reported as completed nor given back, in order."""
         with self._lock:
-            return tuple(sorted(self._held))
+            return tuple(self._held)
 
     def lease(
         self,
         num_samples: int,
         completed: Iterable[SampleRange] = (),
         *,
+        reserve: Reserve | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Lease:
-        """Report `completed` ranges (as they were leased) and get at most `num_samples` more.
+        """Report `completed` ranges (leased ones, or parts of them) and get at most `num_samples`
+        more. With a reserve a coordinator's death undoes none of it.
 
         Retries over a coordinator's restart or fail-over for `timeout_s`. Raises Fenced when this
         member was declared lost, ProposalConflict when the job goes over other samples, and the
-        last RetryError when the time is over: the report is kept and goes along with the next call.
+        last RetryError when the time is over: the next call says it all again first.
         """
         with self._lock:
-            done = set(completed)
-            self._unreported += sorted(done)
-            self._held -= done
-            # The clock keeps it rising over several `Samples` of one process.
-            self._sequence = max(self._sequence + 1, time.monotonic_ns())
-            request = samples_pb2.LeaseRequest(
-                token=self._token(),
-                completed=map(_message, self._unreported),
-                held=map(_message, sorted(self._held)),
-                num_samples=num_samples,
-                dataset_size=self._dataset_size,
-                num_epochs=self._num_epochs,
-                sequence=self._sequence,
-            )
+            done = list(completed)
+            back = list(reserve.given_back) if reserve is not None else []
+            self._unreported = joined([*self._unreported, *done])
+            self._given_back = joined([*self._given_back, *back])
+            self._held = without(self._held, [*done, *back])
+            if self._unanswered is not None:
+                # It may have been booked: a retry gets the first answer.
+                answer = self._call(self._unanswered, timeout_s)
+                if answer.exhausted or (answer.range is not None and num_samples):
+                    return answer
+            return self._call(self._request(num_samples, reserve), timeout_s)
+
+    def _call(self, request: samples_pb2.LeaseRequest, timeout_s: float) -> Lease:
+        self._unanswered = request
+        try:
             reply = self.coordinators.call(
                 lambda channel: SamplesStub(channel).Lease, request, timeout_s=timeout_s
             )
-            self._unreported.clear()
-            leased = None
-            if reply.HasField("range"):
-                leased = SampleRange(reply.range.epoch, reply.range.start, reply.range.stop)
-                self._held.add(leased)
-            return Lease(range=leased, exhausted=reply.exhausted, retry_after_s=reply.retry_after_s)
+        except Overloaded:
+            # Nothing of it was booked, and it would be refused again.
+            self._unanswered = None
+            self._unreported = joined([*map(_range, request.completed), *self._unreported])
+            self._given_back = joined([*map(_range, request.given_back), *self._given_back])
+            raise
+        except OUTLASTED:
+            raise
+        except ShoalError:
+            self._unanswered = None
+            raise
+        self._unanswered = None
+        if request.completed:
+            self._answered[request.sequence] = list(map(_range, request.completed))
+        for sequence in [s for s in self._answered if s <= reply.durable_sequence]:
+            del self._answered[sequence]
+        not_held = tuple(map(_range, reply.not_held))
+        leased = _range(reply.range) if reply.HasField("range") else None
+        now_leased = [leased] if leased is not None else []
+        self._held = joined([*without(self._held, not_held), *now_leased])
+        return Lease(
+            range=leased,
+            exhausted=reply.exhausted,
+            retry_after_s=reply.retry_after_s,
+            reserve_max=reply.reserve_max_samples,
+            not_held=not_held,
+        )
+
+    def _request(self, num_samples: int, reserve: Reserve | None) -> samples_pb2.LeaseRequest:
+        # The clock keeps it rising over several `Samples` of one process.
+        self._sequence = max(self._sequence + 1, time.monotonic_ns())
+        request = samples_pb2.LeaseRequest(
+            token=self._token(),
+            completed=map(_message, self._unreported),
+            held=map(_message, self._held),
+            given_back=map(_message, self._given_back),
+            num_samples=num_samples,
+            dataset_size=self._dataset_size,
+            num_epochs=self._num_epochs,
+            sequence=self._sequence,
+        )
+        if reserve is not None:
+            before = joined(r for ranges in self._answered.values() for r in ranges)
+            request.completed_before.extend(map(_message, before))
+            request.reserve_samples = min(reserve.num_samples, self.num_samples)
+            request.step_samples = reserve.step_samples
+            request.begun_samples = reserve.num_begun
+            request.begins_samples_per_s = reserve.begins_per_s
+        else:
+            self._answered.clear()
+        self._unreported, self._given_back = [], []
+        return request
 
     def report(
-        self, completed: Iterable[SampleRange] = (), *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        completed: Iterable[SampleRange] = (),
+        *,
+        reserve: Reserve | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Report completed ranges without a wish for more, as before leaving. Raises as `lease`."""
-        self.lease(0, completed, timeout_s=timeout_s)
+        self.lease(0, completed, reserve=reserve, timeout_s=timeout_s)
+
+
+def size_of(ranges: Iterable[SampleRange]) -> int:
+    """How many samples."""
+    return sum(r.stop - r.start for r in ranges)
+
+
+def joined(ranges: Iterable[SampleRange]) -> list[SampleRange]:
+    """The same samples in as few ranges as there can be, in order."""
+    found: list[SampleRange] = []
+    for r in sorted(ranges):
+        last = found[-1] if found else None
+        if last is not None and last.epoch == r.epoch and r.start <= last.stop:
+            found[-1] = SampleRange(r.epoch, last.start, max(last.stop, r.stop))
+        else:
+            found.append(r)
+    return found
+
+
+def without(ranges: Iterable[SampleRange], taken: Iterable[SampleRange]) -> list[SampleRange]:
+    """What is left of ranges where others are taken out of them."""
+    left = list(ranges)
+    for t in taken:
+        parts = [(r, max(r.start, t.start), min(r.stop, t.stop)) for r in left]
+        left = []
+        for r, start, stop in parts:
+            if r.epoch != t.epoch or start >= stop:
+                left.append(r)
+                continue
+            rest = (SampleRange(r.epoch, r.start, start), SampleRange(r.epoch, stop, r.stop))
+            left += [part for part in rest if part.start < part.stop]
+    return left
 
 
 def _message(r: SampleRange) -> samples_pb2.SampleRange:
     return samples_pb2.SampleRange(epoch=r.epoch, start=r.start, stop=r.stop)
+
+
+def _range(message: samples_pb2.SampleRange) -> SampleRange:
+    return SampleRange(message.epoch, message.start, message.stop)

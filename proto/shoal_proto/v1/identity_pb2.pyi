@@ -30,6 +30,7 @@ class Token(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     MEMBER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     """0 before the member is part of a generation."""
@@ -38,6 +39,10 @@ class Token(_message.Message):
     """A fresh UUID for each process start, so that a process that was declared lost and
     comes back is told apart from its successor under the same member_id.
     """
+    run: _builtins.str
+    """Of the shard map that the caller goes by (ShardMap.run): one of another run is refused, for what
+    it knows of shards is of others. Empty: it goes by none, or is of a release that did not say.
+    """
     def __init__(
         self,
         *,
@@ -45,10 +50,11 @@ class Token(_message.Message):
         generation: _builtins.int = ...,
         member_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "member_id", b"member_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "member_id", b"member_id", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,6 +110,11 @@ class MembershipStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetGenerationRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GenerationRecord.FromString,
                 _registered_method=True)
+        self.GetRosterChunks = channel.unary_unary(
+                '/shoal.v1.Membership/GetRosterChunks',
+                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetRosterChunksRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.RosterChunks.FromString,
+                _registered_method=True)
         self.GetJob = channel.unary_unary(
                 '/shoal.v1.Membership/GetJob',
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetJobRequest.SerializeToString,
@@ -119,6 +124,16 @@ class MembershipStub(object):
                 '/shoal.v1.Membership/ResetJob',
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.ResetJobRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.ResetJobReply.FromString,
+                _registered_method=True)
+        self.StopJob = channel.unary_unary(
+                '/shoal.v1.Membership/StopJob',
+                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.StopJobRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.JobStanding.FromString,
+                _registered_method=True)
+        self.RetryJob = channel.unary_unary(
+                '/shoal.v1.Membership/RetryJob',
+                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.RetryJobRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.JobStanding.FromString,
                 _registered_method=True)
 
 
@@ -232,6 +247,13 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRosterChunks(self, request, context):
+        """Chunks of the rosters that a job's newest generations name by their digests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetJob(self, request, context):
         """How a job stands: what a launcher asks before it starts workers.
         """
@@ -242,6 +264,22 @@ class MembershipServicer(object):
     def ResetJob(self, request, context):
         """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
         Refused while the job has members. Snapshots stay. A job that never was is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopJob(self, request, context):
+        """Has all members of a job leave at their next step boundary. Then it is stopped: nobody joins it
+        any more. Of a job that is over already nothing changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetryJob(self, request, context):
+        """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
+        is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -320,6 +358,11 @@ def add_MembershipServicer_to_server(servicer, server):
                     request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GetGenerationRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_membership__pb2.GenerationRecord.SerializeToString,
             ),
+            'GetRosterChunks': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRosterChunks,
+                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GetRosterChunksRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.RosterChunks.SerializeToString,
+            ),
             'GetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJob,
                     request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GetJobRequest.FromString,
@@ -329,6 +372,16 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.ResetJob,
                     request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.ResetJobRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_membership__pb2.ResetJobReply.SerializeToString,
+            ),
+            'StopJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopJob,
+                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.StopJobRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.JobStanding.SerializeToString,
+            ),
+            'RetryJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetryJob,
+                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.RetryJobRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.JobStanding.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -726,6 +779,33 @@ class Membership(object):
             _registered_method=True)
 
     @staticmethod
+    def GetRosterChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Membership/GetRosterChunks',
+            shoal__proto_dot_v1_dot_membership__pb2.GetRosterChunksRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_membership__pb2.RosterChunks.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetJob(request,
             target,
             options=(),
@@ -769,6 +849,60 @@ class Membership(object):
             '/shoal.v1.Membership/ResetJob',
             shoal__proto_dot_v1_dot_membership__pb2.ResetJobRequest.SerializeToString,
             shoal__proto_dot_v1_dot_membership__pb2.ResetJobReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Membership/StopJob',
+            shoal__proto_dot_v1_dot_membership__pb2.StopJobRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_membership__pb2.JobStanding.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetryJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Membership/RetryJob',
+            shoal__proto_dot_v1_dot_membership__pb2.RetryJobRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_membership__pb2.JobStanding.FromString,
             options,
             channel_credentials,
             insecure,

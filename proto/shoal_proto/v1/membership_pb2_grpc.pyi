@@ -73,11 +73,21 @@ class MembershipStub:
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]
     """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
+    GetRosterChunks: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetRosterChunksRequest, _membership_pb2.RosterChunks]
+    """Chunks of the rosters that a job's newest generations name by their digests."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]
     """How a job stands: what a launcher asks before it starts workers."""
     ResetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]
     """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
     Refused while the job has members. Snapshots stay. A job that never was is no error.
+    """
+    StopJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.StopJobRequest, _membership_pb2.JobStanding]
+    """Has all members of a job leave at their next step boundary. Then it is stopped: nobody joins it
+    any more. Of a job that is over already nothing changes.
+    """
+    RetryJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.RetryJobRequest, _membership_pb2.JobStanding]
+    """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
+    is.
     """
 
 @_typing.type_check_only
@@ -125,11 +135,21 @@ class MembershipAsyncStub(MembershipStub):
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     GetGeneration: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]  # type: ignore[assignment]
     """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
+    GetRosterChunks: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetRosterChunksRequest, _membership_pb2.RosterChunks]  # type: ignore[assignment]
+    """Chunks of the rosters that a job's newest generations name by their digests."""
     GetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
     """How a job stands: what a launcher asks before it starts workers."""
     ResetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]  # type: ignore[assignment]
     """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
     Refused while the job has members. Snapshots stay. A job that never was is no error.
+    """
+    StopJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.StopJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
+    """Has all members of a job leave at their next step boundary. Then it is stopped: nobody joins it
+    any more. Of a job that is over already nothing changes.
+    """
+    RetryJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.RetryJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
+    """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
+    is.
     """
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
@@ -260,6 +280,14 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
 
     @_abc_1.abstractmethod
+    def GetRosterChunks(
+        self,
+        request: _membership_pb2.GetRosterChunksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.RosterChunks, _abc.Awaitable[_membership_pb2.RosterChunks]]:
+        """Chunks of the rosters that a job's newest generations name by their digests."""
+
+    @_abc_1.abstractmethod
     def GetJob(
         self,
         request: _membership_pb2.GetJobRequest,
@@ -275,6 +303,26 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_membership_pb2.ResetJobReply, _abc.Awaitable[_membership_pb2.ResetJobReply]]:
         """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
         Refused while the job has members. Snapshots stay. A job that never was is no error.
+        """
+
+    @_abc_1.abstractmethod
+    def StopJob(
+        self,
+        request: _membership_pb2.StopJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.JobStanding, _abc.Awaitable[_membership_pb2.JobStanding]]:
+        """Has all members of a job leave at their next step boundary. Then it is stopped: nobody joins it
+        any more. Of a job that is over already nothing changes.
+        """
+
+    @_abc_1.abstractmethod
+    def RetryJob(
+        self,
+        request: _membership_pb2.RetryJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.JobStanding, _abc.Awaitable[_membership_pb2.JobStanding]]:
+        """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
+        is.
         """
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -153,6 +153,9 @@ class ShardHolding(_message.Message):
     FORMAT_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     ACCEPTED_LOSS_FIELD_NUMBER: _builtins.int
+    DISK_VERSION_FIELD_NUMBER: _builtins.int
+    FOUND_VERSION_FIELD_NUMBER: _builtins.int
+    DISK_EPOCH_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     """Number of times the primary was decided, from 1."""
@@ -165,6 +168,13 @@ class ShardHolding(_message.Message):
     """That of the job's JobHoldings: what another run of the same job left is not this one's."""
     format: _builtins.int
     """Of this message; 1. A later one is refused by who does not know it."""
+    disk_version: _builtins.int
+    """The journal of `on_disk` has at least this version, of disk_epoch. Written now and then: an older
+    copy of the journal that was put in its place is known by it.
+    """
+    found_version: _builtins.int
+    """The journal of `on_disk` was found to be older than that, with this version (never 0 then)."""
+    disk_epoch: _builtins.int
     @_builtins.property
     def primary(self) -> Global___Holder: ...
     @_builtins.property
@@ -202,10 +212,13 @@ class ShardHolding(_message.Message):
         format: _builtins.int = ...,
         loss: Global___ShardLoss | None = ...,
         accepted_loss: Global___AcceptedLoss | None = ...,
+        disk_version: _builtins.int = ...,
+        found_version: _builtins.int = ...,
+        disk_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted_loss", b"accepted_loss", "joining", b"joining", "loss", b"loss", "primary", b"primary", "successor", b"successor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_loss", b"accepted_loss", "backups", b"backups", "content", b"content", "epoch", b"epoch", "format", b"format", "joining", b"joining", "loss", b"loss", "on_disk", b"on_disk", "primary", b"primary", "run", b"run", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_loss", b"accepted_loss", "backups", b"backups", "content", b"content", "disk_epoch", b"disk_epoch", "disk_version", b"disk_version", "epoch", b"epoch", "format", b"format", "found_version", b"found_version", "joining", b"joining", "loss", b"loss", "on_disk", b"on_disk", "primary", b"primary", "run", b"run", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -253,9 +266,12 @@ class AcceptedLoss(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     BY_FIELD_NUMBER: _builtins.int
     ACCEPTED_UNIX_S_FIELD_NUMBER: _builtins.int
+    SAMPLES_ANEW_FIELD_NUMBER: _builtins.int
     by: _builtins.str
     """Who said so, as they called themselves."""
     accepted_unix_s: _builtins.float
+    samples_anew: _builtins.bool
+    """Whether the samples of the job began anew with it."""
     @_builtins.property
     def loss(self) -> Global___ShardLoss: ...
     def __init__(
@@ -264,10 +280,11 @@ class AcceptedLoss(_message.Message):
         loss: Global___ShardLoss | None = ...,
         by: _builtins.str = ...,
         accepted_unix_s: _builtins.float = ...,
+        samples_anew: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_unix_s", b"accepted_unix_s", "by", b"by", "loss", b"loss"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_unix_s", b"accepted_unix_s", "by", b"by", "loss", b"loss", "samples_anew", b"samples_anew"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -286,6 +303,7 @@ class JobHoldings(_message.Message):
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    JOB_RUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     copies: _builtins.int
     """Wanted copies of each shard, the primary included; fewer where there are fewer servers."""
@@ -295,6 +313,10 @@ class JobHoldings(_message.Message):
     """Drawn when the shards are placed."""
     format: _builtins.int
     """Of this message; 1. A later one is refused by who does not know it."""
+    job_run: _builtins.str
+    """Which run of the job it is for its members, if not `run`: that of the placement before, where its
+    coordinator restored it while they went on.
+    """
     def __init__(
         self,
         *,
@@ -303,10 +325,11 @@ class JobHoldings(_message.Message):
         num_shards: _builtins.int = ...,
         run: _builtins.str = ...,
         format: _builtins.int = ...,
+        job_run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "format", b"format", "job", b"job", "num_shards", b"num_shards", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "format", b"format", "job", b"job", "job_run", b"job_run", "num_shards", b"num_shards", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -824,11 +847,16 @@ class Offer(_message.Message):
     SHARD_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     BORN_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     shard_id: _builtins.int
     epoch: _builtins.int
     born: _builtins.int
     """The epoch in which the shard got its first values."""
+    run: _builtins.str
+    """Of the record that the primary goes by (JobHoldings.run): epochs of another run are others. Empty:
+    a release that did not say.
+    """
     def __init__(
         self,
         *,
@@ -836,10 +864,11 @@ class Offer(_message.Message):
         shard_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         born: _builtins.int = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["born", b"born", "epoch", b"epoch", "job", b"job", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["born", b"born", "epoch", b"epoch", "job", b"job", "run", b"run", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -855,10 +884,13 @@ class Continue(_message.Message):
     SHARD_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     shard_id: _builtins.int
     epoch: _builtins.int
     version: _builtins.int
+    run: _builtins.str
+    """As in Offer."""
     def __init__(
         self,
         *,
@@ -866,10 +898,11 @@ class Continue(_message.Message):
         shard_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         version: _builtins.int = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "shard_id", b"shard_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "run", b"run", "shard_id", b"shard_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -925,6 +958,7 @@ class ImageStart(_message.Message):
     NEXT_CHUNK_FIELD_NUMBER: _builtins.int
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     born: _builtins.int
@@ -932,6 +966,8 @@ class ImageStart(_message.Message):
     """Names it among all that the primary's process ever sends."""
     next_chunk: _builtins.int
     num_chunks: _builtins.int
+    run: _builtins.str
+    """As in Offer."""
     @_builtins.property
     def cut(self) -> Global___CutHeader: ...
     def __init__(
@@ -944,10 +980,11 @@ class ImageStart(_message.Message):
         next_chunk: _builtins.int = ...,
         num_chunks: _builtins.int = ...,
         cut: Global___CutHeader | None = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["born", b"born", "cut", b"cut", "epoch", b"epoch", "image", b"image", "job", b"job", "next_chunk", b"next_chunk", "num_chunks", b"num_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["born", b"born", "cut", b"cut", "epoch", b"epoch", "image", b"image", "job", b"job", "next_chunk", b"next_chunk", "num_chunks", b"num_chunks", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shoal_proto.v1 import identity_pb2 as shoal__proto_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshoal_proto/v1/samples.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\"9\n\x0bSampleRange\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0c\n\x04stop\x18\x03 \x01(\x04\"\xce\x01\n\x0cLeaseRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12(\n\tcompleted\x18\x02 \x03(\x0b\x32\x15.shoal.v1.SampleRange\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x14\n\x0c\x64\x61taset_size\x18\x04 \x01(\x04\x12\x12\n\nnum_epochs\x18\x05 \x01(\r\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12#\n\x04held\x18\x07 \x03(\x0b\x32\x15.shoal.v1.SampleRange\"\\\n\nLeaseReply\x12$\n\x05range\x18\x01 \x01(\x0b\x32\x15.shoal.v1.SampleRange\x12\x11\n\texhausted\x18\x02 \x01(\x08\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x32@\n\x07Samples\x12\x35\n\x05Lease\x12\x16.shoal.v1.LeaseRequest\x1a\x14.shoal.v1.LeaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshoal_proto/v1/samples.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\"9\n\x0bSampleRange\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0c\n\x04stop\x18\x03 \x01(\x04\"\x8e\x03\n\x0cLeaseRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12(\n\tcompleted\x18\x02 \x03(\x0b\x32\x15.shoal.v1.SampleRange\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x14\n\x0c\x64\x61taset_size\x18\x04 \x01(\x04\x12\x12\n\nnum_epochs\x18\x05 \x01(\r\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12#\n\x04held\x18\x07 \x03(\x0b\x32\x15.shoal.v1.SampleRange\x12\x14\n\x0cstep_samples\x18\x08 \x01(\r\x12\x17\n\x0freserve_samples\x18\t \x01(\x04\x12)\n\ngiven_back\x18\n \x03(\x0b\x32\x15.shoal.v1.SampleRange\x12/\n\x10\x63ompleted_before\x18\x0b \x03(\x0b\x32\x15.shoal.v1.SampleRange\x12\x15\n\rbegun_samples\x18\x0c \x01(\x04\x12\x1c\n\x14\x62\x65gins_samples_per_s\x18\r \x01(\x04\"\xbc\x01\n\nLeaseReply\x12$\n\x05range\x18\x01 \x01(\x0b\x32\x15.shoal.v1.SampleRange\x12\x11\n\texhausted\x18\x02 \x01(\x08\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x12\x1b\n\x13reserve_max_samples\x18\x04 \x01(\x04\x12\'\n\x08not_held\x18\x05 \x03(\x0b\x32\x15.shoal.v1.SampleRange\x12\x18\n\x10\x64urable_sequence\x18\x06 \x01(\x04\x32@\n\x07Samples\x12\x35\n\x05Lease\x12\x16.shoal.v1.LeaseRequest\x1a\x14.shoal.v1.LeaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLERANGE']._serialized_start=73
   _globals['_SAMPLERANGE']._serialized_end=130
   _globals['_LEASEREQUEST']._serialized_start=133
-  _globals['_LEASEREQUEST']._serialized_end=339
-  _globals['_LEASEREPLY']._serialized_start=341
-  _globals['_LEASEREPLY']._serialized_end=433
-  _globals['_SAMPLES']._serialized_start=435
-  _globals['_SAMPLES']._serialized_end=499
+  _globals['_LEASEREQUEST']._serialized_end=531
+  _globals['_LEASEREPLY']._serialized_start=534
+  _globals['_LEASEREPLY']._serialized_end=722
+  _globals['_SAMPLES']._serialized_start=724
+  _globals['_SAMPLES']._serialized_end=788
 # @@protoc_insertion_point(module_scope)

@@ -56,6 +56,12 @@ class LeaseRequest(_message.Message):
     NUM_EPOCHS_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    STEP_SAMPLES_FIELD_NUMBER: _builtins.int
+    RESERVE_SAMPLES_FIELD_NUMBER: _builtins.int
+    GIVEN_BACK_FIELD_NUMBER: _builtins.int
+    COMPLETED_BEFORE_FIELD_NUMBER: _builtins.int
+    BEGUN_SAMPLES_FIELD_NUMBER: _builtins.int
+    BEGINS_SAMPLES_PER_S_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """0: report only."""
     dataset_size: _builtins.int
@@ -65,6 +71,16 @@ class LeaseRequest(_message.Message):
     """Rises from request to request of one incarnation. A retry repeats it and is answered with the
     first answer, so that a reply that was lost on the way leaks no range.
     """
+    step_samples: _builtins.int
+    """Samples of one step: a range has a multiple of so many, unless an epoch ends in it. 0: not said."""
+    reserve_samples: _builtins.int
+    """How many samples this member would hold in all, to go on with while nobody answers. With it a
+    range is durable once it is answered. 0: one range at a time, of which it may have begun all.
+    """
+    begun_samples: _builtins.int
+    """Of the samples that it held or reports, so many are begun ..."""
+    begins_samples_per_s: _builtins.int
+    """... and it begins at most so many more in a second."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -74,6 +90,14 @@ class LeaseRequest(_message.Message):
         """What this member leased before and still works at. Whatever else the books hold for it goes
         back, so that books which missed a report (a coordinator died) never wait for it.
         """
+
+    @_builtins.property
+    def given_back(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
+        """Leased to this member, and never begun: others may train on it."""
+
+    @_builtins.property
+    def completed_before(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
+        """Reported as completed before, and maybe forgotten since, with a coordinator that died."""
 
     def __init__(
         self,
@@ -85,10 +109,16 @@ class LeaseRequest(_message.Message):
         num_epochs: _builtins.int = ...,
         sequence: _builtins.int = ...,
         held: _abc.Iterable[Global___SampleRange] | None = ...,
+        step_samples: _builtins.int = ...,
+        reserve_samples: _builtins.int = ...,
+        given_back: _abc.Iterable[Global___SampleRange] | None = ...,
+        completed_before: _abc.Iterable[Global___SampleRange] | None = ...,
+        begun_samples: _builtins.int = ...,
+        begins_samples_per_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed", "dataset_size", b"dataset_size", "held", b"held", "num_epochs", b"num_epochs", "num_samples", b"num_samples", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_samples_per_s", b"begins_samples_per_s", "begun_samples", b"begun_samples", "completed", b"completed", "completed_before", b"completed_before", "dataset_size", b"dataset_size", "given_back", b"given_back", "held", b"held", "num_epochs", b"num_epochs", "num_samples", b"num_samples", "reserve_samples", b"reserve_samples", "sequence", b"sequence", "step_samples", b"step_samples", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,13 +131,28 @@ class LeaseReply(_message.Message):
     RANGE_FIELD_NUMBER: _builtins.int
     EXHAUSTED_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    RESERVE_MAX_SAMPLES_FIELD_NUMBER: _builtins.int
+    NOT_HELD_FIELD_NUMBER: _builtins.int
+    DURABLE_SEQUENCE_FIELD_NUMBER: _builtins.int
     exhausted: _builtins.bool
     """Every sample of every epoch was completed."""
     retry_after_s: _builtins.float
     """With neither range nor exhausted: ask again after so long, others are still at work."""
+    reserve_max_samples: _builtins.int
+    """How many samples this member may hold in all, so that the others have their share. It gives
+    back what is above. 0: any number.
+    """
+    durable_sequence: _builtins.int
+    """All that this member's requests reported up to this sequence number is durable."""
     @_builtins.property
     def range(self) -> Global___SampleRange:
         """Absent when nothing is to be had now."""
+
+    @_builtins.property
+    def not_held(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
+        """Of what the member holds, that which it does not hold in the books (any more): it is not to be
+        begun.
+        """
 
     def __init__(
         self,
@@ -115,10 +160,13 @@ class LeaseReply(_message.Message):
         range: Global___SampleRange | None = ...,
         exhausted: _builtins.bool = ...,
         retry_after_s: _builtins.float = ...,
+        reserve_max_samples: _builtins.int = ...,
+        not_held: _abc.Iterable[Global___SampleRange] | None = ...,
+        durable_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["range", b"range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exhausted", b"exhausted", "range", b"range", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_sequence", b"durable_sequence", "exhausted", b"exhausted", "not_held", b"not_held", "range", b"range", "reserve_max_samples", b"reserve_max_samples", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 from shoal_proto.v1 import tables_pb2 as _tables_pb2
 import builtins as _builtins
@@ -20,6 +21,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _SamplesAfterLoss:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SamplesAfterLossEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SamplesAfterLoss.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SAMPLES_AFTER_LOSS_UNSAID: _SamplesAfterLoss.ValueType  # 0
+    """They begin anew if nothing that was trained is left. If something is, the request is refused."""
+    SAMPLES_AFTER_LOSS_ANEW: _SamplesAfterLoss.ValueType  # 1
+    """All samples are trained on again."""
+    SAMPLES_AFTER_LOSS_KEEP: _SamplesAfterLoss.ValueType  # 2
+    """What was trained on stays counted."""
+
+class SamplesAfterLoss(_SamplesAfterLoss, metaclass=_SamplesAfterLossEnumTypeWrapper):
+    """What becomes of the sample ledger of a job, shards of which are given up."""
+
+SAMPLES_AFTER_LOSS_UNSAID: SamplesAfterLoss.ValueType  # 0
+"""They begin anew if nothing that was trained is left. If something is, the request is refused."""
+SAMPLES_AFTER_LOSS_ANEW: SamplesAfterLoss.ValueType  # 1
+"""All samples are trained on again."""
+SAMPLES_AFTER_LOSS_KEEP: SamplesAfterLoss.ValueType  # 2
+"""What was trained on stays counted."""
+Global___SamplesAfterLoss: _TypeAlias = SamplesAfterLoss  # noqa: Y015
+
 @_typing.final
 class AcceptLossRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -28,11 +53,13 @@ class AcceptLossRequest(_message.Message):
     SHARD_IDS_FIELD_NUMBER: _builtins.int
     BY_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     by: _builtins.str
     """Who asks, for the record."""
     dry_run: _builtins.bool
     """Only say what would be given up, or why nothing can be."""
+    samples: Global___SamplesAfterLoss.ValueType
     @_builtins.property
     def shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """None: all that are lost. Refused if one of those that are named is not lost."""
@@ -44,10 +71,11 @@ class AcceptLossRequest(_message.Message):
         shard_ids: _abc.Iterable[_builtins.int] | None = ...,
         by: _builtins.str = ...,
         dry_run: _builtins.bool = ...,
+        samples: Global___SamplesAfterLoss.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "dry_run", b"dry_run", "job", b"job", "shard_ids", b"shard_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "dry_run", b"dry_run", "job", b"job", "samples", b"samples", "shard_ids", b"shard_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -58,18 +86,35 @@ class AcceptLossReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARDS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    COMPLETED_SAMPLES_FIELD_NUMBER: _builtins.int
+    TOTAL_SAMPLES_FIELD_NUMBER: _builtins.int
+    KEPT_SHARD_IDS_FIELD_NUMBER: _builtins.int
+    samples: Global___SamplesAfterLoss.ValueType
+    """What became of the job's samples, or would; UNSAID: the request must say it."""
+    completed_samples: _builtins.int
+    """Samples that the ledger had as completed, and in all; 0: the job leases none."""
+    total_samples: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___GivenUpShard]:
         """In order of the shards' ids: those that were given up by this call or an earlier one."""
+
+    @_builtins.property
+    def kept_shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of the shards that keep what was trained, or may get it back."""
 
     def __init__(
         self,
         *,
         shards: _abc.Iterable[Global___GivenUpShard] | None = ...,
+        samples: Global___SamplesAfterLoss.ValueType = ...,
+        completed_samples: _builtins.int = ...,
+        total_samples: _builtins.int = ...,
+        kept_shard_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_samples", b"completed_samples", "kept_shard_ids", b"kept_shard_ids", "samples", b"samples", "shards", b"shards", "total_samples", b"total_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -294,9 +339,14 @@ class ShardMap(_message.Message):
     SCHEMA_DIGEST_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     schema_digest: _builtins.str
     """Digest of the parameter schema the map was made for."""
+    run: _builtins.str
+    """Of the job, as JobHoldings.job_run says: shards of another run have nothing in common with these,
+    whatever their numbers and epochs.
+    """
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]: ...
     @_builtins.property
@@ -315,10 +365,11 @@ class ShardMap(_message.Message):
         schema_digest: _builtins.str = ...,
         parameters: _abc.Iterable[Global___ParameterSpec] | None = ...,
         tables: _abc.Iterable[_tables_pb2.TableSpec] | None = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "parameters", b"parameters", "schema_digest", b"schema_digest", "shards", b"shards", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "parameters", b"parameters", "run", b"run", "schema_digest", b"schema_digest", "shards", b"shards", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

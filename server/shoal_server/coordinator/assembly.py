@@ -10,6 +10,7 @@ from shoal_proto.v1 import (
     clocks_pb2_grpc,
     membership_pb2_grpc,
     rendezvous_pb2_grpc,
+    repair_pb2_grpc,
     samples_pb2_grpc,
     shards_pb2_grpc,
     snapshots_pb2_grpc,
@@ -23,6 +24,9 @@ from shoal_server.coordinator.leadership.term import Term
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.coordinator.rendezvous import RendezvousService
+from shoal_server.coordinator.repair.service import RepairService
+from shoal_server.coordinator.retention import Retention
+from shoal_server.coordinator.retention_policy import RetentionPolicy
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
@@ -34,9 +38,14 @@ from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.service import SnapshotService
 from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker
 from shoal_server.coordinator.view import CoordinatorView
+from shoal_server.core.generations.progress import Result
+from shoal_server.core.generations.roster import Step
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.serving.tasks import keep_on, running
 from shoal_server.status.board import StatusBoard
+from shoal_server.status.reading import StatusQueries
 from shoal_server.status.shards import ShardReader
 
 
@@ -50,26 +59,34 @@ class Coordinator:
         *,
         copies: int = 2,
         snapshots: SnapshotPolicy | None = None,
+        retention: RetentionPolicy | None = None,
     ) -> None:
         self.term = Term()
         self.board = StatusBoard()
-        self.shard_reader = ShardReader(store)
+        shard_reader = ShardReader(store)
         self.registry = Registry(self._job_dependencies(store), limits)
-        self.samples = SamplesService(store, self.registry.authorize)
+        leading = self._store = LeaderStore(store, self.term.conditions, self.term.depose)
+        self.samples = SamplesService(
+            leading,
+            self.registry.authorize,
+            self._num_members,
+            clock=self.registry.clock,
+            on_failed=self.registry.quarantine,
+        )
         losses = LossLog(self.board.event)
         self.shards = ShardsService(
-            store,
+            leading,
             self.registry.authorize,
             copies,
-            accepting=LossAcceptance(store, losses, self.registry.require_leading),
+            accepting=LossAcceptance(leading, losses, self.samples, self.registry.require_leading),
         )
-        self._store = store
-        self._server_calls = ServerCalls()
-        self.snapshots = self._snapshot_service(snapshots or SnapshotPolicy(), losses)
+        server_calls = ServerCalls()
+        self._closing = (shard_reader.close, server_calls.close)
+        self.snapshots = self._snapshot_service(snapshots or SnapshotPolicy(), losses, server_calls)
         self._shard_controller = ShardController(
-            store,
+            leading,
             self.snapshots.restore_lost,
-            measure=self.shard_reader.measure,
+            measure=shard_reader.measure,
             loss_log=losses,
         )
         self._while_leading = AsyncExitStack()
@@ -81,14 +98,25 @@ class Coordinator:
             stuck_after_s=limits.collective_s,
         )
         self.resetting = JobReset(
-            store,
+            leading,
             DurableJobs(store, self.term.conditions),
             self.registry,
             samples=self.samples,
             clocks=self.clocks,
             rendezvous=self.rendezvous,
         )
-        self.view = CoordinatorView(self.registry, self.samples, self.clocks, self.shard_reader)
+        self.view = CoordinatorView(
+            self.registry, self.samples, self.clocks, shard_reader, self.shards
+        )
+        self.retention = Retention(
+            leading,
+            self.registry,
+            self.resetting,
+            samples=self.samples,
+            clocks=self.clocks,
+            result_of=self._result_of,
+            limits=(retention or RetentionPolicy()).limits,
+        )
 
     def _job_dependencies(self, store: KeyValueStore) -> JobDependencies:
         # The services are made after the registry that they ask, so these are looked up late.
@@ -97,10 +125,11 @@ class Coordinator:
             self.clocks.member_lost(job, member_id, incarnation)
 
         def failed(job: str, error: Exception) -> ShoalError:
-            return self.registry.set_aside(job, error)
+            return self.registry.quarantine(job, error)
 
         def changed(job: str) -> None:
             self.rendezvous.drop_dead(job)
+            self.retention.changed(job)
 
         return JobDependencies(
             jobs=DurableJobs(store, self.term.conditions),
@@ -113,7 +142,17 @@ class Coordinator:
             on_change=changed,
         )
 
-    def _snapshot_service(self, policy: SnapshotPolicy, losses: LossLog) -> SnapshotService:
+    async def _take_up_again(self, job: str) -> str:
+        self.samples.close_replaced(job)
+        actor = await self.registry.take_up_again(job)
+        if actor is None:
+            return ""
+        self.clocks.inherit(job, actor.trainers())
+        return actor.job.phase.value
+
+    def _snapshot_service(
+        self, policy: SnapshotPolicy, losses: LossLog, server_calls: ServerCalls
+    ) -> SnapshotService:
         # Made after this service, like the services that the registry tells.
         def begun_unix_s(job: str) -> float:
             return self.resetting.ended_unix_s(job)
@@ -121,14 +160,16 @@ class Coordinator:
         state = JobPosition(cursor=self.samples.books, training=self._training)
         return SnapshotService(
             policy,
-            SnapshotTaker(self._store, self._server_calls, state),
-            SnapshotRestorer(
-                self._store, self._server_calls, self.term.conditions, self.samples.close_replaced
-            ),
+            SnapshotTaker(self._store, server_calls, state),
+            SnapshotRestorer(self._store, server_calls, self.samples.close_replaced),
             self.registry.require_leading,
             begun_unix_s,
             on_restored=losses.restored,
         )
+
+    def _num_members(self, job: str) -> int:
+        actor = self.registry.actor_if_known(job)
+        return len(actor.job.members) if actor is not None else 1
 
     def _training(self, job: str) -> Mapping[str, int]:
         actor = self.registry.actor_if_known(job)
@@ -137,6 +178,11 @@ class Coordinator:
         steps = [seen.step for seen in actor.last_seen.values()]
         generations = actor.generations_in_force()
         return {"generation": max(generations, default=0), "step": max(steps, default=0)}
+
+    def _result_of(self, job: str) -> Result:
+        queries = StatusQueries(self.view, self.board)
+        summary = queries.summary(queries.job(job))
+        return Result(step=Step(summary.step), loss=summary.loss, num_samples=summary.num_samples)
 
     def add_services(self, server: grpc.aio.Server) -> None:
         membership = MembershipService(
@@ -148,6 +194,8 @@ class Coordinator:
         samples_pb2_grpc.add_SamplesServicer_to_server(self.samples, server)
         shards_pb2_grpc.add_ShardsServicer_to_server(self.shards, server)
         snapshots_pb2_grpc.add_SnapshotsServicer_to_server(self.snapshots, server)
+        repairs = RepairService(self._store, self.registry, self._take_up_again)
+        repair_pb2_grpc.add_RepairsServicer_to_server(repairs, server)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Coordinator"]:
@@ -156,25 +204,27 @@ class Coordinator:
             try:
                 yield self
             finally:
-                await self.shard_reader.close()
-                await self._server_calls.close()
+                for close in self._closing:
+                    await close()
 
     async def lead(self, conditions: Sequence[Compare]) -> None:
         """Take over every job. `conditions` must hold in etcd for each write."""
         self.term.begin(conditions)
-        await self.snapshots.announce_roots(self._store, conditions)
+        await self.snapshots.announce_roots(self._store)
         await self.resetting.read()
         await self.registry.read(self.samples.open_existing)
         for actor in self.registry.begin():
             self.clocks.inherit(actor.job.spec.job, actor.trainers())
         await self._while_leading.enter_async_context(self._shard_controller.working())
         await self._while_leading.enter_async_context(self.snapshots.working(self._store))
+        sweeping = running(keep_on(self.retention.run, "retention"))
+        await self._while_leading.enter_async_context(sweeping)
 
     async def step_down(self) -> None:
         """Let go of every job: another coordinator leads, or this one ends."""
-        self.term.end()
         await self._while_leading.aclose()
         self.rendezvous.forget_all()
         self.clocks.forget_all()
         await self.registry.step_down()
         await self.samples.hand_over()
+        self.term.end()

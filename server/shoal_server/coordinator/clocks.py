@@ -8,6 +8,7 @@ them does with its next step.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from heapq import heapify, heappop, heappush
 
 import structlog
 
@@ -22,8 +23,8 @@ from shoal_server.core.clocks import (
     ClockStatus,
     MemberProcess,
     NoClock,
-    Position,
 )
+from shoal_server.core.positions import Position
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
@@ -35,6 +36,8 @@ DeclareLost = Callable[[str, MemberProcess, str], Awaitable[None]]
 MAX_WAIT_S = 10.0
 MAX_BOUND = 1 << 20
 MAX_JOBS = 256
+MAX_GIVEN_UP = 64
+"""Waits that are over, and kept among the others, at the least."""
 
 
 class _Job:
@@ -42,12 +45,50 @@ class _Job:
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
-        self.moved = asyncio.Event()
+        self._waiting: list[tuple[Position, int, asyncio.Event]] = []
+        """A heap: first who waits for the lowest."""
+        self._by_name: dict[str, asyncio.Event] = {}
+        """Of each member, its newest wait."""
+        self._num_waits = 0
 
-    def wake(self) -> None:
+    async def changed(self, who: MemberProcess) -> None:
+        """Wait until the member may go on, or has been lost, or the job let go of."""
+        self.wake(who.member_id)  # a call of its own that is given up
+        event = self._by_name[who.member_id] = asyncio.Event()
+        self._num_waits += 1
+        if len(self._waiting) > 2 * len(self._by_name) + MAX_GIVEN_UP:
+            self._waiting = [each for each in self._waiting if not each[2].is_set()]
+            heapify(self._waiting)
+        heappush(self._waiting, (self.clocks.threshold(who), self._num_waits, event))
+        try:
+            await event.wait()
+        finally:
+            if self._by_name.get(who.member_id) is event:
+                del self._by_name[who.member_id]
+            event.set()
+
+    def moved(self) -> None:
+        """Let those look again who may go on now."""
+        horizon = self.clocks.horizon
+        while self._waiting and (self._is_over() or self._may_go_on(horizon)):
+            heappop(self._waiting)[2].set()
+
+    def wake(self, member_id: str) -> None:
+        """Let this member look again."""
+        if event := self._by_name.pop(member_id, None):
+            event.set()
+
+    def wake_all(self) -> None:
         """Let all who wait look again."""
-        self.moved.set()
-        self.moved = asyncio.Event()
+        waiting, self._waiting = self._waiting, []
+        for _, _, event in waiting:
+            event.set()
+
+    def _is_over(self) -> bool:
+        return self._waiting[0][2].is_set()
+
+    def _may_go_on(self, horizon: Position | None) -> bool:
+        return horizon is not None and self._waiting[0][0] <= horizon
 
 
 class ClocksService(ClocksServicer):
@@ -72,6 +113,7 @@ class ClocksService(ClocksServicer):
 
     def inherit(self, job: str, trainers: Iterable[MemberProcess]) -> None:
         """Members that trained under another leader: they may have clocks that only they know."""
+        self.forget(job)
         self._jobs[job] = _Job(Clocks(trainers, self._clock()))
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
@@ -79,19 +121,20 @@ class ClocksService(ClocksServicer):
         known = self._jobs.get(job)
         if known is not None:
             known.clocks.remove(MemberProcess(member_id, incarnation))
-            known.wake()
+            known.wake(member_id)
+            known.moved()
 
     def forget(self, job: str) -> None:
         """The job is begun anew."""
         known = self._jobs.pop(job, None)
         if known is not None:
-            known.wake()
+            known.wake_all()
 
     def forget_all(self) -> None:
         """Let go of every job: another coordinator leads."""
         jobs, self._jobs = list(self._jobs.values()), OrderedDict()
         for known in jobs:
-            known.wake()
+            known.wake_all()
 
     # --- for the status page ---
 
@@ -119,10 +162,8 @@ class ClocksService(ClocksServicer):
             enters=request.enters,
             begins=request.begins,
         )
-        before = job.clocks.horizon
         standing = job.clocks.advance(who, said, self._clock())
-        if job.clocks.horizon != before:
-            job.wake()
+        job.moved()
         if not standing.allowed and request.wait_s > 0:
             standing = await self._wait(job, request, who)
         return pb.AdvanceReply(
@@ -138,7 +179,7 @@ class ClocksService(ClocksServicer):
         job.clocks.rest(
             MemberProcess(request.token.member_id, request.token.incarnation), request.clock
         )
-        job.wake()
+        job.moved()
         return pb.RestReply()
 
     async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: MemberProcess) -> ClockStatus:
@@ -146,11 +187,10 @@ class ClocksService(ClocksServicer):
         try:
             async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S, self._stuck_after_s)):
                 while True:
-                    moved = job.moved
                     standing = self._standing(job, request.token, who)
                     if standing.allowed:
                         return standing
-                    await moved.wait()
+                    await job.changed(who)
         except TimeoutError:
             await self._drop_stuck(request.token.job, job)
             return self._standing(job, request.token, who)
@@ -158,7 +198,6 @@ class ClocksService(ClocksServicer):
     def _standing(self, job: _Job, token: Token, who: MemberProcess) -> ClockStatus:
         if self._jobs.get(token.job) is not job:
             raise NotLeader("this coordinator does not lead any more", details={"leader": ""})
-        before = job.clocks.horizon
         try:
             standing = job.clocks.standing(who, self._clock())
         except NoClock:
@@ -167,8 +206,7 @@ class ClocksService(ClocksServicer):
                 seen=f"process {public_id(who.incarnation)}",
                 fix="It may have been declared lost: join again.",
             ) from None
-        if job.clocks.horizon != before:
-            job.wake()  # it was moved on into a newer round, where others may have waited for it
+        job.moved()  # it may have been moved on into a newer round, where others waited for it
         return standing
 
     async def _drop_stuck(self, name: str, job: _Job) -> None:
@@ -183,7 +221,7 @@ class ClocksService(ClocksServicer):
         job = self._jobs.setdefault(name, _Job(Clocks()))
         self._jobs.move_to_end(name)
         if len(self._jobs) > MAX_JOBS:
-            idle = [n for n, known in self._jobs.items() if not known.clocks.clocks and n != name]
+            idle = [n for n, known in self._jobs.items() if known.clocks.is_idle and n != name]
             if idle:
                 del self._jobs[idle[0]]
         return job

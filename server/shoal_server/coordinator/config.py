@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal_proto.errors import InvalidSpec
+from shoal_server.coordinator.retention_policy import RetentionPolicy
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.election import DEFAULT_TTL_S
@@ -39,6 +40,7 @@ class CoordinatorConfig:
     copies: Annotated[int, Parameter(metavar="N")] = 2
     """Servers that hold each shard of parameters, as far as there are so many."""
     snapshots: Annotated[SnapshotPolicy, FLAT] = field(default_factory=SnapshotPolicy)
+    retention: Annotated[RetentionPolicy, FLAT] = field(default_factory=RetentionPolicy)
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
 
     def __post_init__(self) -> None:

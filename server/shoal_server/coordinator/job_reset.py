@@ -6,6 +6,7 @@ whose record is gone or is another run's, and generation numbers go on rising (`
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -14,13 +15,15 @@ from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused, from_json
-from shoal_server.coordinator.persistence.stored_json import named_under, set_aside
+from shoal_server.coordinator.persistence.quarantine import unreadable
+from shoal_server.coordinator.persistence.stored_json import named_under
 from shoal_server.coordinator.rendezvous import RendezvousService
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.generations.roster import NO_GENERATION, Generation
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Delete, KeyValue, KeyValueStore, Operation, Put
+from shoal_server.etcd.api import Delete, KeyValue, Operation, Put
 from shoal_server.etcd.json_fields import Fields, Unreadable, taken_apart
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments
 
 log = structlog.get_logger(__name__)
@@ -33,7 +36,7 @@ class JobReset:
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: LeaderStore,
         jobs: DurableJobs,
         registry: Registry,
         *,
@@ -61,7 +64,7 @@ class JobReset:
                     found[job] = from_json(job, item.value)
             except (Unreadable, InternalError) as error:
                 # Whom an earlier run expelled is not known: nobody may come in.
-                self._registry.set_aside(job, set_aside(job, item.key, error))
+                self._registry.quarantine(job, unreadable(job, item.key, error))
         self._registry.earlier_runs = found
 
     def ended_unix_s(self, job: str) -> float:
@@ -69,8 +72,9 @@ class JobReset:
         earlier = self._registry.earlier_runs.get(job)
         return earlier.ended_unix_s if earlier is not None else 0.0
 
-    async def reset(self, job: str) -> tuple[bool, Generation]:
+    async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
         """Take away what is kept of the job. Whether there was anything, and its last generation.
+        `forgets_processes`: it is over for so long that none of its processes may come back.
 
         Raises JobInUse while it has members, Unavailable while etcd is away, NotLeader. Then the
         job is as it was.
@@ -93,6 +97,8 @@ class JobReset:
             else:
                 # A job that this coordinator could not take up: its records tell of its number.
                 earlier = earlier.with_run(_newest_generation(job, held), ())
+            if forgets_processes:
+                earlier = replace(earlier, expelled=())
             await self._jobs.apply(_operations(earlier))
             self._registry.earlier_runs[job] = earlier
             self._clocks.forget(job)
@@ -119,5 +125,6 @@ def _operations(earlier: EarlierRuns) -> list[Operation]:
     return [
         Delete(keys.job_prefix(job), prefix=True),
         assignments.taken_away(job),
+        Delete(keys.quarantined(job), prefix=True),
         Put(keys.reset(job), earlier.to_json()),
     ]

@@ -16,7 +16,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.election import Election, Leadership
 from shoal_server.etcd.leader_key import Candidate, Leader
-from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.client import opened
 from shoal_server.serving.listening import (
     advertised,
     is_loopback,
@@ -43,10 +43,14 @@ async def serve(config: CoordinatorConfig) -> None:
     async with AsyncExitStack() as stack:
         server = new_server()
         address = advertised(config.advertise, config.listen, bind(server, config.listen))
-        store = await stack.enter_async_context(EtcdClient(config.etcd))
+        store = await stack.enter_async_context(opened(config.etcd))
         await store.get(keys.LEADER)  # an etcd that is not there is reported at once
         coordinator = Coordinator(
-            store, config.limits, copies=config.copies, snapshots=config.snapshots
+            store,
+            config.limits,
+            copies=config.copies,
+            snapshots=config.snapshots,
+            retention=config.retention,
         )
         await stack.enter_async_context(coordinator.running())
         app = build_app(coordinator.view, coordinator.board)

@@ -7,7 +7,14 @@ at once and the members form the next one; once it is up, torch.distributed does
 import asyncio
 from dataclasses import dataclass, field
 
-from shoal_proto.errors import DeadlineExceeded, GenerationBroken, NotLeader, Overloaded
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    GenerationBroken,
+    InvalidSpec,
+    NotLeader,
+    Overloaded,
+)
+from shoal_proto.packing.packed_values import pack
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousServicer
@@ -15,8 +22,24 @@ from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.serving.rpc import Context
 
 MAX_SPACE_BYTES = 64 * 1024 * 1024
-MAX_KEYS = 1_000_000
+"""Of keys and values together."""
+KEY_BYTES = 128
+"""What a key takes beside its text."""
+MAX_COUNTER_BYTES = 20
+"""Of a number of 64 bits, in decimal."""
 MAX_WAIT_S = 600.0
+PACKED_BYTES = 16 * 1024
+"""Values that are shorter, all together, are sent as they are."""
+
+
+@dataclass(kw_only=True)
+class Gathering:
+    """The members that wait for the same keys."""
+
+    missing: set[str] = field(default_factory=set)
+    num_waiting: int = 0
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    error: Exception | None = None
 
 
 @dataclass(kw_only=True)
@@ -25,39 +48,81 @@ class KeySpace:
 
     values: dict[str, bytes] = field(default_factory=dict)
     num_bytes: int = 0
-    waiting: dict[str, list[asyncio.Future[None]]] = field(default_factory=dict)
+    _gatherings: dict[tuple[str, ...], Gathering] = field(default_factory=dict)
+    _waiting: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+    """By key: those of the gatherings in which it is missing."""
+    _answer: tuple[tuple[str, ...], bytes] = ((), b"")
+    """The newest packed one, and the keys that it is of; none after a change."""
 
     def set(self, key: str, value: bytes) -> None:
-        grown = self.num_bytes + len(value) - len(self.values.get(key, b""))
-        if grown > MAX_SPACE_BYTES or (key not in self.values and len(self.values) >= MAX_KEYS):
+        held = self.values.get(key)
+        grown = self.num_bytes + len(value)
+        grown += _taken_by(key) if held is None else -len(held)
+        if grown > MAX_SPACE_BYTES:
             raise Overloaded(
                 "the rendezvous store of this generation is full",
                 seen=f"{grown} bytes in {len(self.values)} keys",
-                expected=f"at most {MAX_SPACE_BYTES} bytes in {MAX_KEYS} keys",
+                expected=f"at most {MAX_SPACE_BYTES} bytes, keys counted too",
             )
         self.num_bytes = grown
         self.values[key] = value
-        for waiter in self.waiting.pop(key, ()):
-            if not waiter.done():
-                waiter.set_result(None)
+        self._answer = ((), b"")
+        for keys in self._waiting.pop(key, ()):
+            gathering = self._gatherings[keys]
+            gathering.missing.discard(key)
+            if not gathering.missing:
+                del self._gatherings[keys]
+                gathering.over.set()
 
     def delete(self, key: str) -> bool:
         value = self.values.pop(key, None)
-        self.num_bytes -= len(value or b"")
-        return value is not None
+        if value is None:
+            return False
+        self.num_bytes -= len(value) + _taken_by(key)
+        self._answer = ((), b"")
+        return True
 
-    async def wait_for(self, key: str) -> None:
-        while key not in self.values:
-            waiter = asyncio.get_running_loop().create_future()
-            self.waiting.setdefault(key, []).append(waiter)
-            await waiter
+    async def wait_for(self, keys: tuple[str, ...]) -> None:
+        """Return once each of the keys was there. Who waits for the same waits together."""
+        missing = {key for key in keys if key not in self.values}
+        if not missing:
+            return
+        gathering = self._gatherings.setdefault(keys, Gathering())
+        for key in missing - gathering.missing:
+            self._waiting.setdefault(key, []).append(keys)
+        gathering.missing |= missing
+        gathering.num_waiting += 1
+        try:
+            await gathering.over.wait()
+        finally:
+            gathering.num_waiting -= 1
+            if not gathering.num_waiting and self._gatherings.get(keys) is gathering:
+                self._forget(keys)
+        if gathering.error is not None:
+            raise gathering.error
+
+    def _forget(self, keys: tuple[str, ...]) -> None:
+        """Nobody waits for these any more."""
+        for key in self._gatherings.pop(keys).missing:
+            self._waiting[key].remove(keys)
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    def packed(self, keys: tuple[str, ...]) -> bytes:
+        """An encoded reply with the values; all that ask for the same share the bytes."""
+        if self._answer[0] != keys:
+            values = [self.values.get(key, b"") for key in keys]
+            reply = pb.StoreReply(values=values)
+            if sum(map(len, values)) >= PACKED_BYTES:
+                reply = pb.StoreReply(packed_values=pack(values))
+            self._answer = (keys, reply.SerializeToString())
+        return self._answer[1]
 
     def give_up(self, error: Exception) -> None:
-        for waiters in self.waiting.values():
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_exception(error)
-        self.waiting.clear()
+        gatherings, self._gatherings, self._waiting = self._gatherings, {}, {}
+        for gathering in gatherings.values():
+            gathering.error = error
+            gathering.over.set()
 
 
 class RendezvousService(RendezvousServicer):
@@ -104,25 +169,30 @@ class RendezvousService(RendezvousServicer):
             space.set(pair.key, before + pair.value)
         return pb.StoreReply()
 
-    async def Get(self, request: pb.StoreGetRequest, context: Context) -> pb.StoreReply:
-        space = self._space(request.token)
+    # Encoded where many ask for the same.
+    async def Get(  # type: ignore[override]
+        self, request: pb.StoreGetRequest, context: Context
+    ) -> pb.StoreReply | bytes:
+        space, keys = self._space(request.token), tuple(request.keys)
         try:
             async with asyncio.timeout(min(request.timeout_s, MAX_WAIT_S)):
-                for key in request.keys:
-                    await space.wait_for(key)
+                await space.wait_for(keys)
         except TimeoutError:
-            missing = [key for key in request.keys if key not in space.values]
+            missing = [key for key in keys if key not in space.values]
             raise DeadlineExceeded(
                 f"keys were not set within {request.timeout_s:g} s",
                 seen=f"{len(space.values)} keys",
                 expected=", ".join(missing[:10]),
             ) from None
-        values = [] if request.wait_only else [space.values.get(key, b"") for key in request.keys]
-        return pb.StoreReply(values=values)
+        if request.wait_only:
+            return pb.StoreReply()
+        if request.takes_packed:
+            return space.packed(keys)
+        return pb.StoreReply(values=[space.values.get(key, b"") for key in keys])
 
     async def Add(self, request: pb.StoreAddRequest, context: Context) -> pb.StoreReply:
         space = self._space(request.token)
-        count = int(space.values.get(request.key, b"0")) + request.amount
+        count = _counter(request.key, space.values.get(request.key, b"0")) + request.amount
         # As text, as torch's own stores keep counters, since they may be read by `get`.
         space.set(request.key, str(count).encode())
         return pb.StoreReply(count=count)
@@ -147,3 +217,21 @@ class RendezvousService(RendezvousServicer):
         if not request.keys:
             return pb.StoreReply(count=len(space.values))
         return pb.StoreReply(count=sum(key in space.values for key in request.keys))
+
+
+def _taken_by(key: str) -> int:
+    return len(key.encode()) + KEY_BYTES
+
+
+def _counter(key: str, value: bytes) -> int:
+    try:
+        if len(value) <= MAX_COUNTER_BYTES:
+            return int(value)
+    except ValueError:
+        pass  # told below
+    raise InvalidSpec(
+        f"the value of {key[:100]!r} is no counter",
+        seen=repr(value[:40]),
+        expected="a whole number",
+        fix="Use a key of its own for what is counted.",
+    )

@@ -1,15 +1,18 @@
 """What the status endpoint is shown of this coordinator."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from shoal_proto.incarnation import public_id
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.samples.service import SamplesService
-from shoal_server.status.from_core import job_view, samples_view, set_aside_view
+from shoal_server.coordinator.shards.service import ShardsService
+from shoal_server.core.generations.roster import Record
+from shoal_server.status.from_core import job_view, member_view, quarantined_view, samples_view
 from shoal_server.status.shards import ShardReader
-from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsView
+from shoal_server.status.views import JobView, MemberView, Readiness, SamplesView, ShardsView
 
 
 class CoordinatorView:
@@ -21,11 +24,13 @@ class CoordinatorView:
         samples: SamplesService,
         clocks: ClocksService,
         shards: ShardReader,
+        placing: ShardsService,
     ) -> None:
         self._registry = registry
         self._samples = samples
         self._clocks = clocks
         self._shards = shards
+        self._placing = placing
         self.address = ""
         """host:port under which others reach this coordinator."""
         self.http_url = ""
@@ -39,31 +44,52 @@ class CoordinatorView:
         return Readiness(ready=False, reason=str(known), leader=known.address)
 
     def jobs(self) -> Sequence[JobView]:
-        aside = [
-            set_aside_view(name, str(why), since_s)
-            for name, (why, since_s) in self._registry.aside.items()
+        quarantined = [
+            quarantined_view(name, str(why), since_s)
+            for name, (why, since_s) in self._registry.quarantined.items()
         ]
-        return aside + [self._job(actor) for actor in self._registry.actors()]
+        return quarantined + [self._job(actor) for actor in self._registry.actors()]
 
-    def _job(self, actor: JobActor) -> JobView:
+    def job(self, name: str) -> JobView | None:
+        if found := self._registry.quarantined.get(name):
+            why, since_s = found
+            return quarantined_view(name, str(why), since_s)
+        actor = self._registry.actor_if_known(name)
+        return None if actor is None else self._job(actor, actor.records.values())
+
+    def _job(self, actor: JobActor, records: Iterable[Record] = ()) -> JobView:
         view = job_view(
             actor.job,
-            records=actor.records.values(),
+            records=records,
             last_seen=actor.last_seen,
             now_s=self._registry.clock(),
         )
-        clocks = self._clocks.clocks(view.job)
-        if not clocks:
+        waiting, clocks = self._waiting(view.job), self._clocks.clocks(view.job)
+        if not clocks and not waiting:
             return view
-        waiting = self._clocks.waiting(view.job)
-        members = []
-        for member in view.members:
-            known = replace(member, clock=clocks.get(member.member_id))
-            if member.member_id in waiting:
-                reason, since_s = waiting[member.member_id]
-                known = replace(known, waiting_for=reason, waiting_since_unix_s=since_s)
-            members.append(known)
-        return replace(view, members=tuple(members))
+        members = tuple(_timed(member, clocks, waiting) for member in view.members)
+        return replace(view, members=members)
+
+    def _waiting(self, name: str) -> Mapping[str, tuple[str, float]]:
+        """What members wait for that go at their own pace, and since when."""
+        waiting: dict[str, tuple[str, float]] = {}
+        for source in (self._placing, self._samples, self._clocks):
+            waiting |= source.waiting(name)
+        return waiting
+
+    def member(self, name: str, member_id: str) -> MemberView | None:
+        actor = self._registry.actor_if_known(name)
+        member = actor.job.members.get(member_id) if actor is not None else None
+        if actor is None or member is None:
+            return None
+        now_s = self._registry.clock()
+        view = member_view(actor.job, member, actor.last_seen_of(member_id), now_s=now_s)
+        return _timed(view, self._clocks.clocks(name), self._waiting(name))
+
+    def process(self, name: str, member_id: str) -> str | None:
+        actor = self._registry.actor_if_known(name)
+        member = actor.job.members.get(member_id) if actor is not None else None
+        return None if member is None else public_id(member.incarnation)
 
     def samples(self, job: str) -> SamplesView | None:
         counts = self._samples.summary(job)
@@ -71,3 +97,14 @@ class CoordinatorView:
 
     async def shards(self, job: str) -> ShardsView | None:
         return await self._shards.read(job)
+
+
+def _timed(
+    member: MemberView, clocks: Mapping[str, int], waiting: Mapping[str, tuple[str, float]]
+) -> MemberView:
+    """The same member, with the round that it trains in and what it waits for there."""
+    known = replace(member, clock=clocks.get(member.member_id))
+    if member.member_id not in waiting:
+        return known
+    reason, since_s = waiting[member.member_id]
+    return replace(known, waiting_for=reason, waiting_since_unix_s=since_s)

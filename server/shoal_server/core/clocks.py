@@ -19,11 +19,17 @@ theirs (`pulled`). Then a round has one set of values, and every member computes
 
 Pure: an edge holds one `Clocks` a job, in memory only. After a change of leaders nobody is allowed
 anything until each member that trained has spoken again.
+
+What a member says costs no more in a job of ten thousand than the logarithm of that, refusals and
+their reasons included.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
+
+from shoal_server.core.positions import Position, PositionIndex
 
 MAX_NAMES = 5
 
@@ -33,14 +39,6 @@ class MemberProcess(NamedTuple):
 
     member_id: str
     incarnation: str
-
-
-class Position(NamedTuple):
-    """Places within a job, in order."""
-
-    clock: int
-    pulled: bool = False
-    """It has the values of this round, and asks to push."""
 
 
 class NoClock(Exception):
@@ -83,7 +81,6 @@ class _Member:
     moved_s: float
     in_step: bool = False
     """It was allowed to begin, or began by itself, and has not asked for the next step since."""
-    waits_since_s: float | None = None
 
 
 class Clocks:
@@ -91,7 +88,13 @@ class Clocks:
 
     def __init__(self, unheard: Iterable[MemberProcess] = (), now_s: float = 0.0) -> None:
         self._members: dict[str, _Member] = {}
-        self._unheard = {who.member_id: who.incarnation for who in unheard}
+        self._standing = PositionIndex()
+        """Of all that have a position."""
+        self._stepping = PositionIndex()
+        """Of those among them who are in a step."""
+        self._waits_since_s: dict[str, float] = {}
+        """Who was refused its next step, since when: the longest refused first."""
+        self._unheard = {who.member_id: who.incarnation for who in sorted(unheard)}
         self._since_s = now_s
         self._floor = 0
 
@@ -99,8 +102,9 @@ class Clocks:
 
     def advance(self, who: MemberProcess, said: ClockReport, now_s: float) -> ClockStatus:
         """Note where the member is; says whether it may go on. Saying it again changes nothing."""
-        self._unheard.pop(who.member_id, None)
-        member = self._members.get(who.member_id)
+        name = who.member_id
+        self._unheard.pop(name, None)
+        member = self._members.get(name)
         if member is None or member.incarnation != who.incarnation:
             member = _Member(
                 incarnation=who.incarnation,
@@ -108,30 +112,33 @@ class Clocks:
                 position=None if said.enters else said.position,
                 moved_s=now_s,
             )
-            self._members[who.member_id] = member
+            self._members[name] = member
+            self._waits_since_s.pop(name, None)
         elif not said.enters and (member.position is None or said.position > member.position):
-            member.position, member.moved_s, member.waits_since_s = said.position, now_s, None
+            member.position, member.moved_s = said.position, now_s
+            self._waits_since_s.pop(name, None)
         member.in_step = said.begins or said.position.pulled
         member.bound = said.bound
+        self._place(name, member)
         return self.standing(who, now_s)
 
     def standing(self, who: MemberProcess, now_s: float) -> ClockStatus:
         """Where the member stands now. Raises NoClock."""
-        member = self._members.get(who.member_id)
-        if member is None or member.incarnation != who.incarnation:
-            raise NoClock(who.member_id)
-        start = self._start(member.bound, but=who.member_id) if not self._unheard else 0
+        name, member = who.member_id, self._member(who)
+        start = self._start(member.bound, but=name) if not self._unheard else 0
         if not self._unheard and not member.in_step:
             # Nothing keeps it in an earlier round than it could be in.
             member.position = max(member.position or Position(start), Position(start))
+            self._standing.put(name, member.position)
         own = member.position or Position(0)
-        reason = self._why_not(who.member_id, member)
+        reason = self._why_not(name, member)
         if not reason:
             member.in_step = True
-            if member.waits_since_s is not None:
-                member.moved_s, member.waits_since_s = now_s, None
-        elif member.waits_since_s is None and (own.pulled or not member.in_step):
-            member.waits_since_s = now_s
+            if self._waits_since_s.pop(name, None) is not None:
+                member.moved_s = now_s
+        elif own.pulled or not member.in_step:
+            self._waits_since_s.setdefault(name, now_s)
+        self._place(name, member)
         return ClockStatus(
             clock=own.clock if own.pulled else max(own.clock, start),
             allowed=not reason,
@@ -147,114 +154,144 @@ class Clocks:
 
     def remove(self, who: MemberProcess) -> None:
         """The member is lost, or left. A later process of the same name keeps its clock."""
-        if self._unheard.get(who.member_id) == who.incarnation:
-            del self._unheard[who.member_id]
-        member = self._members.get(who.member_id)
+        name = who.member_id
+        if self._unheard.get(name) == who.incarnation:
+            del self._unheard[name]
+        member = self._members.get(name)
         if member is not None and member.incarnation == who.incarnation:
-            del self._members[who.member_id]
+            del self._members[name]
+            self._waits_since_s.pop(name, None)
+            self._standing.drop(name)
+            self._stepping.drop(name)
             if member.position is not None:
                 self._floor = max(self._floor, member.position.clock)
+
+    def _member(self, who: MemberProcess) -> _Member:
+        member = self._members.get(who.member_id)
+        if member is None or member.incarnation != who.incarnation:
+            raise NoClock(who.member_id)
+        return member
+
+    def _place(self, name: str, member: _Member) -> None:
+        """Note where the member stands, after anything of that has changed."""
+        if member.position is None:
+            self._standing.drop(name)
+        else:
+            self._standing.put(name, member.position)
+        if member.position is None or not member.in_step:
+            self._stepping.drop(name)
+        else:
+            self._stepping.put(name, member.position)
 
     # --- what follows ---
 
     def _start(self, bound: int, but: str) -> int:
         """Where a member begins that has finished all it had: in the newest round that is open to
         it at once, in which nobody has begun to push for it to miss."""
-        others = [
-            (member.position, member.in_step)
-            for name, member in self._members.items()
-            if name != but and member.position is not None
-        ]
-        if not others:
+        newest = self._standing.last(but)
+        if newest is None:
             return self._floor
-        start = max(position.clock for position, _ in others)
+        start = newest.clock
         # Who is in no step will be moved on before it begins one.
-        stepping = [position for position, in_step in others if in_step]
-        if stepping:
-            start = min(start, min(stepping).clock + bound)
-        return start + 1 if Position(start, pulled=True) in stepping else start
+        slowest = self._stepping.first(but)
+        if slowest is not None:
+            start = min(start, slowest.clock + bound)
+        return start + 1 if self._stepping.is_at(Position(start, pulled=True), but) else start
 
     def _why_not(self, name: str, member: _Member) -> str:
         if self._unheard:
-            names = _names(sorted(self._unheard))
+            names = _names(self._unheard, len(self._unheard))
             return f"{names} to say how far they are: another coordinator leads since"
         if member.position is None:
             return "the other members' clocks"
-        held_up = self._ahead_of(name, member)
-        if not held_up:
+        first, threshold = self._standing.first(name), _threshold(member.position, member.bound)
+        if first is None or first >= threshold:
             return ""
         clock, bound = member.position.clock, member.bound
-        slowest = min(held_up.values())
-        names = _names(sorted(who for who, at in held_up.items() if at == slowest))
+        at = (Position(first.clock), Position(first.clock, pulled=True))
+        behind = [self._standing.names_at(each) for each in at if each < threshold]
+        names = _names(chain.from_iterable(behind), sum(len(each) for each in behind))
         own = f"its own next is {clock}, the bound {bound}"
         if member.position.pulled:
             own = f"it pushes in round {clock} once all have their values"
-        return f"{names} in round {slowest}: {own}"
-
-    def _ahead_of(self, name: str, member: _Member) -> dict[str, int]:
-        """Who is further behind the member than its bound allows, and in which round."""
-        if member.position is None:
-            return {}
-        return {
-            other: position.clock
-            for other, position in self._positions()
-            if other != name
-            and position._replace(clock=position.clock + member.bound) < member.position
-        }
-
-    def _positions(self) -> Iterator[tuple[str, Position]]:
-        for name, member in self._members.items():
-            if member.position is not None:
-                yield name, member.position
+        return f"{names} in round {first.clock}: {own}"
 
     @property
     def slowest(self) -> int:
         """The lowest clock; where nobody has one, that of the next to come."""
-        return min((p.clock for _, p in self._positions()), default=self._floor)
+        lowest = self._standing.lowest
+        return lowest.clock if lowest is not None else self._floor
 
     @property
-    def horizon(self) -> tuple[Position, int]:
-        """While it stays the same, and nobody goes, no member's wait is over."""
-        lowest = min((p for _, p in self._positions()), default=Position(self._floor))
-        return lowest, len(self._unheard)
+    def horizon(self) -> Position | None:
+        """Who waits for others may go on once this has reached its `threshold`; None: nobody may.
+
+        While it stays the same, no member's wait is over.
+        """
+        if self._unheard:
+            return None
+        lowest = self._standing.lowest
+        return lowest if lowest is not None else Position(self._floor)
+
+    def threshold(self, who: MemberProcess) -> Position:
+        """What the horizon has to reach for the member to go on. Raises NoClock."""
+        member = self._member(who)
+        if member.position is None:
+            return Position(0)
+        return _threshold(member.position, member.bound)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody has a clock, or may have one that only it knows."""
+        return not self._members and not self._unheard
 
     # --- what is shown, and who is in the way ---
 
     @property
     def clocks(self) -> Mapping[str, int]:
         """The round of each member that has one."""
-        return {name: position.clock for name, position in self._positions()}
+        return {
+            name: member.position.clock
+            for name, member in self._members.items()
+            if member.position is not None
+        }
 
     def waiting(self) -> Iterator[tuple[str, str, float]]:
         """(member, what it waits for, since when) of each that was refused its next step."""
-        for name, member in self._members.items():
-            if member.waits_since_s is not None and (reason := self._why_not(name, member)):
-                yield name, reason, member.waits_since_s
+        for name, since_s in self._waits_since_s.items():
+            if reason := self._why_not(name, self._members[name]):
+                yield name, reason, since_s
 
     def overdue(self, limit_s: float, now_s: float) -> list[tuple[MemberProcess, str]]:
         """Who has held up others for longer than the limit without a step, and the reason that
         makes it lost."""
-        waits = [m for m in self._members.values() if m.waits_since_s is not None]
-        if not any(now_s - (m.waits_since_s or now_s) > limit_s for m in waits):
+        longest_s = next(iter(self._waits_since_s.values()), now_s)
+        if not now_s - longest_s > limit_s:
             return []
         if self._unheard:
             late = now_s - self._since_s > limit_s
             text = f"it did not say how far it is, {limit_s:g} s after another coordinator leads"
             return [(MemberProcess(*who), text) for who in self._unheard.items()] if late else []
-        blamed = {name for who, m in self._members.items() for name in self._ahead_of(who, m)}
         text = f"the others waited for its step for more than {limit_s:g} s"
+        standing = [(name, m, m.position) for name, m in self._members.items() if m.position]
+        # Whoever is below this is in somebody's way.
+        highest = max((_threshold(at, m.bound) for _, m, at in standing), default=Position(0))
         return [
-            (MemberProcess(name, self._members[name].incarnation), text)
-            for name in sorted(blamed)
-            if self._is_stuck(name, limit_s, now_s)
+            (MemberProcess(name, member.incarnation), text)
+            for name, member, at in sorted(standing, key=lambda each: each[0])
+            if at < highest
+            # Who waits itself is not at fault, whoever waits for it.
+            and name not in self._waits_since_s
+            and now_s - member.moved_s > limit_s
         ]
 
-    def _is_stuck(self, name: str, limit_s: float, now_s: float) -> bool:
-        member = self._members[name]
-        # Who waits itself is not at fault, whoever waits for it.
-        return member.waits_since_s is None and now_s - member.moved_s > limit_s
+
+def _threshold(position: Position, bound: int) -> Position:
+    """Who is below this is too far behind for one at the position to go on."""
+    return position._replace(clock=position.clock - bound)
 
 
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+def _names(names: Iterable[str], how_many: int) -> str:
+    """The first five of so many."""
+    more = f" and {how_many - MAX_NAMES} more" if how_many > MAX_NAMES else ""
+    return ", ".join(islice(names, MAX_NAMES)) + more

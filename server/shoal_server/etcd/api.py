@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType, Protocol
 
+from shoal_proto.errors import InvalidSpec
+
 Revision = NewType("Revision", int)
 LeaseId = NewType("LeaseId", int)
 
@@ -132,14 +134,30 @@ class TransactionResult:
     reads: tuple[tuple[KeyValue, ...], ...]
 
 
-class KeyValueStore(Protocol):
-    """A linearizable store with leases and watches.
+def holds(compare: Compare, item: KeyValue | None) -> bool:
+    """Whether the condition is true of its key as it is; not of a prefix. Raises InvalidSpec for
+    a field that there is none."""
+    match compare.field:
+        case "value":
+            return item is not None and item.value == compare.expected
+        case "mod_revision" | "create_revision" | "version":
+            seen = 0 if item is None else getattr(item, compare.field)
+            return bool(seen == compare.expected)
+    raise InvalidSpec(
+        "a transaction compares an unknown field",
+        seen=compare.field,
+        expected="value, mod_revision, create_revision or version",
+    )
+
+
+class Keyspace(Protocol):
+    """Keys that are read, watched and written in transactions.
 
     Keys are text, values bytes. Each call retries by itself over endpoint failures and elections
     until `timeout_s` of the client, then raises `Unavailable`. A write whose outcome the client
-    cannot know (the connection broke after it was sent) is never sent twice silently: `put` and
-    `delete` are idempotent and may be; `transact` raises `DeadlineExceeded` or `Unavailable` with
-    `details["outcome"] == "unknown"`, and the caller reads back.
+    cannot know (the connection broke after it was sent) is never sent twice silently: `transact`
+    raises `DeadlineExceeded` or `Unavailable` with `details["outcome"] == "unknown"`, and the
+    caller reads back.
     """
 
     async def get(self, key: str) -> KeyValue | None: ...
@@ -151,12 +169,6 @@ class KeyValueStore(Protocol):
 
         They are read in pages, each as of the time of its own.
         """
-        ...
-
-    async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision: ...
-
-    async def delete(self, key: str, *, prefix: bool = False) -> int:
-        """Delete and return how many keys there were."""
         ...
 
     async def transact(
@@ -172,6 +184,17 @@ class KeyValueStore(Protocol):
         Survives restarts of etcd and the death of an endpoint. Ends only when closed
         (`aclose`/cancellation).
         """
+        ...
+
+
+class KeyValueStore(Keyspace, Protocol):
+    """A linearizable store with leases and watches. `put` and `delete` are idempotent, and may be
+    sent twice."""
+
+    async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision: ...
+
+    async def delete(self, key: str, *, prefix: bool = False) -> int:
+        """Delete and return how many keys there were."""
         ...
 
     async def grant(self, ttl_s: float) -> LeaseId:

@@ -15,7 +15,7 @@ from contextlib import aclosing
 
 import structlog
 
-from shoal_proto.errors import InvalidSpec, LeaseExpired, RetryError, ShoalError
+from shoal_proto.errors import InvalidSpec, LeaseExpired, RetryError
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,
@@ -95,7 +95,7 @@ class Leadership:
                     await self._renew_once()
             except TimeoutError:
                 self._lose("the lease could not be renewed in time")
-            except ShoalError as error:
+            except Exception as error:  # noqa: BLE001 - a term that nobody renews ends, by name
                 self._lose(f"the lease was not renewed: {error}")
 
     async def _renew_once(self) -> None:
@@ -120,7 +120,7 @@ class Leadership:
                     if leader is None or leader.create_revision != self.create_revision:
                         self._lose("the leader's key is gone or another's")
                         return
-        except ShoalError as error:
+        except Exception as error:  # noqa: BLE001 - likewise
             self._lose(f"the leader's key cannot be watched: {error}")
 
 

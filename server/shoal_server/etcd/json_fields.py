@@ -2,6 +2,7 @@
 
 A person, another version or a broken disk may have written it. Each reader raises `Unreadable` for
 whatever it cannot use, and ignores fields that it does not know: a newer version has written them.
+What an older release must not read by ignoring fields, a newer one writes with a higher `format`.
 """
 
 import json
@@ -17,6 +18,20 @@ MAX_COUNT = 2**53 - 1
 
 class Unreadable(ValueError):
     """The bytes are not what is to lie at their key; the text says what was seen."""
+
+
+class LaterFormat(Unreadable):
+    """A later release has written it, in a way that this one must not guess at."""
+
+
+def check_format(value: Mapping[str, object], newest: int = 1) -> None:
+    """Raise LaterFormat for an object whose `format` is above the newest that is read; one that
+    does not say has the first."""
+    found = value.get("format", 1)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise Unreadable(f"format is {_shown(found)}; expected an integer from 1")
+    if found > newest:
+        raise LaterFormat(f"format {found}, of a later release; this one reads up to {newest}")
 
 
 @contextmanager
@@ -43,39 +58,49 @@ class Fields:
 
     def __init__(self, value: Mapping[str, object]) -> None:
         self._value = value
+        self._asked = {"format"}
 
     @classmethod
-    def parsed(cls, data: bytes) -> "Fields":
-        """Those of the object that the bytes hold. Raises Unreadable."""
+    def parsed(cls, data: bytes, newest_format: int = 1) -> "Fields":
+        """Those of the object that the bytes hold. Raises Unreadable, LaterFormat."""
         with taken_apart():
             value = json.loads(data)
         if not isinstance(value, dict):
             raise Unreadable(f"JSON {type(value).__name__}; expected an object")
+        check_format(value, newest_format)
         return cls(value)
 
     def text(self, name: str, default: str | None = None) -> str:
-        found = self._value.get(name, default)
+        found = self._get(name, default)
         if not isinstance(found, str):
             raise Unreadable(f"{name} is {_shown(found)}; expected a string")
         return found
 
     def has(self, name: str) -> bool:
-        return self._value.get(name) is not None
+        return self._get(name) is not None
+
+    def rest(self) -> dict[str, object]:
+        """Those that nobody has asked for: a later release knows them."""
+        return {name: value for name, value in self._value.items() if name not in self._asked}
+
+    def _get(self, name: str, default: object = None) -> object:
+        self._asked.add(name)
+        return self._value.get(name, default)
 
     def flag(self, name: str) -> bool:
-        found = self._value.get(name)
+        found = self._get(name)
         if not isinstance(found, bool):
             raise Unreadable(f"{name} is {_shown(found)}; expected true or false")
         return found
 
     def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
-        found = self._value.get(name, default)
+        found = self._get(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= most:
             raise Unreadable(f"{name} is {_shown(found)}; expected an integer from 0 to {most}")
         return found
 
     def seconds(self, name: str) -> float:
-        found = self._value.get(name, 0.0)
+        found = self._get(name, 0.0)
         if not isinstance(found, int | float) or isinstance(found, bool) or abs(found) > MAX_COUNT:
             raise Unreadable(f"{name} is {_shown(found)}; expected a number of seconds")
         if not math.isfinite(found):
@@ -83,13 +108,13 @@ class Fields:
         return float(found)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        found = self._value.get(name)
+        found = self._get(name)
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
             raise Unreadable(f"{name} is {_shown(found)}; expected a list of strings")
         return tuple(found)
 
     def object(self, name: str) -> "Fields":
-        found = self._value.get(name)
+        found = self._get(name)
         if not isinstance(found, dict):
             raise Unreadable(f"{name} is {_shown(found)}; expected an object")
         return Fields(found)

@@ -58,6 +58,12 @@ def reset(job: str) -> str:
     return RESETS + job
 
 
+def quarantined(job: str, stamp: str = "", key: str = "") -> str:
+    """Where a record of the job that could not be read is moved to, as it was; or all of them."""
+    moved = f"{stamp}/{key.removeprefix(ROOT)}" if stamp else ""
+    return f"{ROOT}quarantine/{job}/{moved}"
+
+
 def job_prefix(job: str) -> str:
     """All of a job's own keys, its members and who holds its shards not among them."""
     return f"{JOBS}{job}/"
@@ -68,8 +74,20 @@ def generations(job: str) -> str:
 
 
 def generation(job: str, number: int) -> str:
-    """The decided record of one generation. Zero-padded, so that key order is number order."""
+    """The decided record of one generation. Zero-padded, so that key order is number order.
+
+    Of more than 500 members: {"format": 2, "generation": a StoredGeneration message in base64}.
+    """
     return f"{JOBS}{job}/generations/{number:012d}"
+
+
+def roster_chunks(job: str) -> str:
+    return f"{JOBS}{job}/rosters/"
+
+
+def roster_chunk(job: str, digest: bytes) -> str:
+    """What decided records name by its digest: a deflated protobuf message."""
+    return f"{JOBS}{job}/rosters/{digest.hex()}"
 
 
 def shard_map(job: str) -> str:
@@ -117,5 +135,15 @@ def lineage(job: str) -> str:
 
 
 def sample_ledger(job: str) -> str:
-    """Which samples were leased and completed."""
+    """Which samples were leased and completed, as of when that was last written whole."""
     return f"{JOBS}{job}/samples"
+
+
+def sample_deltas(job: str) -> str:
+    """What the sample ledger has become since."""
+    return f"{JOBS}{job}/samples/"
+
+
+def sample_delta(job: str, token: str, number: int) -> str:
+    """One step of that, of the ledger whose token it is, in bytes of its own format; from 0."""
+    return f"{JOBS}{job}/samples/{token}/{number:06d}"

@@ -27,6 +27,7 @@ from shoal_server.etcd.api import (
     TransactionResult,
     WatchBatch,
     WatchEvent,
+    holds,
 )
 from shoal_server.etcd.tracker import WatchTracker
 
@@ -192,19 +193,7 @@ class MemoryStore:
         if compare.prefix and compare.field == "mod_revision":
             under = self._under(compare.key)
             return all(item.mod_revision <= int(compare.expected) for item in under)
-        item = self._items.get(_checked(compare.key))
-        match compare.field:
-            case "value":
-                # As in etcd: a key that is not there equals no value.
-                return item is not None and item.value == compare.expected
-            case "mod_revision" | "create_revision" | "version":
-                seen = 0 if item is None else getattr(item, compare.field)
-                return bool(seen == compare.expected)
-        raise InvalidSpec(
-            "a transaction compares an unknown field",
-            seen=compare.field,
-            expected="value, mod_revision, create_revision or version",
-        )
+        return holds(compare, self._items.get(_checked(compare.key)))
 
     def _check(self, operations: Sequence[Operation]) -> None:
         """Refuse what etcd refuses, before anything is changed."""

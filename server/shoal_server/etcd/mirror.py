@@ -1,6 +1,6 @@
 """What lies under a prefix in etcd, followed: listed at a revision, then watched from there.
 
-`KeyValueStore.watch` outlives outages of etcd and compacted history. What it does not outlive (a
+`Keyspace.watch` outlives outages of etcd and compacted history. What it does not outlive (a
 refusal, an etcd that lost its data) ends what is here with the same error, or has it list anew.
 """
 
@@ -16,8 +16,8 @@ import structlog
 from shoal_proto.errors import ShoalError
 from shoal_server.etcd.api import (
     EventKind,
+    Keyspace,
     KeyValue,
-    KeyValueStore,
     Revision,
     WatchBatch,
     WatchEvent,
@@ -42,7 +42,7 @@ class Item:
 
 
 async def list_and_watch(
-    store: KeyValueStore, prefix: str, after: Revision | None = None
+    store: Keyspace, prefix: str, after: Revision | None = None
 ) -> AsyncGenerator[WatchBatch, None]:
     """What is there now, as a batch with `reset` set; then every change from there on, for ever.
 
@@ -59,7 +59,7 @@ async def list_and_watch(
 
 
 async def follow_key(
-    store: KeyValueStore, key: str, after: Revision | None = None
+    store: Keyspace, key: str, after: Revision | None = None
 ) -> AsyncGenerator[Item | None, None]:
     """One key as it is now (None: it is not there), and again after every change, for ever.
 
@@ -83,7 +83,7 @@ class PrefixMirror(Generic[T]):
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: Keyspace,
         prefix: str,
         parse: Callable[[Item], T | None],
         *,
@@ -191,6 +191,12 @@ class PrefixMirror(Generic[T]):
                 if not self._resync:
                     raise
                 log.warning("mirror_interrupted", prefix=self._prefix, reason=str(error))
+            except Exception:
+                # Whoever is told of changes failed over one: the others are told again.
+                self._in_sync.clear()
+                if not self._resync:
+                    raise
+                log.exception("mirror_failed", prefix=self._prefix)
             await pauses.pause()
 
     def _apply(self, batch: WatchBatch) -> None:

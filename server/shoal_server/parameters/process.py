@@ -26,7 +26,7 @@ from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import snapshot_roots
-from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.client import opened
 from shoal_server.parameters.allocator import keep_freed_memory
 from shoal_server.parameters.bulk.offers import Offers
 from shoal_server.parameters.cluster import predecessor
@@ -36,11 +36,7 @@ from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.journal_recovery import (
-    JournalRecovery,
-    disown,
-    disown_for_ever,
-)
+from shoal_server.parameters.replication.journal_recovery import DiskDisowning, JournalRecovery
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service import handlers
 from shoal_server.parameters.service.bulk_connection import BulkServices
@@ -94,10 +90,11 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with EtcdClient(config.etcd) as store, running(config, store) as server:
-        # What is there by now stays: the collector need not go through all of torch again and
-        # again, which takes it 0.1 s each time.
-        gc.collect()
+    # What is there by now stays: the collector need not go through all of torch again and again,
+    # which takes it 0.1 s each time. Before anybody is served: it stops the event loop.
+    gc.collect()
+    gc.freeze()
+    async with opened(config.etcd) as store, running(config, store) as server:
         gc.freeze()
         if config.ready_file is not None:
             _write_ready(config.ready_file, server.address)
@@ -139,7 +136,7 @@ async def running(
         offers = Offers()
         replication = replicas.servicer(offers)
         await stack.enter_async_context(replicas)
-        fence = await stack.enter_async_context(Fence(store, on_finished=replicas.drop_job))
+        fence = await stack.enter_async_context(Fence(store, replicas.drop_job, replicas))
         barriers = SnapshotBarriers(catalog, fence)
         servicer = ParametersServicer(
             catalog=catalog,
@@ -177,8 +174,9 @@ async def running(
             await stack.enter_async_context(_journal(config.journal, store, replicas, config))
         else:
             await predecessor.succeed(store, me)
-            await disown(store, replicas)
-            await stack.enter_async_context(tasks.running(disown_for_ever(store, replicas)))
+            disowning = DiskDisowning(store, replicas, config.timeouts.limits)
+            await disowning.look()
+            await stack.enter_async_context(tasks.running(disowning.look_for_ever()))
         stack.push_async_callback(server.stop, 1.0)
         listener = BulkListener(BulkServices(servicer, tables, replication), offers, memory)
         host = config.listen.rpartition(":")[0]
@@ -233,8 +231,10 @@ async def _journal(
         recovered = await loop.run_in_executor(pool, journal.recover, restore)
         with journal:
             async with replicas.shard_journal(journal, pool):
-                recovery = JournalRecovery(store, replicas, recovered)
-                await recovery.at_once(LEASES_TO_WAIT_FOR * config.lease_ttl_s)
+                recovery = JournalRecovery(store, replicas, config.timeouts.limits)
+                await recovery.at_once(recovered, LEASES_TO_WAIT_FOR * config.lease_ttl_s)
+                # Of what nobody leads here, nothing is kept in memory.
+                del recovered
                 async with tasks.running(recovery.later()):
                     yield
 

@@ -11,7 +11,7 @@ from shoal_server.core.shards.assignments import Holder
 
 
 async def answers(
-    holder: Holder, address: str, *, options: Sequence[tuple[str, int]], within_s: float
+    holder: Holder, address: str, *, options: Sequence[tuple[str, int | str]], within_s: float
 ) -> bool:
     """Whether that very process answers at the address, over a channel with these options."""
     async with grpc.aio.insecure_channel(address, options=options) as channel:

@@ -1,61 +1,35 @@
 """What no request may exceed, checked in one place before any servicer sees it.
 
-Every text has a longest length and every list a largest count: of the field if it is named below,
-else the usual one. Every number of seconds is finite and not negative. Who sends something else is
-refused by the field's name. What a field means is the servicer's to check.
+`bounds` has the longest text, the largest count and the highest number of each field. Every real
+number is finite, seconds are not negative, and an enumeration has only the values that are known.
+Who sends something else is refused by the field's name. What a field means is the servicer's to
+check.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from shoal_proto import MAX_MESSAGE_BYTES
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.names import MAX_NAME_LENGTH
+from shoal_server.serving.bounds import MAX_SECONDS, MESSAGES, Bound, bound_of
 
-TEXT_LENGTH = 4096
-"""Of a text that is not named below; reasons, errors and keys of the rendezvous store are some."""
-COUNT = 1 << 20
-MAX_SECONDS = 1e10
-"""Centuries: what waits is bounded by each service far below it."""
 SHOWN = 60
-
-TEXTS: Mapping[str, int] = {
-    "Token.job": MAX_NAME_LENGTH,
-    "Token.member_id": MAX_NAME_LENGTH,
-    "Token.incarnation": 64,
-    "JobSpec.job": MAX_NAME_LENGTH,
-    "MemberInfo.host": 255,
-    "MemberInfo.address": 255,
-    "MemberInfo.device": 100,
-    "MemberInfo.torch_version": 100,
-    "MemberInfo.shoal_version": 100,
-    "Proposal.fields.key": 256,
-    "AnswerRequest.digest": 128,
-    "Unreachable.member_id": MAX_NAME_LENGTH,
-    "Rejection.field": 256,
-    "ReportExitRequest.job": MAX_NAME_LENGTH,
-    "ReportExitRequest.member_id": MAX_NAME_LENGTH,
-    "ReportExitRequest.host": 255,
-    "ReportHaltRequest.job": MAX_NAME_LENGTH,
-    "ReportHaltRequest.member_id": MAX_NAME_LENGTH,
-    "ReportHaltRequest.host": 255,
-    "DrainRequest.job": MAX_NAME_LENGTH,
-    "DrainRequest.member_id": MAX_NAME_LENGTH,
-    "DrainRequest.incarnation": 64,
-    "GetGenerationRequest.job": MAX_NAME_LENGTH,
-}
-"""By message and field: the most characters."""
-COUNTS: Mapping[str, int] = {
-    "Proposal.fields": 256,
-    "AnswerRequest.rejections": 256,
-    "AnswerRequest.unreachable": 1 << 14,
-    "HeartbeatRequest.beats": 1 << 14,
-}
-"""By message and field: the most entries."""
+_REALS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
+_TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+_WHOLE_OF_32_BITS = (
+    FieldDescriptor.TYPE_UINT32,
+    FieldDescriptor.TYPE_INT32,
+    FieldDescriptor.TYPE_SINT32,
+    FieldDescriptor.TYPE_FIXED32,
+    FieldDescriptor.TYPE_SFIXED32,
+)
+_UNNAMED = Bound(length=4096)
+"""Of a field that nobody has given a bound: a test finds it, and until then it has a small one."""
 
 Check = Callable[[Any], None]
 """Of one field's value; raises InvalidSpec."""
@@ -69,15 +43,21 @@ class _Field:
     """It is looked at only where it is set: a message, which would be made by looking."""
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """A type of message."""
+
+    fields: tuple[_Field, ...]
+    """Those that may be out of bounds."""
+    num_bytes: int | None
+    """The most of all of it; None: none but its fields' bounds."""
+
+
 class MessageBounds:
     """Checks of message types, made once for each when it is first seen."""
 
-    def __init__(
-        self, texts: Mapping[str, int] = TEXTS, counts: Mapping[str, int] = COUNTS
-    ) -> None:
-        self._texts = texts
-        self._counts = counts
-        self._fields: dict[str, tuple[_Field, ...]] = {}
+    def __init__(self) -> None:
+        self._known: dict[str, _Kind] = {}
 
     def check(self, message: object) -> None:
         """Raise InvalidSpec for a message with something in it that is out of bounds."""
@@ -86,72 +66,71 @@ class MessageBounds:
 
     def _check(self, message: Message) -> None:
         descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
-        for field in self._of(descriptor):
+        kind = self._kind_of(descriptor)
+        for field in kind.fields:
             if not field.is_set or message.HasField(field.name):
                 field.check(getattr(message, field.name))
+        if kind.num_bytes is not None and (size := message.ByteSize()) > kind.num_bytes:
+            raise _refusal(descriptor.name, f"{size} bytes", f"at most {kind.num_bytes} bytes")
 
-    def _of(self, descriptor: Descriptor) -> tuple[_Field, ...]:
-        known = self._fields.get(descriptor.full_name)
+    def _kind_of(self, descriptor: Descriptor) -> _Kind:
+        known = self._known.get(descriptor.full_name)
         if known is None:
             made = (self._field(descriptor.name, field) for field in descriptor.fields)
-            known = tuple(field for field in made if field is not None)
-            self._fields[descriptor.full_name] = known
+            fields = tuple(field for field in made if field is not None)
+            known = _Kind(fields=fields, num_bytes=MESSAGES.get(descriptor.name))
+            self._known[descriptor.full_name] = known
         return known
 
     def _field(self, owner: str, field: FieldDescriptor) -> _Field | None:
-        name = f"{owner}.{field.name}"
-        repeated = field.is_repeated
-        entry = field.message_type
+        name, bound = f"{owner}.{field.name}", bound_of(owner, field.name) or _UNNAMED
+        repeated, entry = field.is_repeated, field.message_type
         if repeated and entry is not None and entry.GetOptions().map_entry:
-            return _Field(field.name, self._map(name, entry), is_set=False)
-        one = self._one(name, field)
+            return _Field(field.name, self._map(name, entry, bound), is_set=False)
+        one = self._one(name, field, bound)
         if repeated:
-            return _Field(field.name, self._each(name, one), is_set=False)
+            return _Field(field.name, _each(name, one, bound.count), is_set=False)
         if one is None:
             return None
         return _Field(field.name, one, is_set=entry is not None)
 
-    def _one(self, name: str, field: FieldDescriptor) -> Check | None:
+    def _one(self, name: str, field: FieldDescriptor, bound: Bound) -> Check | None:
+        """None: whatever its type lets through is within its bound."""
         if field.message_type is not None:
             return self._check
-        if field.type == FieldDescriptor.TYPE_STRING:
-            return self._text(name)
-        if field.type == FieldDescriptor.TYPE_DOUBLE and field.name.endswith("_s"):
-            return _seconds(name)
-        return None
+        if field.type in _TEXTS:
+            is_any = field.type == FieldDescriptor.TYPE_BYTES and bound.length >= MAX_MESSAGE_BYTES
+            return None if is_any else _text(name, bound.length)
+        if field.type in _REALS:
+            return _seconds(name) if bound.seconds else _finite(name)
+        if field.enum_type is not None:
+            return _known(name, frozenset(field.enum_type.values_by_number))
+        highest = 2**32 - 1 if field.type in _WHOLE_OF_32_BITS else math.inf
+        if bound.most is None or bound.most >= highest or field.type == FieldDescriptor.TYPE_BOOL:
+            return None
+        return _whole(name, bound.most)
 
-    def _text(self, name: str) -> Check:
-        most = self._texts.get(name, TEXT_LENGTH)
-
-        def check(value: str) -> None:
-            if len(value) > most:
-                seen = f"{len(value)} characters, {value[:SHOWN]!r} ..."
-                raise _refusal(name, seen, f"at most {most} characters")
-
-        return check
-
-    def _each(self, name: str, one: Check | None) -> Check:
-        most = self._counts.get(name, COUNT)
-
-        def check(values: Any) -> None:
-            _count(name, values, most)
-            if one is not None:
-                for value in values:
-                    one(value)
-
-        return check
-
-    def _map(self, name: str, entry: Descriptor) -> Check:
-        most = self._counts.get(name, COUNT)
-        of_key = self._one(f"{name}.key", entry.fields_by_name["key"])
-        of_value = self._one(f"{name}.value", entry.fields_by_name["value"])
+    def _map(self, name: str, entry: Descriptor, bound: Bound) -> Check:
+        checks = []
+        for part in ("key", "value"):
+            of_part = bound_of(entry.name, part) or _UNNAMED
+            checks.append(self._one(f"{name}.{part}", entry.fields_by_name[part], of_part))
+        of_key, of_value = checks
 
         def check(values: Any) -> None:
-            _count(name, values, most)
+            _count(name, values, bound.count)
             _all(of_key, values)
             _all(of_value, values.values())
 
         return check
+
+
+def _each(name: str, one: Check | None, most: int) -> Check:
+    def check(values: Any) -> None:
+        _count(name, values, most)
+        _all(one, values)
+
+    return check
 
 
 def _all(check: Check | None, values: Iterable[Any]) -> None:
@@ -165,10 +144,44 @@ def _count(name: str, values: Any, most: int) -> None:
         raise _refusal(name, f"{len(values)} entries", f"at most {most}")
 
 
+def _text(name: str, most: int) -> Check:
+    def check(value: str | bytes) -> None:
+        if len(value) > most:
+            unit = "characters" if isinstance(value, str) else "bytes"
+            seen = f"{len(value)} {unit}, {value[:SHOWN]!r} ..."
+            raise _refusal(name, seen, f"at most {most} {unit}")
+
+    return check
+
+
+def _whole(name: str, most: int) -> Check:
+    def check(value: int) -> None:
+        if not 0 <= value <= most:
+            raise _refusal(name, str(value), f"a number from 0 to {most}")
+
+    return check
+
+
+def _finite(name: str) -> Check:
+    def check(value: float) -> None:
+        if not math.isfinite(value):
+            raise _refusal(name, str(value), "a finite number")
+
+    return check
+
+
 def _seconds(name: str) -> Check:
     def check(value: float) -> None:
         if not (math.isfinite(value) and 0 <= value <= MAX_SECONDS):
             raise _refusal(name, f"{value} s", f"a number of seconds from 0 to {MAX_SECONDS:g}")
+
+    return check
+
+
+def _known(name: str, values: frozenset[int]) -> Check:
+    def check(value: int) -> None:
+        if value not in values:
+            raise _refusal(name, str(value), f"one of {sorted(values)}")
 
     return check
 

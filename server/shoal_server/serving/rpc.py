@@ -13,7 +13,15 @@ import structlog
 from google.protobuf.message import DecodeError, Message
 
 from shoal_proto import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
-from shoal_proto.errors import AddressInUse, InternalError, MalformedMessage, NotLeader, ShoalError
+from shoal_proto.errors import (
+    AddressInUse,
+    InternalError,
+    MalformedMessage,
+    NotLeader,
+    ProtocolMismatch,
+    ShoalError,
+)
+from shoal_proto.protocol import OWN_PROTOCOLS, USER_AGENT_OPTION, announced
 from shoal_proto.status import to_status
 from shoal_server.serving.message_bounds import MessageBounds
 
@@ -22,8 +30,10 @@ log = structlog.get_logger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_PENDING_CALLS = 20_000
+MAX_AGENTS = 64
+"""User agents of which it is remembered which protocol they speak."""
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Clients may ping as often as each second, so that a dead network is noticed in seconds.
@@ -35,6 +45,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
     # Two servers on one port would each get half of the calls.
     ("grpc.so_reuseport", 0),
+    USER_AGENT_OPTION,
 )
 
 
@@ -53,6 +64,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._bounds = MessageBounds()
         # By method: what its handler became. As many as the server has methods.
         self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
+        # By user agent: what is wrong with the protocol that it speaks.
+        self._judged: dict[str, ProtocolMismatch | None] = {}
 
     async def intercept_service(
         self,
@@ -65,18 +78,34 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
+        if (mismatch := self._mismatch(handler_call_details)) is not None:
+            return self._wrap(method, handler, mismatch)
         known = self._wrapped.get(method)
         if known is None or known[0] is not handler:
             known = self._wrapped[method] = (handler, self._wrap(method, handler))
         return known[1]
 
-    def _wrap(self, method: str, handler: Any) -> "grpc.RpcMethodHandler[Any, Any]":
+    def _mismatch(self, call: grpc.HandlerCallDetails) -> ProtocolMismatch | None:
+        """Why this caller and this server do not understand each other, if they do not."""
+        metadata = call.invocation_metadata or ()
+        agent = next((str(value) for key, value in metadata if key == "user-agent"), "")
+        if agent not in self._judged:
+            if len(self._judged) >= MAX_AGENTS:
+                self._judged.clear()
+            self._judged[agent] = _mismatch(agent)
+        return self._judged[agent]
+
+    def _wrap(
+        self, method: str, handler: Any, mismatch: ProtocolMismatch | None = None
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
         parse: Parser = handler.request_deserializer
         # grpcio's handlers are named tuples, though its types do not say so.
         replace: Callable[..., grpc.RpcMethodHandler[Any, Any]] = handler._replace
         # One request is parsed before the handler is called, a stream of them as it comes.
         decode: Callable[[Any], Any]
-        if handler.unary_unary or handler.unary_stream:
+        if mismatch is not None:
+            decode = partial(_refuse, mismatch)
+        elif handler.unary_unary or handler.unary_stream:
             decode = partial(_parse, parse, self._bounds, method)
         else:
             decode = partial(_parsed, parse, self._bounds, method)
@@ -88,6 +117,24 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+def _mismatch(agent: str) -> ProtocolMismatch | None:
+    spoken = announced(agent)
+    if spoken is None:
+        return None
+    try:
+        OWN_PROTOCOLS.agreed_with(spoken)
+    except ProtocolMismatch as mismatch:
+        return mismatch
+    return None
+
+
+def _refuse(mismatch: ProtocolMismatch, data: object) -> Message:
+    # The one that is kept would gather the traceback of each call.
+    raise ProtocolMismatch(
+        mismatch.what, seen=mismatch.seen, expected=mismatch.expected, fix=mismatch.fix
+    )
 
 
 def _parse(parse: Parser, bounds: MessageBounds, method: str, data: bytes) -> Message:

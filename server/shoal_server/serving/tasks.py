@@ -11,7 +11,12 @@ from typing import Any, TypeVar
 
 import structlog
 
+from shoal_server.serving.backoff import ExponentialBackOff
+
 log = structlog.get_logger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 10.0
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,6 +46,31 @@ async def gather_settled(*calls: Awaitable[R]) -> list[R]:
             raise answer
         answers.append(answer)
     return answers
+
+
+async def keep_on_until_done(work: Callable[[], Awaitable[object]], name: str) -> None:
+    """Run it to its end. What it raises is logged by that name, and it begins again after a
+    pause."""
+    pauses = ExponentialBackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    clock = asyncio.get_running_loop().time
+    while True:
+        began_s = clock()
+        try:
+            await work()
+            return
+        except Exception:
+            log.exception("loop_failed", loop=name)
+        if clock() - began_s > LONGEST_PAUSE_S:
+            pauses.reset()
+        await pauses.pause()
+
+
+async def keep_on(work: Callable[[], Awaitable[object]], name: str) -> None:
+    """The same, of a loop that has no end: one is logged, and it begins again."""
+    while True:
+        await keep_on_until_done(work, name)
+        log.error("loop_ended", loop=name)
+        await asyncio.sleep(FIRST_PAUSE_S)
 
 
 @asynccontextmanager

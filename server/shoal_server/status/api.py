@@ -5,10 +5,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 
+from shoal_proto.health import MAX_COUNT
 from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.errors import ErrorBody
-from shoal_server.status.health import MAX_COUNT, HealthReport
+from shoal_server.status.health import HealthReport
 from shoal_server.status.reading import (
     Events,
     JobDetail,
@@ -83,7 +84,7 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
     )
     async def member(job: JobName, member: MemberId) -> MemberDetail:
         """One member with its last health report."""
-        return reading.member_detail(*reading.member(job, member))
+        return reading.member_detail(job, reading.member(job, member))
 
     @api.get(
         "/jobs/{job}/members/{member}/why",

@@ -26,6 +26,8 @@ class _JobBoard:
     health: OrderedDict[str, _MemberHealth] = field(default_factory=OrderedDict)
     num_reports: int = 0
     highest_step: int = 0
+    last_loss: float | None = None
+    total_steps: int = 0
     event_counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -83,16 +85,30 @@ class StatusBoard:
         known = board.health.get(member_id)
         if known is None or known.latest.public_id != health.public_id:
             known = board.health[member_id] = _MemberHealth(latest=health)
+            board.total_steps += health.step or 0
+        else:
+            board.total_steps += max(0, (health.step or 0) - (known.latest.step or 0))
         known.latest = health
         board.num_reports += 1
         board.highest_step = max(board.highest_step, health.step or 0)
         board.health.move_to_end(member_id)
         if len(board.health) > MAX_MEMBERS:
             board.health.popitem(last=False)
+        if health.loss is not None:
+            board.last_loss = health.loss
         if health.loss is not None and health.step is not None:
             if known.losses and known.losses[-1][0] >= health.step:
                 known.losses.pop()  # the step was redone, or reported twice
             known.losses.append((health.step, health.loss))
+
+    def begin_anew(self, job: str) -> None:
+        """Drop what members of the job reported: the next run of its name has no steps and no loss
+        yet. Events stay, and so do the counts of events and reports."""
+        board = self._jobs.get(job)
+        if board is not None:
+            board.health.clear()
+            board.highest_step = board.total_steps = 0
+            board.last_loss = None
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
         """The latest report of that very process, by its public id."""
@@ -113,6 +129,16 @@ class StatusBoard:
         """The highest step that a member of the job has reported, those that are gone included."""
         board = self._jobs.get(job)
         return board.highest_step if board else 0
+
+    def total_steps(self, job: str) -> int:
+        """Of all members of the job together, those that are gone included."""
+        board = self._jobs.get(job)
+        return board.total_steps if board else 0
+
+    def last_loss(self, job: str) -> float | None:
+        """The loss that a member of the job reported last."""
+        board = self._jobs.get(job)
+        return board.last_loss if board else None
 
     def _health(self, job: str, member_id: str, process: str) -> _MemberHealth | None:
         board = self._jobs.get(job)

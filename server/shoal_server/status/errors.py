@@ -1,7 +1,7 @@
 """Errors over HTTP: always JSON with `kind`, `what`, `seen`, `expected` and `fix`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -17,6 +17,7 @@ from shoal_proto.errors import (
     Fenced,
     InternalError,
     JobFinished,
+    JobStopped,
     MalformedMessage,
     Overloaded,
     RefusedError,
@@ -40,6 +41,7 @@ _STATUSES: tuple[tuple[type[ShoalError], int], ...] = (
     (UnknownShard, 404),
     (Fenced, 409),
     (JobFinished, 409),
+    (JobStopped, 409),
     (MalformedMessage, 422),
     (RefusedError, 400),
     (Overloaded, 503),
@@ -133,9 +135,15 @@ def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
     return MalformedMessage(
         f"{', '.join(fields)} of the request to {path} cannot be taken",
         seen="; ".join(seen),
-        expected="; ".join(f"{f}: {e['msg']}" for f, e in zip(fields, wrong, strict=True)),
+        expected="; ".join(f"{f}: {_rule(e)}" for f, e in zip(fields, wrong, strict=True)),
         fix="GET /openapi.json describes every field.",
     )
+
+
+def _rule(error: Mapping[str, Any]) -> str:
+    # pydantic speaks of a dataclass as of a call.
+    unknown = error["type"] == "unexpected_keyword_argument"
+    return "no field of that name" if unknown else str(error["msg"])
 
 
 def _brief(value: object) -> str:

@@ -1,6 +1,6 @@
 """Views made of the core's own types, so that a coordinator need not spell them out."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from shoal_proto.incarnation import public_id
@@ -8,20 +8,24 @@ from shoal_server.core.generations.roster import Record, Roster
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.pauses import Pause
+from shoal_server.core.membership.phases import OVER as PHASES_OVER
 from shoal_server.core.membership.phases import Phase
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.status.views import (
+    OVER,
     ConflictView,
     EpochSamplesView,
     GenerationView,
     JobView,
+    LifeView,
     MemberView,
+    ProcessView,
     RosterEntryView,
     SamplesView,
 )
 
 MAX_GENERATIONS = 100
-SET_ASIDE = "set_aside"
+QUARANTINED = "quarantined"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,26 +40,35 @@ class LastSeen:
 def job_view(
     job: Job,
     *,
-    records: Iterable[Record],
     last_seen: Mapping[str, LastSeen],
-    to_unix_s: Callable[[float], float] = lambda at_s: at_s,
+    records: Iterable[Record] = (),
     now_s: float | None = None,
 ) -> JobView:
     """A job as it stands.
 
-    `records` are its decided generations in any order, of which the newest 100 are shown;
-    `last_seen` maps member ids to heartbeats; `to_unix_s` turns the core's clock into Unix time
-    (a record's `decided_s` is on that clock too). With `now_s`, on the core's clock, it is said for
-    how long somebody has been paused.
+    `records` are its decided generations in any order, of which the newest 100 are shown (each
+    costs as much as its members do); `last_seen` maps member ids to heartbeats. The core's clock is
+    taken to be in Unix seconds. With `now_s`, on it, it is said for how long somebody has been
+    paused.
     """
     paused = job.why_paused(now_s)
     roster = job.attempt or job.running or job.previous
+    result = job.tally.result
     newest = sorted(records, key=lambda record: -record.roster.generation)[:MAX_GENERATIONS]
     return JobView(
         job=job.spec.job,
         phase=job.phase.value,
+        state=job.phase.value if job.phase.value in OVER else "running",
+        life=LifeView(
+            begun_unix_s=job.tally.begun_s,
+            ended_unix_s=job.state.stage.since_s if job.phase in PHASES_OVER else 0.0,
+            step=max(job.progress.reached, result.step) if result else job.progress.reached,
+            num_restarts=job.tally.num_breaks,
+            loss=result.loss if result else None,
+            num_samples=result.num_samples if result else None,
+        ),
         reason=job.reason,
-        since_unix_s=to_unix_s(job.state.stage.since_s),
+        since_unix_s=job.state.stage.since_s,
         min_members=job.spec.min_members,
         max_members=job.spec.max_members,
         desired_members=job.spec.desired_members,
@@ -64,22 +77,30 @@ def job_view(
         fields=dict(roster.fields) if roster else {},
         members=tuple(
             _while_paused(
-                _member_view(job, member, last_seen.get(member.member_id), to_unix_s),
+                _member_view(job, member, last_seen.get(member.member_id)),
                 job.table.pauses.of(member),
                 paused,
-                to_unix_s,
             )
             for member in job.members.values()
         ),
-        generations=tuple(generation_view(record, to_unix_s) for record in newest),
+        generations=tuple(generation_view(record) for record in newest),
     )
 
 
-def set_aside_view(job: str, reason: str, since_unix_s: float) -> JobView:
+def member_view(
+    job: Job, member: Member, seen: LastSeen | None, *, now_s: float | None = None
+) -> MemberView:
+    """One member, as in its job's view."""
+    own = job.table.pauses.of(member)
+    return _while_paused(_member_view(job, member, seen), own, job.why_paused(now_s))
+
+
+def quarantined_view(job: str, reason: str, since_unix_s: float) -> JobView:
     """A job that the coordinator cannot go on with: that, and why, is all that it knows of it."""
     return JobView(
         job=job,
-        phase=SET_ASIDE,
+        phase=QUARANTINED,
+        state=QUARANTINED,
         reason=reason,
         since_unix_s=since_unix_s,
         min_members=0,
@@ -88,16 +109,14 @@ def set_aside_view(job: str, reason: str, since_unix_s: float) -> JobView:
     )
 
 
-def generation_view(
-    record: Record, to_unix_s: Callable[[float], float] = lambda at_s: at_s
-) -> GenerationView:
+def generation_view(record: Record) -> GenerationView:
     """A decided generation, committed or aborted."""
     roster = record.roster
     return GenerationView(
         generation=roster.generation,
         verdict=record.verdict.value,
         reason=record.reason,
-        decided_unix_s=to_unix_s(record.decided_s),
+        decided_unix_s=record.decided_s,
         members=tuple(
             RosterEntryView(
                 member_id=entry.member_id,
@@ -126,9 +145,7 @@ def samples_view(counts: LedgerCounts) -> SamplesView:
     return SamplesView(**numbers, repeated_max=counts.repeated_max, epochs=epochs)
 
 
-def _member_view(
-    job: Job, member: Member, seen: LastSeen | None, to_unix_s: Callable[[float], float]
-) -> MemberView:
+def _member_view(job: Job, member: Member, seen: LastSeen | None) -> MemberView:
     info, proposed = member.info, member.proposal
     roster = _roster_of(job, member)
     last_seen_s = max(member.joined_s, seen.at_s if seen else member.joined_s)
@@ -137,31 +154,29 @@ def _member_view(
         public_id=public_id(member.incarnation),
         state=_state(job, member),
         waiting_for=member.waiting_for,
-        waiting_since_unix_s=to_unix_s(member.waiting_since_s),
+        waiting_since_unix_s=member.waiting_since_s,
         rank=roster.ranks.get(member.member_id) if roster else None,
         generation=roster.generation if roster else 0,
-        host=info.host,
-        pid=info.pid,
-        address=info.address,
-        device=info.device,
-        torch_version=info.torch_version,
-        shoal_version=info.shoal_version,
+        process=ProcessView(
+            host=info.host,
+            pid=info.pid,
+            address=info.address,
+            device=info.device,
+            torch_version=info.torch_version,
+            shoal_version=info.shoal_version,
+        ),
         step=max(seen.step if seen else 0, proposed.step if proposed else 0),
-        joined_unix_s=to_unix_s(member.joined_s),
-        last_seen_unix_s=to_unix_s(last_seen_s),
+        joined_unix_s=member.joined_s,
+        last_seen_unix_s=last_seen_s,
     )
 
 
-def _while_paused(
-    view: MemberView, own: Pause | None, paused: str, to_unix_s: Callable[[float], float]
-) -> MemberView:
+def _while_paused(view: MemberView, own: Pause | None, paused: str) -> MemberView:
     """The same member, if somebody is paused: then all wait for that one."""
     if own is not None:
         text = f"the end of its own pause: {own.reason}, {own.limit_s:g} s at the most"
         state = "paused" if view.state == "training" else view.state
-        return replace(
-            view, state=state, waiting_for=text, waiting_since_unix_s=to_unix_s(own.since_s)
-        )
+        return replace(view, state=state, waiting_for=text, waiting_since_unix_s=own.since_s)
     return replace(view, waiting_for=paused) if paused else view
 
 

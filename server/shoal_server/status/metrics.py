@@ -5,8 +5,10 @@ job or member that is gone are gone with it.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,53 +17,53 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from shoal_proto.errors import ShoalError
+from shoal_proto.health import gauges
 from shoal_server.serving.loop_lag import LoopLag
+from shoal_server.serving.tasks import gather_bounded
 from shoal_server.status import shard_metrics
 from shoal_server.status.reading import StatusQueries
-from shoal_server.status.views import JobView, ShardsView
+from shoal_server.status.views import FIGURES, OVER, STATES, JobView, ShardsView
 
 log = structlog.get_logger(__name__)
 
 PHASES = (
     *("collect", "prepare", "committed", "running", "aborted", "finished", "lost"),
-    "set_aside",
+    "quarantined",
 )
-
-_HEALTH_GAUGES = (
-    ("shoal_member_step_duration_seconds", "Seconds a step takes.", "step_time_s"),
-    ("shoal_member_throughput_samples_per_second", "Training throughput.", "samples_per_s"),
-    ("shoal_member_memory_bytes", "Memory in use by the member.", "memory_bytes"),
-    ("shoal_member_staleness_steps", "Updates between pull and push.", "staleness_steps"),
-    ("shoal_member_sent_bytes", "Sent for gradients in the newest step.", "sent_bytes_per_step"),
-    ("shoal_member_compression_ratio", "Bytes without compression to sent.", "compression_ratio"),
-    ("shoal_member_loss_value", "Newest loss; it has no unit.", "loss"),
-)
+MAX_OVER = 50
 
 
 async def render(reading: StatusQueries, loop_lag: LoopLag) -> bytes:
     """All metrics in Prometheus' text format.
 
+    Of jobs that are over the newest 50 have series of their own; `shoal_jobs` counts them all.
     Shards that cannot be read (etcd is away) are left out; everything else is still there.
     """
-    jobs = tuple(reading.source.jobs())
-    shards: dict[str, ShardsView] = {}
-    for job in jobs:
-        try:
-            view = await reading.source.shards(job.job)
-        except ShoalError as error:
-            log.warning("shards_not_read", job=job.job, reason=str(error))
-            continue
-        if view is not None:
-            shards[job.job] = view
+    every = reading.source.jobs()
+    over = sorted((j for j in every if j.state in OVER), key=lambda job: -job.since_unix_s)
+    jobs = tuple(j for j in every if j.state not in OVER)
+    views = await gather_bounded(partial(_shards, reading), [job.job for job in jobs], 16)
+    shards = {job.job: view for job, view in zip(jobs, views, strict=True) if view is not None}
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(reading, jobs, shards, loop_lag))
+    states = Counter(job.state for job in every)
+    jobs += tuple(over[:MAX_OVER])
+    registry.register(_Snapshot(reading, jobs, states, shards, loop_lag))
     return generate_latest(registry)
+
+
+async def _shards(reading: StatusQueries, job: str) -> ShardsView | None:
+    try:
+        return await reading.source.shards(job)
+    except ShoalError as error:
+        log.warning("shards_not_read", job=job, reason=str(error))
+        return None
 
 
 @dataclass(frozen=True, eq=False)  # the registry keeps collectors by identity
 class _Snapshot(Collector):
     reading: StatusQueries
     jobs: tuple[JobView, ...]
+    states: Mapping[str, int]
     shards: Mapping[str, ShardsView]
     loop_lag: LoopLag
 
@@ -81,6 +83,10 @@ class _Snapshot(Collector):
         lag.add_metric(["0.99"], self.loop_lag.p99_s)
         lag.add_metric(["1"], self.loop_lag.max_s)
         yield lag
+        jobs = GaugeMetricFamily("shoal_jobs", "Jobs by state.", labels=["state"])
+        for state in STATES:
+            jobs.add_metric([state], self.states.get(state, 0))
+        yield jobs
         yield from self._jobs()
         yield from self._members()
         yield from self._samples()
@@ -131,9 +137,9 @@ class _Snapshot(Collector):
             "1 while the last report tells of an error, such as a loss that does not fall.",
             labels=["job", "member"],
         )
-        gauges = [
-            (GaugeMetricFamily(name, text, labels=labels), field)
-            for name, text, field in _HEALTH_GAUGES
+        figures = [
+            (GaugeMetricFamily(name, FIGURES[field], labels=labels), field)
+            for field, name in gauges().items()
         ]
         now_s = time.time()
         for job in self.jobs:
@@ -141,14 +147,14 @@ class _Snapshot(Collector):
                 key = [job.job, member.member_id]
                 age.add_metric(key, max(0.0, now_s - member.last_seen_unix_s))
                 steps.add_metric(key, self.reading.step(job, member))
-                health = self.reading.member_detail(job, member).health
-                if health is not None:
-                    warned.add_metric(key, float(bool(health.last_error)))
-                for gauge, field in gauges:
-                    value = getattr(health, field, None)
+                report = self.reading.member_detail(job.job, member).health
+                if report is not None:
+                    warned.add_metric(key, float(bool(report.last_error)))
+                for gauge, field in figures:
+                    value = getattr(report, field, None)
                     if value is not None:
                         gauge.add_metric(key, float(value))
-        yield from (age, steps, warned, *(gauge for gauge, _ in gauges))
+        yield from (age, steps, warned, *(gauge for gauge, _ in figures))
 
     def _samples(self) -> Iterator[Metric]:
         names = ("completed", "returned", "ignored")

@@ -117,7 +117,7 @@ async def _states(reading: StatusQueries, closing: Closing, job: str) -> AsyncIt
 async def page_state(reading: StatusQueries, name: str) -> PageState:
     """What the page shows now, with `name` as the job that is looked at."""
     jobs = sorted(reading.source.jobs(), key=lambda job: job.job)
-    job = next((job for job in jobs if job.job == name), None)
+    job = reading.source.job(name)
     shards, shards_error = None, ""
     if job is not None:
         try:

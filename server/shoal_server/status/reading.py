@@ -33,7 +33,10 @@ class JobSummary(View):
 
     job: str
     phase: str
-    """collect, prepare, committed, running, aborted, finished, lost or set_aside."""
+    """collect, prepare, committed, running, aborted, finished, failed, stopped, lost or
+    quarantined."""
+    state: str
+    """running, finished, failed, stopped, lost or quarantined."""
     reason: str
     """Why the job is in this phase."""
     since_unix_s: float
@@ -44,7 +47,19 @@ class JobSummary(View):
     num_training: int
     """Members that train."""
     step: int
-    """The highest step that a member reported, those that are gone included."""
+    """The highest step that a member reported; where each goes at its own pace, the steps of all of
+    them together. Those that are gone are included."""
+    begun_unix_s: float
+    """When its first member came."""
+    ended_unix_s: float
+    """When it was over; 0 while it is not."""
+    num_restarts: int
+    """How often training was interrupted, because a member was lost or a collective failed."""
+    loss: float | None
+    """The loss that was reported last; null where none was, or, while the job is not over, where
+    another coordinator heard it."""
+    num_samples: int | None
+    """Samples that were trained on, over all epochs; null where members do not lease them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +110,7 @@ class Why(View):
     last_error: str
     """From the member's last health report."""
     lost_shards: tuple[str, ...]
-    """What the job has lost on its parameter servers, a sentence for each shard."""
+    """What the job has lost on its parameter servers, a paragraph for all that went together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +129,12 @@ class StatusQueries:
         self.board = board
 
     def jobs(self) -> Sequence[JobView]:
-        """All jobs. Raises NotLeader where they are not known: the leader has them."""
+        """All jobs, without their generations. Raises NotLeader where they are not known: the
+        leader has them."""
+        self._require_ready()
+        return self.source.jobs()
+
+    def _require_ready(self) -> None:
         readiness = self.source.readiness()
         if not readiness.ready:
             raise NotLeader(
@@ -123,34 +143,35 @@ class StatusQueries:
                 expected="a request to the coordinator that leads",
                 details={"leader": readiness.leader},
             )
-        return self.source.jobs()
 
     def job(self, name: str) -> JobView:
         """The job of that name. Raises UnknownJob, NotLeader."""
-        jobs = {job.job: job for job in self.jobs()}
-        if name not in jobs:
+        self._require_ready()
+        job = self.source.job(name)
+        if job is None:
             raise UnknownJob(
                 f"there is no job {name}",
                 seen=name,
-                expected=_one_of(sorted(jobs), "job"),
+                expected=_one_of(sorted(job.job for job in self.source.jobs()), "job"),
                 fix="GET /api/v1/jobs lists the jobs.",
             )
-        return jobs[name]
+        return job
 
-    def member(self, name: str, member_id: str) -> tuple[JobView, MemberView]:
-        """A member and its job. Raises UnknownJob, UnknownMember."""
-        job = self.job(name)
-        members = {member.member_id: member for member in job.members}
-        if member_id not in members:
+    def member(self, name: str, member_id: str) -> MemberView:
+        """A member of a job. Raises UnknownJob, UnknownMember."""
+        self._require_ready()
+        member = self.source.member(name, member_id)
+        if member is None:
+            job = self.job(name)
             raise UnknownMember(
                 f"job {name} has no member {member_id}",
                 seen=member_id,
-                expected=_one_of(sorted(members), "member"),
+                expected=_one_of(sorted(member.member_id for member in job.members), "member"),
                 fix=f"The job is lost: {job.reason}."
                 if job.phase == "lost"
                 else f"GET /api/v1/jobs/{name}/members lists the members.",
             )
-        return job, members[member_id]
+        return member
 
     def generation(self, name: str, number: int) -> GenerationView:
         """A decided generation. Raises UnknownJob, UnknownGeneration."""
@@ -167,25 +188,40 @@ class StatusQueries:
 
     def summary(self, job: JobView) -> JobSummary:
         """The job in one line."""
+        samples, loss = self.source.samples(job.job), self.board.last_loss(job.job)
         return JobSummary(
             job=job.job,
             phase=job.phase,
+            state=job.state,
             reason=job.reason,
             since_unix_s=job.since_unix_s,
             generation=job.generation,
             num_members=len(job.members),
             num_training=sum(member.state == "training" for member in job.members),
-            step=max(
-                self.board.highest_step(job.job),
-                *(self.step(job, member) for member in job.members),
-                0,
-            ),
+            step=self._job_step(job),
+            begun_unix_s=job.life.begun_unix_s,
+            ended_unix_s=job.life.ended_unix_s,
+            num_restarts=job.life.num_restarts,
+            loss=job.life.loss if loss is None else loss,
+            num_samples=job.life.num_samples if samples is None else samples.completed,
         )
+
+    def _job_step(self, job: JobView) -> int:
+        """Steps of the job: those that its members took together, or each for itself."""
+        if job.synchronous:
+            steps = [self.step(job, member) for member in job.members]
+            return max(self.board.highest_step(job.job), *steps, job.life.step)
+        # What members have taken since their last report is known from their heartbeats.
+        since = [self.step(job, m) - self._reported_step(job, m) for m in job.members]
+        return max(self.board.total_steps(job.job) + sum(since), job.life.step)
+
+    def _reported_step(self, job: JobView, member: MemberView) -> int:
+        health = self.board.health(job.job, member.member_id, member.public_id)
+        return (health.step or 0) if health else 0
 
     def step(self, job: JobView, member: MemberView) -> int:
         """The member's newest step, from heartbeat or health report."""
-        health = self.board.health(job.job, member.member_id, member.public_id)
-        return max(member.step, (health.step or 0) if health else 0)
+        return max(member.step, self._reported_step(job, member))
 
     def detail(self, job: JobView) -> JobDetail:
         """The job with all that is known of it."""
@@ -197,14 +233,14 @@ class StatusQueries:
             desired_members=job.desired_members,
             synchronous=job.synchronous,
             fields=dict(job.fields),
-            members=tuple(self.member_detail(job, member) for member in members),
+            members=tuple(self.member_detail(job.job, member) for member in members),
             generations=job.generations,
             samples=self.source.samples(job.job),
         )
 
-    def member_detail(self, job: JobView, member: MemberView) -> MemberDetail:
+    def member_detail(self, job: str, member: MemberView) -> MemberDetail:
         """The member with its last health report."""
-        key = (job.job, member.member_id, member.public_id)
+        key = (job, member.member_id, member.public_id)
         return MemberDetail(
             member=member,
             health=self.board.health(*key),
@@ -213,7 +249,7 @@ class StatusQueries:
 
     async def why(self, name: str, member_id: str) -> Why:
         """What the member waits for. Raises UnknownJob, UnknownMember."""
-        job, member = self.member(name, member_id)
+        job, member = self.job(name), self.member(name, member_id)
         lost = await self._lost_shards(name)
         health = self.board.health(name, member_id, member.public_id)
         return Why(
@@ -226,7 +262,7 @@ class StatusQueries:
             phase=job.phase,
             reason=job.reason,
             generation=job.generation,
-            last_error=health.last_error if health else "",
+            last_error=(health.last_error if health else None) or "",
             lost_shards=lost,
         )
 
@@ -236,19 +272,21 @@ class StatusQueries:
         except Unavailable as error:
             # What the member waits for is known without etcd.
             return (f"whether shards are lost is not known: {error}",)
-        return tuple(shard.told for shard in shards.lost) if shards is not None else ()
+        return shards.lost_in_words if shards is not None else ()
 
     def report(self, name: str, member_id: str, report: HealthReport) -> None:
         """Keep a health report. Raises UnknownJob, UnknownMember, Fenced."""
-        job, member = self.member(name, member_id)
+        # Reports come by the hundred a second: nothing is looked at but the member itself.
+        self._require_ready()
+        known = self.source.process(name, member_id) or self.member(name, member_id).public_id
         process = public_id(report.incarnation)
-        if member.public_id != process:
+        if known != process:
             raise Fenced(
                 f"{member_id} is another process by now",
                 seen=f"process {process}",
-                expected=f"process {member.public_id}",
+                expected=f"process {known}",
                 fix="Join the job again: this process was declared lost or replaced.",
-                details={"generation": str(job.generation)},
+                details={"generation": str(self.job(name).generation)},
             )
         self.board.report(name, member_id, report.view(time.time()))
 

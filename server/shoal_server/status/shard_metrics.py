@@ -3,6 +3,7 @@ would look like a restart."""
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, zip_longest
+from operator import attrgetter
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -15,14 +16,20 @@ from shoal_server.status.views import ServerView, ShardsView, ShardView
 
 SHARD_COUNTERS = {
     "version": ("shoal_shard_updates", "Updates."),
-    "pushes": ("shoal_shard_pushes", "Pushes received."),
-    "duplicates": ("shoal_shard_duplicate_pushes", "Pushes that were retries."),
-    "refused": ("shoal_shard_refused_pushes", "Pushes refused."),
+    "pushes.applied": ("shoal_shard_pushes", "Pushes applied."),
+    "pushes.duplicates": ("shoal_shard_duplicate_pushes", "Pushes that were retries."),
+    "pushes.refused": ("shoal_shard_refused_pushes", "Pushes refused."),
 }
 SHARD_GAUGES = {
     "num_bytes": ("shoal_shard_size_bytes", "Parameter bytes."),
-    "lag": ("shoal_shard_lag_updates", "Updates that the copy furthest behind has not received."),
-    "unreplicated_bytes": ("shoal_shard_unreplicated_bytes", "Pushes on their way to a copy."),
+    "replication.lag": (
+        "shoal_shard_lag_updates",
+        "Updates that the copy furthest behind has not received.",
+    ),
+    "replication.unreplicated_bytes": (
+        "shoal_shard_unreplicated_bytes",
+        "Pushes on their way to a copy.",
+    ),
 }
 SERVER_GAUGES = {
     "memory_bytes": ("shoal_server_memory_bytes", "Values and optimizer state, of copies too."),
@@ -80,14 +87,14 @@ def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
 def _shards(shards: list[tuple[str, ShardView]]) -> Iterator[Metric]:
     labels = ["job", "server", "shard"]
     for field, (name, text) in SHARD_GAUGES.items():
-        gauge = GaugeMetricFamily(name, text, labels=labels)
+        gauge, figure = GaugeMetricFamily(name, text, labels=labels), attrgetter(field)
         for job, shard in shards:
-            gauge.add_metric([job, shard.server_id, str(shard.shard_id)], getattr(shard, field))
+            gauge.add_metric([job, shard.server_id, str(shard.shard_id)], figure(shard))
         yield gauge
     for field, (name, text) in SHARD_COUNTERS.items():
-        counter = CounterMetricFamily(name, text, labels=labels)
+        counter, figure = CounterMetricFamily(name, text, labels=labels), attrgetter(field)
         for job, shard in shards:
-            counter.add_metric([job, shard.server_id, str(shard.shard_id)], getattr(shard, field))
+            counter.add_metric([job, shard.server_id, str(shard.shard_id)], figure(shard))
         yield counter
 
 
@@ -131,8 +138,8 @@ def _staleness(views: Mapping[str, ShardsView]) -> Metric:
         labels=["job"],
     )
     for job, view in views.items():
-        counts = [shard.staleness_counts for shard in view.shards if shard.staleness_counts]
-        if not counts:
+        counts = [shard.pushes.staleness_counts for shard in view.shards]
+        if not any(counts):
             continue
         totals = [sum(each) for each in zip_longest(*counts, fillvalue=0)]
         bounds = [*map(str, range(len(totals) - 1)), "+Inf"]

@@ -16,7 +16,7 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.core.shards.loads import ShardMeasure
-from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.api import Keyspace
 from shoal_server.etcd.records import servers as registered
 from shoal_server.etcd.records import shard_map
 from shoal_server.serving.rpc import CHANNEL_OPTIONS
@@ -27,6 +27,8 @@ from shoal_server.status.views import (
     FullPeerView,
     LoopLagView,
     LostShardView,
+    PushesView,
+    ReplicationView,
     ServerView,
     ShardsView,
     ShardView,
@@ -53,7 +55,7 @@ class ShardReader:
     A server that does not answer within a second is shown as unreachable and holds nobody up.
     """
 
-    def __init__(self, store: KeyValueStore) -> None:
+    def __init__(self, store: Keyspace) -> None:
         self._store = store
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._answers: dict[str, tuple[float, ShardsView | None]] = {}
@@ -83,7 +85,9 @@ class ShardReader:
         view = await self.read(job)
         created = view.shards if view is not None else ()
         return {
-            shard.shard_id: ShardMeasure(version=shard.version, pushed_bytes=shard.pushed_bytes)
+            shard.shard_id: ShardMeasure(
+                version=shard.version, pushed_bytes=shard.pushes.applied_bytes
+            )
             for shard in created
             if shard.created
         }
@@ -157,6 +161,7 @@ def _with_losses(view: ShardsView, shards: Sequence[Shard], held: JobAssignments
         lost=tuple(
             _lost_view(held.job, gone, tables.get(gone.shard_id, "")) for gone in losses.lost(held)
         ),
+        lost_in_words=tuple(losses.told_together(held.job, losses.lost(held))),
         accepted_losses=tuple(
             AcceptedLossView(
                 shard_id=shard.shard_id,
@@ -164,6 +169,7 @@ def _with_losses(view: ShardsView, shards: Sequence[Shard], held: JobAssignments
                 lost_unix_s=accepted.loss.lost_unix_s,
                 accepted_unix_s=accepted.accepted_unix_s,
                 by=accepted.by,
+                samples_anew=accepted.samples_anew,
             )
             for shard in held.shards
             if (accepted := shard.accepted_loss) is not None
@@ -241,12 +247,16 @@ def _shard_view(shard: Shard, state: ShardState | None) -> ShardView:
         created=state.version > 0,
         version=state.version,
         num_bytes=state.num_bytes,
-        pushes=state.pushes,
-        duplicates=state.duplicates,
-        refused=state.refused,
-        staleness_counts=tuple(state.staleness_counts),
-        copies=copies,
-        lag=max((state.version - c.version for c in copies if not c.joining), default=0),
-        unreplicated_bytes=state.unreplicated_bytes,
-        pushed_bytes=state.pushed_bytes,
+        pushes=PushesView(
+            applied=state.pushes,
+            applied_bytes=state.pushed_bytes,
+            duplicates=state.duplicates,
+            refused=state.refused,
+            staleness_counts=tuple(state.staleness_counts),
+        ),
+        replication=ReplicationView(
+            copies=copies,
+            lag=max((state.version - c.version for c in copies if not c.joining), default=0),
+            unreplicated_bytes=state.unreplicated_bytes,
+        ),
     )

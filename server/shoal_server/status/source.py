@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsView
+from shoal_server.status.views import JobView, MemberView, Readiness, SamplesView, ShardsView
 
 
 class StatusSource(Protocol):
@@ -16,7 +16,20 @@ class StatusSource(Protocol):
     def readiness(self) -> Readiness: ...
 
     def jobs(self) -> Sequence[JobView]:
-        """Every job this coordinator knows, finished ones too; in any order."""
+        """Every job this coordinator knows, those that are over too, in any order; without their
+        generations, which only `job` tells."""
+        ...
+
+    def job(self, name: str) -> JobView | None:
+        """One job with its newest generations; None if there is none of that name."""
+        ...
+
+    def member(self, name: str, member_id: str) -> MemberView | None:
+        """One member of a job; None if there is no such member or job."""
+        ...
+
+    def process(self, name: str, member_id: str) -> str | None:
+        """The public id of the process that is that member now; None if there is none."""
         ...
 
     def samples(self, job: str) -> SamplesView | None:

@@ -6,9 +6,16 @@ newest 1000 events a job.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, TypeAdapter
+
+from shoal_proto.health import HealthFigures
+
+STATES = ("running", "finished", "failed", "stopped", "lost", "quarantined")
+"""Of a job, from its first member on."""
+OVER = frozenset({"finished", "failed", "stopped", "lost"})
+"""Nobody joins it any more, unless an operator lets them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,19 @@ class Readiness(View):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessView(View):
+    """The process that a member is: where it runs, and on what."""
+
+    host: str = ""
+    pid: int = 0
+    address: str = ""
+    """IP address under which peers reach it."""
+    device: str = ""
+    torch_version: str = ""
+    shoal_version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemberView(View):
     """A member, as the coordinator knows it from its stream and heartbeats."""
 
@@ -49,13 +69,7 @@ class MemberView(View):
     """Rank in the generation that runs or is brought up; null outside of it."""
     generation: int = 0
     """The generation it is part of; 0 outside of any."""
-    host: str = ""
-    pid: int = 0
-    address: str = ""
-    """IP address under which peers reach it."""
-    device: str = ""
-    torch_version: str = ""
-    shoal_version: str = ""
+    process: ProcessView = field(default_factory=ProcessView)
     step: int = 0
     """Optimizer steps, as of its last heartbeat or proposal."""
     clock: int | None = None
@@ -112,13 +126,31 @@ class GenerationView(View):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LifeView(View):
+    """What there is to tell of a job's whole life."""
+
+    begun_unix_s: float = 0.0
+    """When its first member came."""
+    ended_unix_s: float = 0.0
+    """When it was over; 0 while it is not."""
+    step: int = 0
+    """The highest step that is known of a synchronous generation, or of a job that is over."""
+    num_restarts: int = 0
+    """How often training was interrupted, because a member was lost or a collective failed."""
+    loss: float | None = None
+    """Of a job that is over: the one that was reported last, as its record has it."""
+    num_samples: int | None = None
+    """Of a job that is over, as its record has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobView(View):
     """A job with its members and its newest generations: all that the coordinator has to tell."""
 
     job: str
     phase: str
     """collect, prepare, committed, running, aborted, finished, lost (nobody holds the state that
-    it had come to) or set_aside (what etcd holds of it cannot be used)."""
+    it had come to) or quarantined (what etcd holds of it cannot be used)."""
     reason: str
     """Why the job is in this phase."""
     since_unix_s: float
@@ -126,6 +158,11 @@ class JobView(View):
     min_members: int
     max_members: int
     desired_members: int
+    life: LifeView = field(default_factory=LifeView)
+    state: str = "running"
+    """running (somebody trains, or may come and train), finished, failed (all its members went and
+    none came back), stopped (by an operator), lost or quarantined (what etcd holds of it cannot be
+    used)."""
     generation: int = 0
     """The newest generation number; 0 before the first."""
     synchronous: bool = True
@@ -136,23 +173,30 @@ class JobView(View):
     """Newest first, at most 100."""
 
 
+FIGURES: Mapping[str, str] = {
+    name: figure["description"]
+    for name, figure in TypeAdapter(HealthFigures).json_schema()["properties"].items()
+}
+"""What each figure of a health report means."""
+
+
+def describe_figures(schema: dict[str, Any]) -> None:
+    """Say in a schema what its figures mean: pydantic knows the texts of a class's own fields."""
+    for name, text in FIGURES.items():
+        schema["properties"][name]["description"] = text
+
+
 @dataclass(frozen=True, kw_only=True)
-class HealthView(View):
-    """A member's last health report."""
+class HealthView(HealthFigures, View):
+    """A member's last health report. A figure is null where it did not say."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        **View.__pydantic_config__, json_schema_extra=describe_figures
+    )
 
     public_id: str
+    """The process start that reported."""
     received_unix_s: float
-    step: int | None = None
-    loss: float | None = None
-    step_time_s: float | None = None
-    samples_per_s: float | None = None
-    memory_bytes: int | None = None
-    device: str = ""
-    staleness_steps: float | None = None
-    """Mean number of updates by others between this member's pull and its push."""
-    sent_bytes_per_step: float | None = None
-    compression_ratio: float | None = None
-    last_error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,11 +283,37 @@ class CopyView(View):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PushesView(View):
+    """What became of the pushes to a shard since its server has it."""
+
+    applied: int = 0
+    applied_bytes: int = 0
+    """Data of those applied since its server leads it."""
+    duplicates: int = 0
+    """Pushes that were retries: answered, not applied again."""
+    refused: int = 0
+    staleness_counts: tuple[int, ...] = ()
+    """staleness_counts[i]: pushes of staleness i; the last holds all above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicationView(View):
+    """Who else has a shard, and how far behind they are."""
+
+    copies: tuple[CopyView, ...] = ()
+    lag: int = 0
+    """Updates that the copy furthest behind has not received; of those in step."""
+    unreplicated_bytes: int = 0
+    """Data of pushes on their way to a copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardView(View):
     """One shard: where it lies and what was done to it. Counts are 0 while its server is silent."""
 
     shard_id: int
     server_id: str
+    """Its primary."""
     epoch: int
     """Number of times its primary has changed."""
     dtype: str
@@ -255,20 +325,8 @@ class ShardView(View):
     version: int = 0
     """Updates applied."""
     num_bytes: int = 0
-    pushes: int = 0
-    duplicates: int = 0
-    """Pushes that were retries: answered, not applied again."""
-    refused: int = 0
-    staleness_counts: tuple[int, ...] = ()
-    """staleness_counts[i]: pushes of staleness i; the last holds all above."""
-    copies: tuple[CopyView, ...] = ()
-    """Who else has it."""
-    lag: int = 0
-    """Updates that the copy furthest behind has not received; of those in step."""
-    unreplicated_bytes: int = 0
-    """Data of pushes on their way to a copy."""
-    pushed_bytes: int = 0
-    """Data of pushes applied since its server leads it."""
+    pushes: PushesView = field(default_factory=PushesView)
+    replication: ReplicationView = field(default_factory=ReplicationView)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +360,8 @@ class AcceptedLossView(View):
     lost_unix_s: float
     accepted_unix_s: float
     by: str
+    samples_anew: bool = False
+    """Whether the samples of the job began anew with it; else they stayed counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +374,8 @@ class ShardsView(View):
     """Parameter bytes of the server that leads most of them, to the mean over the servers."""
     lost: tuple[LostShardView, ...] = ()
     """Shards that nobody has any more. Pushes and pulls of them are refused."""
+    lost_in_words: tuple[str, ...] = ()
+    """The same, a paragraph for all that went together."""
     accepted_losses: tuple[AcceptedLossView, ...] = ()
     """Of each shard the last loss that was accepted."""
 

@@ -1,5 +1,6 @@
 """What a server does with the frames of a client, and a client with a server that is not well."""
 
+import math
 import socket
 import struct
 import time
@@ -17,9 +18,15 @@ from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import bulk
 from shoal_proto.bulk import HEADER_BYTES, Kind
 from shoal_proto.checksum import crc32
-from shoal_proto.errors import ChecksumMismatch, DeadlineExceeded, MalformedMessage, Unavailable
+from shoal_proto.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    InvalidSpec,
+    MalformedMessage,
+    Unavailable,
+)
 from shoal_proto.status import from_detail
-from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.identity_pb2 import ErrorDetail, Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import (
     PullItem,
@@ -110,6 +117,25 @@ def test_a_gradient_that_changed_on_the_way_is_refused(small: Small) -> None:
     outcome = PushReply.FromString(bytes(reply.body)).outcome
     assert isinstance(from_detail(outcome.error), ChecksumMismatch)
     assert value_of(small[1]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("header", "field"),
+    [
+        (PushHeader(sequence=1, lr=[math.nan]), "PushHeader.lr"),
+        (PushHeader(sequence=2**60), "PushHeader.sequence"),
+    ],
+)
+def test_a_header_has_the_bounds_that_it_has_over_grpc(
+    small: Small, header: PushHeader, field: str
+) -> None:
+    raw = opened(small)
+    header.token.CopyFrom(small[2])
+    raw.send(bulk.message(Kind.PUSH, PushRequest(header=header).SerializeToString()))
+    reply = raw.next()
+    assert reply is not None and reply.kind is Kind.ERROR
+    error = from_detail(ErrorDetail.FromString(bytes(reply.body)))
+    assert isinstance(error, InvalidSpec) and error.details == {"field": field}
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 200, HEADER_BYTES + 399])

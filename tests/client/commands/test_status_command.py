@@ -112,6 +112,7 @@ def test_status_as_json_is_what_the_api_says(url: str, capsys: pytest.CaptureFix
         "shards": [],
         "skew": 1.0,
         "lost": [],
+        "lost_in_words": [],
         "accepted_losses": [],
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal_client.local.keeper import Keeper, RestartPolicy
+from shoal_client.local.keeper import Keeper, NotStarted, RestartPolicy
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_proto.errors import InvalidSpec, Unavailable
 
@@ -32,6 +32,8 @@ class Part:
         self.given_up: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.failures: list[int] = []
         self.comes_up = True
+        self.waits_for_etcd = 0
+        """So many starts end with EX_TEMPFAIL first."""
         self.process = self._spawn()
         self.keeper = Keeper(
             self.process,
@@ -47,6 +49,10 @@ class Part:
 
     def _start(self, failures: int) -> Process:
         self.failures.append(failures)
+        if self.waits_for_etcd > 0:
+            self.waits_for_etcd -= 1
+            code = os.EX_TEMPFAIL
+            raise NotStarted("part did not come up", seen="no etcd", fix="", exit_code=code)
         if not self.comes_up:
             raise Unavailable("part did not come up", seen="a taken port")
         self.process = self._spawn()
@@ -96,6 +102,25 @@ def test_what_does_not_come_up_is_given_up(supervisor: Supervisor) -> None:
     _, reason = part.given_up.get(timeout=DEADLINE_S)
     assert "did not come up again (a taken port), as the last of 3" in reason
     assert part.failures == [1, 2]
+
+
+def test_what_waits_for_etcd_is_started_for_as_long_as_that_takes(supervisor: Supervisor) -> None:
+    """More often than a part may end otherwise; and that it does not come up is said once."""
+    part = Part(supervisor, AT_ONCE)
+    part.waits_for_etcd = 20
+    part.kill()
+    told = [part.says.get(timeout=DEADLINE_S) for _ in range(3)]
+    assert told == [
+        "part was killed by SIGKILL; starting it again",
+        "part did not come up again (no etcd); starting it again",
+        "part serves again",
+    ]
+    # What it does by itself afterwards counts as before.
+    part.comes_up = False
+    part.kill()
+    _, reason = part.given_up.get(timeout=DEADLINE_S)
+    assert "did not come up again (a taken port), as the last of 3" in reason
+    part.keeper.join()
 
 
 def test_what_is_let_go_of_may_end(supervisor: Supervisor) -> None:

@@ -5,12 +5,18 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
+import httpx
 import pytest
+from support.clusters.etcd_fixture import running_etcd
 from support.network import http
 
+from shoal_client.commands.status import StatusClient
 from shoal_client.host.reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
@@ -22,7 +28,7 @@ from shoal_proto.errors import InvalidSpec, Unavailable
 from shoal_proto.etcd import etcd_pb2
 from shoal_proto.etcd.etcd_pb2_grpc import KVStub
 from shoal_proto.incarnation import new_incarnation
-from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
+from shoal_proto.v1.membership_pb2 import JobSpec, Limits, MemberInfo
 
 DEADLINE_S = 60.0
 
@@ -72,6 +78,54 @@ def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
         }
         assert cluster.given_up == ""
     assert cluster.processes == {}
+
+
+def test_two_clusters_share_an_etcd(tmp_path: Path) -> None:
+    """Each has its own leader and jobs under its own prefix, and sees nothing of the other; where
+    one has two coordinators, the second takes over from the first."""
+    with (
+        running_etcd(tmp_path) as etcd,
+        LocalCluster(sharing(etcd, tmp_path, "/team-a", num_coordinators=2)) as ours,
+        LocalCluster(sharing(etcd, tmp_path, "/team-b")) as theirs,
+    ):
+        first, second = ours.coordinators
+        join_as_the_only_member([first.grpc, second.grpc], "shared-name")
+        (leader,) = [each for each in (first, second) if ready(each.http)]
+        (other,) = [each for each in (first, second) if each is not leader]
+        assert jobs_at(leader.http) == ["shared-name"]
+        assert jobs_at(theirs.http_url) == []
+        name = "coordinator" if leader is first else "coordinator-1"
+        ours.processes[name].send_signal(signal.SIGKILL)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not ready(other.http) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        # Whoever leads is found among all addresses, also by the status page's.
+        with StatusClient(f"{leader.http},{other.http}") as status:
+            assert [job["job"] for job in status.jobs()] == ["shared-name"]
+        with EtcdKeys(etcd) as held:
+            prefixes = {key.partition("/shoal/v1/")[0] for key in held.names()}
+        assert prefixes == {"/team-a", "/team-b"}
+
+
+def sharing(etcd: str, directory: Path, prefix: str, **options: Any) -> LocalClusterConfig:
+    return LocalClusterConfig(
+        directory=directory / prefix.strip("/"),
+        num_parameter_servers=0,
+        etcd=etcd,
+        prefix=prefix,
+        **options,
+    )
+
+
+def ready(url: str) -> bool:
+    try:
+        return http.get(f"{url}/readyz", timeout=DEADLINE_S).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def jobs_at(url: str) -> list[str]:
+    return [job["job"] for job in http.get(f"{url}/api/v1/jobs", timeout=DEADLINE_S).json()]
 
 
 @pytest.mark.long
@@ -133,18 +187,24 @@ def test_the_time_limits_of_a_command_reach_its_coordinator(tmp_path: Path) -> N
     given = ClusterOptions(join_s=600, collective_s=7).limits
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, limits=given)
     with LocalCluster(config) as cluster:
-        member = Member(
-            coordinators=[cluster.coordinator],
-            spec=JobSpec(job="limits", min_members=1, max_members=1, desired_members=1),
-            member_id="m",
-            incarnation=new_incarnation(),
-            info=MemberInfo(host="h"),
-        )
-        membership = MemberSession(member)
-        membership.join(DEADLINE_S)
-        limits = membership.limits
-        membership.leave(completed=True, reason="seen")
+        limits = join_as_the_only_member([cluster.coordinator], "limits")
     assert (limits.join_s, limits.collective_s, limits.heartbeat_s) == (600, 7, 0.5)
+
+
+def join_as_the_only_member(coordinators: Sequence[str], job: str) -> Limits:
+    """Join the job and leave it at once: the limits that its coordinator told."""
+    member = Member(
+        coordinators=coordinators,
+        spec=JobSpec(job=job, min_members=1, max_members=1, desired_members=1),
+        member_id="m",
+        incarnation=new_incarnation(),
+        info=MemberInfo(host="h"),
+    )
+    membership = MemberSession(member)
+    membership.join(DEADLINE_S)
+    limits = membership.limits
+    membership.leave(completed=True, reason="seen")
+    return limits
 
 
 @pytest.mark.long
@@ -162,7 +222,7 @@ class EtcdKeys:
 
     def __init__(self, endpoint: str) -> None:
         self._channel = grpc.insecure_channel(endpoint)
-        self._keys = KVStub(self._channel)
+        self._kv = KVStub(self._channel)
 
     def __enter__(self) -> "EtcdKeys":
         return self
@@ -172,18 +232,24 @@ class EtcdKeys:
 
     def put(self, key: str, value: str) -> None:
         request = etcd_pb2.PutRequest(key=key.encode(), value=value.encode())
-        self._keys.Put(request, timeout=DEADLINE_S)
+        self._kv.Put(request, timeout=DEADLINE_S)
 
     def get(self, key: str) -> str:
         request = etcd_pb2.RangeRequest(key=key.encode())
-        found = self._keys.Range(request, timeout=DEADLINE_S, wait_for_ready=True)
+        found = self._kv.Range(request, timeout=DEADLINE_S, wait_for_ready=True)
         return "".join(item.value.decode() for item in found.kvs)
+
+    def names(self) -> list[str]:
+        request = etcd_pb2.RangeRequest(key=b"\0", range_end=b"\0", keys_only=True)
+        return [item.key.decode() for item in self._kv.Range(request).kvs]
 
 
 def test_bad_number_of_servers(tmp_path: Path) -> None:
     """Fewer than none is refused when the settings are made."""
     with pytest.raises(InvalidSpec, match="-1"):
         LocalClusterConfig(directory=tmp_path, num_parameter_servers=-1)
+    with pytest.raises(InvalidSpec, match="0"):
+        LocalClusterConfig(directory=tmp_path, num_coordinators=0)
 
 
 ORPHANS = """

@@ -1,5 +1,6 @@
 """The member's core as transcripts: what it hears, and what follows."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -437,6 +438,18 @@ def test_a_wait_for_a_generation_ends_with_the_reason() -> None:
     assert isinstance(decision, ev.Raise)
     assert isinstance(decision.error, DeadlineExceeded)
     assert decision.error.seen == "2 of 3 members are there"
+
+
+def test_who_stands_by_does_so_for_as_long_as_the_job_goes_on() -> None:
+    member = a_member()
+    member.hears(pb.Notice(reason="2 members are enough", standby=pb.Standby(position=0)))
+    member.hears(pb.Notice(pauses=pb.Pauses(member_ids=["b"])))
+    member.hears(pb.Notice(pauses=pb.Pauses()))
+    assert member.core.next_generation(0, 0, 1e6) == ev.WaitUntil(until_s=math.inf)
+    member.now_s = 1e6
+    member.hears(aborted(1, "a", "b"))
+    until_s = 1e6 + LIMITS.join_s + JOIN_TIMEOUT_S
+    assert member.core.next_generation(0, 0, 1e6) == ev.WaitUntil(until_s=until_s)
 
 
 def test_limits_stand_still_while_somebody_is_paused() -> None:

@@ -15,7 +15,7 @@ from shoal_client.connection import back_off
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import member_core
 from shoal_client.progress.clocks import Clock
-from shoal_client.progress.samples import Lease, SampleRange
+from shoal_client.progress.samples import Lease, Reserve, SampleRange, joined
 from shoal_proto.errors import Fenced, Unavailable
 from shoal_proto.v1 import clocks_pb2
 from shoal_proto.v1.identity_pb2 import Token
@@ -111,32 +111,54 @@ async def test_a_broken_generation_is_reported_when_a_coordinator_is_back() -> N
             assert await outlasts(both, come_back) == [True, True]
 
 
+BATCH = 8
+
+
 class AwaySamples:
     """The coordinator's samples, once `back` is set."""
+
+    num_samples = 1000
 
     def __init__(self) -> None:
         self.coordinators = Coordinators(["127.0.0.1:1"])
         self.back = threading.Event()
         self.attempts = 0
+        self.next = 0
         self.completed: list[SampleRange] = []
         self.error: Exception = Unavailable("nobody is there")
+        self.held: tuple[SampleRange, ...] = ()
 
     def lease(
-        self, num_samples: int, completed: Iterable[SampleRange] = (), timeout_s: float = 0.0
+        self,
+        num_samples: int,
+        completed: Iterable[SampleRange] = (),
+        *,
+        reserve: Reserve | None = None,
+        timeout_s: float = 0.0,
     ) -> Lease:
         self.attempts += 1
         self.completed += completed
         if not self.back.is_set():
             raise self.error
-        span = SampleRange(0, 0, num_samples)
+        span = SampleRange(0, self.next, self.next + num_samples) if num_samples else None
+        self.next += num_samples
         return Lease(range=span, exhausted=False, retry_after_s=0.0)
+
+    def report(
+        self,
+        completed: Iterable[SampleRange] = (),
+        *,
+        reserve: Reserve | None = None,
+        timeout_s: float = 0.0,
+    ) -> None:
+        self.lease(0, completed)
 
 
 def test_samples_are_asked_for_until_they_come() -> None:
     """The trainer's loop turns meanwhile, and what was done before is told once."""
     samples = AwaySamples()
-    leases = Leases(samples, 8)  # type: ignore[arg-type]
-    done = SampleRange(0, 8, 16)
+    leases = Leases(samples, BATCH)  # type: ignore[arg-type]
+    done = SampleRange(0, 100, 108)
     leases.done(done)
     spans = iter(leases)
     assert next(spans) is None
@@ -144,18 +166,41 @@ def test_samples_are_asked_for_until_they_come() -> None:
     samples.back.set()
     while (span := next(spans)) is None:
         continue
-    assert span == SampleRange(0, 0, 8)
+    assert span == SampleRange(0, 0, BATCH)
     assert samples.completed == [done]
     leases.close()
+
+
+def test_who_holds_samples_goes_on_while_nobody_answers() -> None:
+    """What was leased is trained on, and told when a coordinator is back: each range once."""
+    samples = AwaySamples()
+    samples.back.set()
+    leases = Leases(samples, BATCH)  # type: ignore[arg-type]
+    spans = iter(leases)
+    while (first := next(spans)) is None:
+        continue
+    samples.back.clear()
+    leases.done(first)
+    trained = [first]
+    while (span := next(spans)) is not None:
+        trained.append(span)
+        leases.done(span)
+    assert len(trained) >= 2, "it held one batch beyond the one in hand"
+    samples.back.set()
+    while next(spans) is None:
+        continue
+    leases.close()
+    assert sorted(joined(samples.completed)) == joined(trained)
+    assert len(samples.completed) == len(set(samples.completed)), "each was told once"
 
 
 def test_samples_are_refused_at_once() -> None:
     """A member that was lost meanwhile does not ask for ever."""
     samples = AwaySamples()
     samples.error = Fenced("lost")
-    leases = Leases(samples, 8)  # type: ignore[arg-type]
+    leases = Leases(samples, BATCH)  # type: ignore[arg-type]
     with pytest.raises(Fenced):
-        next(iter(leases))
+        list(iter(leases))
     leases.close()
 
 

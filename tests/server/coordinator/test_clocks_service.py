@@ -1,6 +1,7 @@
 """The Clocks service over real gRPC, with the client that workers use."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from shoal_client.progress.clocks import Clock
 from shoal_proto.errors import DeadlineExceeded, Fenced, MalformedMessage, NotLeader
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_server.coordinator.clocks import MAX_JOBS, ClocksService
+from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.memory import MemoryStore
 
@@ -169,3 +173,27 @@ async def test_a_clock_that_makes_no_sense_is_refused() -> None:
                 request,
                 timeout_s=5.0,
             )
+
+
+async def test_however_many_jobs_there_are_inherited_members_are_waited_for() -> None:
+    """What this leader has heard nothing of yet is not made room of for other jobs."""
+    members = [MemberProcess(name, f"{name}-1") for name in "ab"]
+
+    async def speaks(job: str, who: MemberProcess) -> pb.AdvanceReply:
+        token = Token(job=job, **who._asdict())
+        return await service.Advance(pb.AdvanceRequest(token=token, clock=7, bound=0), None)
+
+    async def anybody(token: Token) -> None:
+        """Every token may speak."""
+
+    async def nobody_is_lost(job: str, who: MemberProcess, reason: str) -> None:
+        raise AssertionError(f"{who} of {job} was declared lost: {reason}")
+
+    service = ClocksService(anybody, nobody_is_lost, time.monotonic, stuck_after_s=DEADLINE_S)
+    service.inherit("old", members)
+    for i in range(MAX_JOBS + 1):
+        await speaks(f"job-{i}", members[0])
+    first = await speaks("old", members[0])
+    assert (first.allowed, first.slowest) == (False, 0)
+    assert first.reason == "b to say how far they are: another coordinator leads since"
+    assert (await speaks("old", members[1])).allowed

@@ -19,6 +19,7 @@ from shoal_server.core.clocks import MemberProcess
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.status.views import HealthView
 
 
 async def finished_job(world: Served) -> Sequence[MemberSession]:
@@ -83,6 +84,22 @@ async def test_a_job_whose_state_is_lost_begins_anew(new_leader: bool) -> None:
         assert await asyncio.to_thread(reset_job, [world.address], "j")
         again = await world.training("a", "b")
         assert {member.token.generation for member in again} == {3}
+
+
+async def test_the_next_run_has_no_steps_of_the_last() -> None:
+    """Neither its steps nor its loss; what happened stays to be read."""
+    async with served(MemoryStore()) as world:
+        await finished_job(world)
+        board = world.coordinator.board
+        health = HealthView(public_id="p", received_unix_s=1.0, step=60, loss=1.5)
+        board.report("j", "a", health)
+        assert board.highest_step("j") == board.total_steps("j") == 60
+        num_events = len(board.events("j"))
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+        assert board.highest_step("j") == board.total_steps("j") == 0
+        assert board.last_loss("j") is None
+        assert board.health("j", "a", "p") is None
+        assert len(board.events("j")) >= num_events > 0
 
 
 async def test_a_job_that_never_was_is_no_error() -> None:

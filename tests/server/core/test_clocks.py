@@ -1,12 +1,15 @@
 """The clocks of a job: by example, and under members that come, go, die and repeat themselves."""
 
 from copy import deepcopy
+from cProfile import Profile
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.oracles.plain_clocks import PlainClocks
 
 from shoal_server.core.clocks import (
     ClockReport,
@@ -14,8 +17,8 @@ from shoal_server.core.clocks import (
     ClockStatus,
     MemberProcess,
     NoClock,
-    Position,
 )
+from shoal_server.core.positions import Position
 
 A, B, C = (MemberProcess(name, "1") for name in "abc")
 
@@ -128,6 +131,81 @@ def test_who_holds_the_others_up_for_too_long_is_named() -> None:
     inherited = Clocks([A, B], now_s=0.0)
     say(inherited, A, 5, 0, now_s=1.0)
     assert [who for who, _ in inherited.overdue(10.0, 11.5)] == [B]
+
+
+NAMES = st.sampled_from("abcde")
+SAYINGS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("says"),
+            st.builds(MemberProcess, NAMES, st.sampled_from("12")),
+            # Who enters is in no step.
+            st.one_of(
+                st.builds(
+                    ClockReport,
+                    position=st.builds(Position, st.integers(0, 6), st.booleans()),
+                    bound=st.integers(0, 3),
+                    begins=st.booleans(),
+                ),
+                st.builds(
+                    ClockReport,
+                    position=st.just(Position(0)),
+                    bound=st.integers(0, 3),
+                    enters=st.just(value=True),
+                ),
+            ),
+        ),
+        st.tuples(
+            st.just("goes"), st.builds(MemberProcess, NAMES, st.sampled_from("12")), st.none()
+        ),
+    ),
+    max_size=40,
+)
+
+
+@given(sayings=SAYINGS)
+@settings(max_examples=400, deadline=None)
+def test_whatever_members_say_the_answers_are_those_of_the_plain_definition(
+    sayings: list[tuple[str, MemberProcess, ClockReport]],
+) -> None:
+    """And who is refused may go on exactly when the horizon has reached its threshold."""
+    clocks, plain = Clocks(), PlainClocks()
+    for kind, who, said in sayings:
+        if kind == "goes":
+            clocks.remove(who)
+            plain.remove(who)
+        else:
+            status, expected = clocks.advance(who, said, 0.0), plain.advance(who, said)
+            assert (status.clock, status.allowed) == (expected.clock, expected.allowed)
+        assert clocks.slowest == plain.slowest
+        at = {name: m.position.clock for name, m in plain.members.items() if m.position}
+        assert clocks.clocks == at
+        assert clocks.horizon is not None
+        for name, member in plain.members.items():
+            threshold = clocks.threshold(MemberProcess(name, member.incarnation))
+            assert (clocks.horizon >= threshold) == (not plain.behind(name))
+        waited_for = {other for name in plain.members for other in plain.behind(name)}
+        idle = {name for name, _, _ in clocks.waiting()}
+        assert {who.member_id for who, _ in clocks.overdue(-1.0, 0.0)} <= waited_for - idle
+
+
+def test_a_saying_costs_as_much_among_thousands_as_among_hundreds() -> None:
+    """Refusals, and a whole round of members that wait for one: counted in calls, not in time."""
+
+    def num_calls(num_members: int) -> float:
+        clocks = Clocks()
+        members = [MemberProcess(f"m{number:05}", "1") for number in range(num_members)]
+        for who in members:
+            say(clocks, who, 0, 0)
+        profile = Profile()
+        profile.enable()
+        for who in members[1:]:
+            assert not say(clocks, who, 1, 0).allowed
+        profile.disable()
+        stats: Any = profile.getstats()
+        return float(sum(entry.callcount for entry in stats)) / num_members
+
+    assert num_calls(4_000) < 1.1 * num_calls(400)
 
 
 @dataclass
@@ -261,7 +339,7 @@ class Drift(RuleBasedStateMachine):
 
     @invariant()
     def the_lowest_clock_never_falls(self) -> None:
-        if hasattr(self, "clocks") and not self.clocks.horizon[1]:
+        if hasattr(self, "clocks") and self.clocks.horizon is not None:
             assert self.clocks.slowest >= self.slowest
             self.slowest = self.clocks.slowest
 

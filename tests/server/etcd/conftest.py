@@ -12,6 +12,7 @@ from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_server.etcd.api import KeyValueStore, Revision
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.prefixed import PrefixedStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
 
@@ -33,16 +34,17 @@ def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield endpoint
 
 
-@pytest.fixture(params=["memory", "etcd"])
+@pytest.fixture(params=["memory", "prefixed", "etcd"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     prefix = f"/shoal/test/{next(_numbers)}/"
-    if request.param == "memory":
+    if request.param in ("memory", "prefixed"):
         memory = MemoryStore()
+        store = PrefixedStore(memory, "/team-a") if request.param == "prefixed" else memory
 
         async def forget(revision: Revision) -> None:
             memory.compact(revision)
 
-        yield Bench(memory, prefix, forget)
+        yield Bench(store, prefix, forget)
         await memory.close()
         return
     endpoint: str = request.getfixturevalue("etcd_endpoint")

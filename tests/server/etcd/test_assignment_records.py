@@ -24,6 +24,7 @@ from shoal_server.etcd.api import (
     absent,
     created_at,
 )
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
@@ -175,9 +176,12 @@ async def test_records_taken_away_while_they_were_written_are_not_decided(
 
 async def test_who_leads_no_longer_places_nothing(store: WatchedStore) -> None:
     """Each write is fenced, and not the deciding one alone."""
+    told: list[str] = []
+    deposed = LeaderStore(store, lambda: [created_at(keys.LEADER, Revision(7))], told.append)
     with pytest.raises(NotLeader):
-        await records.place(store, placed(3), fence=[created_at(keys.LEADER, Revision(7))])
+        await records.place(deposed, placed(3))
     assert await store.keys(keys.ASSIGNMENTS) == ()
+    assert len(told) == 1
 
 
 async def test_changes_of_a_hundred_shards_go_in_one_transaction(store: WatchedStore) -> None:

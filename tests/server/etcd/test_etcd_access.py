@@ -256,3 +256,17 @@ def test_endpoints_in_one_text() -> None:
     for bad in ("", ",", "a", "a:b", "https://a:1"):
         with pytest.raises(InvalidSpec):
             parse_endpoints(bad)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["/shoal/v1", "/shoal/v1/jobs", "/team-a/shoal/v1", "/team-a/shoal/v1/members"]
+)
+def test_no_cluster_lies_within_the_keys_of_another(prefix: str) -> None:
+    """One without a prefix, or one at /team-a, would take its keys for jobs and members."""
+    with pytest.raises(InvalidSpec, match="expected one without /shoal/v1"):
+        EtcdConfig(endpoints=("127.0.0.1:1",), prefix=prefix)
+
+
+@pytest.mark.parametrize("prefix", ["/team-a", "/shoal", "/a/shoal/v12", "/a/b.c_d"])
+def test_prefixes_beside_each_other(prefix: str) -> None:
+    EtcdConfig(endpoints=("127.0.0.1:1",), prefix=prefix)

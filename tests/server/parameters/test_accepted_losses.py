@@ -11,15 +11,25 @@ import grpc
 import pytest
 from support.clusters.parameter_servers import ParameterServers
 
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients
 from shoal_client.parameters.tables import TableClient
+from shoal_client.progress.samples import Samples
 from shoal_proto.errors import InvalidSpec, NothingLost, StateLost, UnknownJob, UnknownShard
 from shoal_proto.row_hash import shard_of
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
-from shoal_proto.v1.shards_pb2 import AcceptLossReply, AcceptLossRequest, ParameterSpec
+from shoal_proto.v1.shards_pb2 import (
+    SAMPLES_AFTER_LOSS_ANEW,
+    SAMPLES_AFTER_LOSS_KEEP,
+    SAMPLES_AFTER_LOSS_UNSAID,
+    AcceptLossReply,
+    AcceptLossRequest,
+    ParameterSpec,
+    SamplesAfterLoss,
+)
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.coordinator.shards import controller
@@ -110,9 +120,15 @@ def assignments(servers: ParameterServers) -> Iterable[ShardAssignment]:
 
 
 def accept(
-    servers: ParameterServers, *shard_ids: int, job: str = "job", dry_run: bool = False
+    servers: ParameterServers,
+    *shard_ids: int,
+    job: str = "job",
+    dry_run: bool = False,
+    samples: SamplesAfterLoss.ValueType = SAMPLES_AFTER_LOSS_UNSAID,
 ) -> AcceptLossReply:
-    request = AcceptLossRequest(job=job, shard_ids=shard_ids, by="ann@desk", dry_run=dry_run)
+    request = AcceptLossRequest(
+        job=job, shard_ids=shard_ids, by="ann@desk", dry_run=dry_run, samples=samples
+    )
     with grpc.insecure_channel(servers.coordinator) as channel:
         try:
             return ShardsStub(channel).AcceptLoss(request, timeout=LIMIT_S)
@@ -145,7 +161,10 @@ def test_what_is_given_up_begins_anew_and_the_rest_stays(
     assert [(each.shard_id, each.servers) for each in shown.lost] == [
         (victim.shard_id, (victim.server_id,))
     ]
-    (given_up,) = accept(servers).shards
+    with pytest.raises(InvalidSpec, match=r"1 of 2 shards are given up.*`--samples keep`"):
+        accept(servers)
+    assert read_view(servers).lost
+    (given_up,) = accept(servers, samples=SAMPLES_AFTER_LOSS_KEEP).shards
     assert (given_up.shard_id, given_up.by, given_up.before) == (
         victim.shard_id,
         "ann@desk",
@@ -282,7 +301,7 @@ def test_a_journal_that_comes_back_brings_back_what_was_not_given_up_only(
     wait_lost(servers, 2)
     with pytest.raises(StateLost, match="start server ps-0 again with its journal"):
         first.push(filled(-1.0))
-    accept(servers, 1)
+    accept(servers, 1, samples=SAMPLES_AFTER_LOSS_KEEP)
     second = client(opened, servers, "w1")
     create_only(second, 1, 0.5)
     servers.add("ps-0", journal=journal, lease_ttl_s=0.5)
@@ -369,3 +388,69 @@ def test_nothing_is_given_up_that_is_not_lost(opened: ExitStack) -> None:
     wait_lost(servers, 2)
     assert [shard.shard_id for shard in accept(servers, dry_run=True).shards] == [0, 1]
     assert len(lost(servers)) == 2
+
+
+def trained_on(servers: ParameterServers) -> int:
+    """Samples that the job's ledger has as completed; -1: there is none."""
+    counts = servers.run(servers.samples.counts("job"))
+    return counts.completed if counts is not None else -1
+
+
+def train_on(opened: ExitStack, servers: ParameterServers, name: str, num_samples: int) -> Samples:
+    """A member that has trained on so many of 100 samples and holds ten more."""
+    token = servers.admit(name)
+    coordinators = opened.enter_context(closing(Coordinators([servers.coordinator])))
+    samples = Samples(coordinators, lambda: token, dataset_size=100, num_epochs=1)
+    leased = samples.lease(num_samples).range
+    assert leased is not None
+    samples.lease(10, [leased])
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (SAMPLES_AFTER_LOSS_UNSAID, SAMPLES_AFTER_LOSS_ANEW),
+        (SAMPLES_AFTER_LOSS_KEEP, SAMPLES_AFTER_LOSS_KEEP),
+    ],
+    ids=["by itself", "kept by word"],
+)
+def test_samples_of_values_that_begin_anew_are_trained_on_again(
+    opened: ExitStack,
+    said: SamplesAfterLoss.ValueType,
+    expected: SamplesAfterLoss.ValueType,
+) -> None:
+    """With all that was trained given up, the next run gets every sample, and nothing of what the
+    run before still reports counts for it; unless whoever gives it up says otherwise."""
+    servers = cluster(opened, 1)
+    first = client(opened, servers, "w0")
+    first.create(SGD, filled(0.0))
+    earlier = train_on(opened, servers, "w0", 80)
+    assert trained_on(servers) == 80
+    lose(servers, "ps-0")
+    wait_lost(servers, 2)
+    planned = accept(servers, dry_run=True, samples=said)
+    assert (planned.samples, planned.completed_samples, planned.total_samples) == (
+        expected,
+        80,
+        100,
+    )
+    assert trained_on(servers) == 80
+    assert accept(servers, samples=said).samples == expected
+    anew = expected == SAMPLES_AFTER_LOSS_ANEW
+    assert trained_on(servers) == (-1 if anew else 80)
+    assert {each.samples_anew for each in read_view(servers).accepted_losses} == {anew}
+    (event,) = [reason for _, kind, reason in servers.events if kind == "loss_accepted"]
+    told = "its samples begin anew" if anew else "its samples stay counted"
+    assert f"{told} (80 of 100 samples were trained on)" in event
+
+    earlier.report(earlier.held)
+    token = servers.admit("w1")
+    coordinators = opened.enter_context(closing(Coordinators([servers.coordinator])))
+    samples = Samples(coordinators, lambda: token, dataset_size=100, num_epochs=1)
+    num_samples, lease = 0, samples.lease(100)
+    while lease.range is not None:
+        num_samples += lease.range.stop - lease.range.start
+        lease = samples.lease(100, [lease.range])
+    assert lease.exhausted
+    assert num_samples == (100 if anew else 10)

@@ -1,5 +1,6 @@
 """Every server dies at once: what was acknowledged as durable is on their disks, and led again."""
 
+import shutil
 import subprocess
 from array import array
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import awaited
 
 from shoal_client.parameters.dense import ParameterClient
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, StateLost
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import Acknowledgement
@@ -93,6 +94,37 @@ def test_a_backup_that_lives_is_not_robbed(servers: ParameterServers, tmp_path: 
     client.push(filled(-1.0))
     servers.stop("ps-0")
     client.push(filled(-1.0))
+    start(servers, tmp_path, "ps-0")
+    values = filled(9.0)
+    client.push(filled(-1.0), into=values)
+    assert set(values["w"].cast("f")) == {4.25}
+    client.close()
+
+
+def test_an_older_copy_of_a_journal_is_not_led_in_silence(
+    servers: ParameterServers, tmp_path: Path
+) -> None:
+    """Somebody put it back after a failure of the disk. The error names both versions; with the
+    newest copy, all goes on."""
+    folder = tmp_path / "ps-0"
+    start(servers, tmp_path, "ps-0")
+    client = trained(servers, servers.admit("w0"))
+    client.push(filled(-1.0))
+    servers.stop("ps-0")
+    shutil.copytree(folder, tmp_path / "older")
+    start(servers, tmp_path, "ps-0")
+    client.push(filled(-1.0))
+    servers.stop("ps-0")
+    folder.rename(tmp_path / "newest")
+    (tmp_path / "older").rename(folder)
+    start(servers, tmp_path, "ps-0")
+    with pytest.raises(StateLost, match="newest copy of its journal") as lost:
+        client.push(filled(-1.0))
+    assert lost.value.details["found_version"] == "2"
+    assert "had come to version 2 of epoch 2 at least" in lost.value.seen
+    servers.stop("ps-0")
+    shutil.rmtree(folder)
+    (tmp_path / "newest").rename(folder)
     start(servers, tmp_path, "ps-0")
     values = filled(9.0)
     client.push(filled(-1.0), into=values)

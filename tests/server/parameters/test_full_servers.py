@@ -85,9 +85,9 @@ def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
     assert "at most 1024 bytes" in peer.reason
     assert describe(servers, "ps-1").held_bytes == 0
     client.push(filled(-1.0))
-    small = connect(servers, "small", timeout_s=8.0)
+    small = connect(servers, "third", timeout_s=8.0)
     (shard,) = small.place([ParameterSpec(name="w", shape=[1000], dtype="float32")]).shards
-    assert shard.server_id == "ps-0"
+    assert shard.server_id == "ps-0", "whose turn it is the name of the job says"
     values = {"w": memoryview(array("f", [0.0]) * 1000).cast("B")}
     small.create(SGD, values)
     small.push(values)

@@ -10,8 +10,8 @@ import pytest
 from support.clusters.coordinator_world import served
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.v1 import clocks_pb2, rendezvous_pb2, samples_pb2, shards_pb2
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
@@ -29,7 +29,7 @@ TOKEN = Token(job="j", member_id="a", incarnation="1")
 
 def attend(**info: Any) -> pb.AttendRequest:
     return pb.AttendRequest(
-        protocol=PROTOCOL_VERSION,
+        protocol=OWN_PROTOCOLS.newest,
         token=TOKEN,
         spec=pb.JobSpec(job="j", min_members=1, max_members=2, desired_members=1),
         info=pb.MemberInfo(**info),
@@ -99,6 +99,19 @@ REFUSED: Mapping[str, tuple[object, str]] = {
     "a parameter's name": (
         shards_pb2.PlaceRequest(token=TOKEN, parameters=[shards_pb2.ParameterSpec(name=LONG)]),
         "ParameterSpec.name",
+    ),
+    "a port that there is not": (attend(probe_port=70_000), "MemberInfo.probe_port"),
+    "a step that no record keeps": (
+        pb.SettleRequest(token=TOKEN, step=2**60),
+        "SettleRequest.step",
+    ),
+    "bounds that no record keeps": (
+        pb.AttendRequest(spec=pb.JobSpec(max_members=2**32 - 1)),
+        "JobSpec.max_members",
+    ),
+    "a checkpoint": (
+        pb.AnswerRequest(token=TOKEN, checkpoint_steps=[1, 2**63]),
+        "AnswerRequest.checkpoint_steps",
     ),
     "a lease": (samples_pb2.LeaseRequest(token=Token(job=LONG)), "Token.job"),
 }

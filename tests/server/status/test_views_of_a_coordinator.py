@@ -108,8 +108,10 @@ def test_the_state_of_every_shard_is_read_from_its_server() -> None:
         assert view is not None
         assert {server.state for server in view.servers} == {"serving"}
         assert sum(shard.num_elements for shard in view.shards) == size
-        assert {(shard.created, shard.pushes) for shard in view.shards} == {(True, 1)}
-        assert {(len(shard.copies), shard.lag) for shard in view.shards} == {(1, 0)}
+        assert {(shard.created, shard.pushes.applied) for shard in view.shards} == {(True, 1)}
+        assert {
+            (len(shard.replication.copies), shard.replication.lag) for shard in view.shards
+        } == {(1, 0)}
         assert {server.num_copies for server in view.servers} == {len(view.shards) // 2}
         assert 1.0 <= view.skew < 1.1
         assert servers.run(reader.read("another")) is None

@@ -1,6 +1,6 @@
 """Coordinator replicas as processes on one etcd: who leads, killing the one that does."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -30,6 +30,7 @@ class CoordinatorProcess(ServedProcess):
         heartbeat_s: float = HEARTBEAT_S,
         lease_s: float = LEADER_LEASE_S,
         listen: str = "127.0.0.1:0",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
             supervisor,
@@ -38,6 +39,7 @@ class CoordinatorProcess(ServedProcess):
             *("coordinator", "--etcd", etcd, "--listen", listen),
             *("--http", f"{listen.rpartition(':')[0]}:0"),
             *("--heartbeat-s", str(heartbeat_s), "--leader-lease-s", str(lease_s)),
+            environment=environment,
         )
 
     def follows(self, leader: str) -> bool:

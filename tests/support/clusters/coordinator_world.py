@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc.aio
 
@@ -28,7 +29,13 @@ class Served:
     clients: list[MemberSession] = field(default_factory=list)
 
     def client(
-        self, name: str, *, desired: int = 2, beat_slot: BeatSlot | None = None, **bounds: int
+        self,
+        name: str,
+        *,
+        desired: int = 2,
+        beat_slot: BeatSlot | None = None,
+        shared_directory: Path | None = None,
+        **bounds: int,
     ) -> MemberSession:
         """A worker's membership that has not attended yet; closed at the end."""
         spec = pb.JobSpec(
@@ -44,14 +51,17 @@ class Served:
             incarnation=new_incarnation(),
             info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
             beat_slot=beat_slot,
+            shared_directory=shared_directory,
         )
         client = MemberSession(member)
         self.clients.append(client)
         return client
 
-    async def joined(self, name: str, *, desired: int = 2, **bounds: int) -> MemberSession:
+    async def joined(
+        self, name: str, *, desired: int = 2, shared_directory: Path | None = None, **bounds: int
+    ) -> MemberSession:
         """A member that attends and has proposed."""
-        client = self.client(name, desired=desired, **bounds)
+        client = self.client(name, desired=desired, shared_directory=shared_directory, **bounds)
         await asyncio.to_thread(client.join)
         await asyncio.to_thread(propose, client)
         return client

@@ -10,10 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from shoal_proto.errors import ShoalError
 from shoal_proto.v1.clocks_pb2_grpc import add_ClocksServicer_to_server
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.samples_pb2_grpc import add_SamplesServicer_to_server
 from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
 from shoal_server.coordinator.clocks import ClocksService
+from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.coordinator.shards.automatic_restores import Restore
 from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
@@ -75,6 +78,11 @@ class ParameterServers:
         """Asked before shards that nobody has any more are called lost."""
         self.events: list[tuple[str, str, str]] = []
         """Job, kind and reason of what the status page would be told."""
+        self.num_members = 1
+        """Whom the coordinator takes to be there, to share samples."""
+        self.refusal: ShoalError | None = None
+        """What members are refused with who ask for samples or tell their clocks."""
+        self.num_refused = 0
         self.coordinator = ""
         self.store: KeyValueStore
 
@@ -107,10 +115,15 @@ class ParameterServers:
         stack.push_async_callback(self.store.close)
         server = new_server()
         losses = self.losses = LossLog(lambda *event: self.events.append(event))
-        accepting = LossAcceptance(self.store, losses, lambda: None)
-        shards = ShardsService(self.store, anybody, self._copies, accepting=accepting)
-        add_ShardsServicer_to_server(shards, server)
-        self.clocks = ClocksService(anybody, self._lost, time.monotonic, stuck_after_s=LIMIT_S)
+        self.samples = SamplesService(self.store, self._authorized, lambda job: self.num_members)
+        await stack.enter_async_context(self.samples)
+        add_SamplesServicer_to_server(self.samples, server)
+        accepting = LossAcceptance(self.store, losses, self.samples, lambda: None)
+        self.shards = ShardsService(self.store, anybody, self._copies, accepting=accepting)
+        add_ShardsServicer_to_server(self.shards, server)
+        self.clocks = ClocksService(
+            self._authorized, self._lost, time.monotonic, stuck_after_s=LIMIT_S
+        )
         add_ClocksServicer_to_server(self.clocks, server)
         self.coordinator = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
         await server.start()
@@ -124,6 +137,11 @@ class ParameterServers:
         await stack.enter_async_context(controller.working())
         for i in range(self._num_servers):
             await self._add(f"ps-{i}", **self._changes)
+
+    async def _authorized(self, token: Token) -> None:
+        if self.refusal is not None:
+            self.num_refused += 1
+            raise self.refusal
 
     async def _restore(self, job: str) -> RestoreAttempt:
         if self.restore_lost is None:

@@ -85,6 +85,8 @@ class RecordKeeper:
         self._store = store
         self._table = AssignmentTable(store, self._carry_out, lambda job: None)
         self._tasks = SupervisedTasks()
+        self._to_do: dict[str, set[int]] = {}
+        """By job, shards whose records want something of this server."""
         self._is_dead = False
 
     @asynccontextmanager
@@ -123,6 +125,7 @@ class RecordKeeper:
             if self._is_dead or assignment is None or assignment.primary != self.me:
                 continue
             if assignment.joining is not None or assignment.successor is not None:
+                self._to_do.setdefault(job, set()).add(shard_id)
                 self._tasks.start(self._follow(job), key=job)
 
     async def _follow(self, job: str) -> None:
@@ -130,7 +133,11 @@ class RecordKeeper:
         while True:
             # As many at once as there are by then.
             await asyncio.sleep(0)
-            mine = {i: h for i, h in self._table.of_job(job).items() if h.primary == self.me}
+            # A look at all shards of the job each time, by a hundred servers on one loop, would
+            # take longer than etcd may be silent.
+            held = self._table.of_job(job)
+            known = {i: held[i] for i in self._to_do.pop(job, ()) if i in held}
+            mine = {i: h for i, h in known.items() if h.primary == self.me}
             joining = {i: h.joining for i, h in mine.items() if h.joining is not None}
             leaving = [i for i, h in mine.items() if h.successor is not None and i not in joining]
             if not joining and not leaving:

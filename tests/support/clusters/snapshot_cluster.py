@@ -47,10 +47,13 @@ class Snapshots:
         self.library = SnapshotLibrary(Storage(str(directory)), job)
         self._servers = servers
         self._calls = ServerCalls()
-        servers.run(snapshot_roots.write(servers.store, (), [str(directory)]))
-        state = JobPosition(cursor=lambda job: self.cursor, training=lambda job: {"step": 3})
+        servers.run(snapshot_roots.write(servers.store, [str(directory)]))
+        state = JobPosition(cursor=self._read_cursor, training=lambda job: {"step": 3})
         self._taker = SnapshotTaker(servers.store, self._calls, state)
-        self._restorer = SnapshotRestorer(servers.store, self._calls, tuple, self._forget_cursor)
+        self._restorer = SnapshotRestorer(servers.store, self._calls, self._forget_cursor)
+
+    async def _read_cursor(self, job: str) -> Mapping[str, Any] | None:
+        return self.cursor
 
     def _forget_cursor(self, job: str) -> None:
         self.cursor = None

@@ -16,7 +16,10 @@ from shoal_server.status.views import (
     JobView,
     LoopLagView,
     MemberView,
+    ProcessView,
+    PushesView,
     Readiness,
+    ReplicationView,
     RosterEntryView,
     SamplesView,
     ServerView,
@@ -25,6 +28,7 @@ from shoal_server.status.views import (
 )
 
 FULL = "the server has no memory left for a copy of shard [2]"
+PUSHES = PushesView(applied=811, duplicates=2, staleness_counts=(300, 400, 111))
 READY = Readiness(ready=True, reason="leads and reaches etcd", leader="10.0.0.2:7700")
 
 
@@ -49,7 +53,18 @@ class World:
         return self.ready
 
     def jobs(self) -> Sequence[JobView]:
-        return list(self.by_name.values())
+        return [replace(job, generations=()) for job in self.by_name.values()]
+
+    def job(self, name: str) -> JobView | None:
+        return self.by_name.get(name)
+
+    def member(self, name: str, member_id: str) -> MemberView | None:
+        members = self.by_name[name].members if name in self.by_name else ()
+        return next((each for each in members if each.member_id == member_id), None)
+
+    def process(self, name: str, member_id: str) -> str | None:
+        member = self.member(name, member_id)
+        return None if member is None else member.public_id
 
     def samples(self, job: str) -> SamplesView | None:
         return self.samples_of.get(job)
@@ -77,11 +92,13 @@ def member(member_id: str, rank: int | None = None, **fields: object) -> MemberV
         "waiting_since_unix_s": now_s - 40,
         "rank": rank,
         "generation": 0 if rank is None else 3,
-        "host": f"node-{(rank or 0) // 2}",
-        "pid": 4000 + (rank or 0),
-        "address": f"10.0.1.{10 + (rank or 0)}",
-        "device": "cpu",
-        "torch_version": "2.13.0",
+        "process": ProcessView(
+            host=f"node-{(rank or 0) // 2}",
+            pid=4000 + (rank or 0),
+            address=f"10.0.1.{10 + (rank or 0)}",
+            device="cpu",
+            torch_version="2.13.0",
+        ),
         "step": 1200,
         "joined_unix_s": now_s - 300,
         "last_seen_unix_s": now_s,
@@ -169,12 +186,14 @@ def shards(*, silent: str = "") -> ShardsView:
                 created=live,
                 version=812 + shard_id if live else 0,
                 num_bytes=1_000_000 * (4 - shard_id) if live else 0,
-                pushes=811 if live else 0,
-                duplicates=2 if live else 0,
-                staleness_counts=(300, 400, 111) if live else (),
-                copies=(CopyView(server_id=f"ps{1 - shard_id % 2}", version=810),) if live else (),
-                lag=2 + shard_id if live else 0,
-                unreplicated_bytes=4096 if live else 0,
+                pushes=PUSHES if live else PushesView(),
+                replication=ReplicationView(
+                    copies=(CopyView(server_id=f"ps{1 - shard_id % 2}", version=810),),
+                    lag=2 + shard_id,
+                    unreplicated_bytes=4096,
+                )
+                if live
+                else ReplicationView(),
             )
         )
     return ShardsView(servers=tuple(servers), shards=tuple(placed), skew=1.25)

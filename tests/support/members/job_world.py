@@ -173,6 +173,15 @@ class World:
         event = events.DrainAsked(**self._who(self.members[name]), reason="spot notice")
         self.later(lambda: self._handle(event))
 
+    def stop(self, reason: str) -> None:
+        self._effects(self.job.stop(reason, self.now_s))
+
+    def abandon(self, reason: str) -> None:
+        self._effects(self.job.abandon(reason, self.now_s))
+
+    def retry(self, *, from_scratch: bool = False) -> None:
+        self._effects(self.job.retry("asked to", self.now_s, from_scratch=from_scratch))
+
     def halt(self, name: str) -> None:
         """SIGSTOP, seen by the launcher; the process takes nothing in until `go_on`."""
         member = self.members[name]

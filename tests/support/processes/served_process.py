@@ -1,9 +1,10 @@
 """A server of ours as a process: started, and awaited until it serves."""
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -26,7 +27,14 @@ def awaited(look: Callable[[], Found | None], within_s: float, what: str) -> Fou
 class ServedProcess:
     """`shoal SUBCOMMAND ...`, which writes its addresses into a file once it serves."""
 
-    def __init__(self, supervisor: Supervisor, directory: Path, name: str, *arguments: str) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        directory: Path,
+        name: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.log_path = directory / f"{name}.log"
         self._ready_path = directory / f"{name}.json"
@@ -36,6 +44,7 @@ class ServedProcess:
                 name=name,
                 arguments=(*command, "--ready-file", str(self._ready_path)),
                 log_path=self.log_path,
+                environment=None if environment is None else {**os.environ, **environment},
             )
         )
         self.grpc = self.http = ""

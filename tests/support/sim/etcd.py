@@ -11,6 +11,12 @@ from support.sim.virtual_time import Clock, Process, Steps, Wait
 
 from shoal_proto.errors import Unavailable
 from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence.stored_chunks import (
+    StoredChunks,
+    chunks_in,
+    from_stored,
+    in_chunks,
+)
 from shoal_server.coordinator.persistence.stored_jobs import StoredJob, StoredJobs
 from shoal_server.core.generations.roster import Generation, JobSpec, Record
 from shoal_server.core.job.job import Job
@@ -118,28 +124,38 @@ class SimEtcd:
     def _note(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
             if isinstance(operation, Put) and "/generations/" in operation.key:
-                record = codec.record_from_json(operation.value)
+                record = self._record(operation)
                 written = self.records.setdefault(record.roster.generation, [])
                 # A write whose outcome is unknown is made again.
                 if not written or written[-1] != record:
                     written.append(record)
                     self.on_write(record)
 
-    def load(self, spec: JobSpec, limits: Limits) -> Job | None:
+    def _record(self, operation: Put) -> Record:
+        stored = in_chunks(operation.value)
+        if stored is None:
+            return codec.record_from_json(operation.value)
+        job, number = stored.record.job, stored.record.roster.generation
+        found = _done(self._memory.range(keys.roster_chunks(job))).items
+        return from_stored(job, number, stored, chunks_in(job, found))
+
+    def load(self, spec: JobSpec, limits: Limits) -> tuple[Job | None, StoredChunks]:
         """The job as a leader takes it up that is elected now; None: there is none."""
         stored = _event_loop().run_until_complete(self._load(spec.job))
-        return stored.begun(limits, self._clock.now_s) if stored is not None else None
+        if stored is None:
+            return None, StoredChunks()
+        return stored.begun(limits, self._clock.now_s), stored.chunks
 
     async def _load(self, job: str) -> StoredJob | None:
         jobs = StoredJobs(self._memory)
         survey = await jobs.survey()
-        assert not survey.set_aside, survey.set_aside
+        assert not survey.quarantined, survey.quarantined
         state = survey.states.get(job)
         if state is None:
             assert not survey.strays, survey.strays
             return None
         if state.finished:
-            return StoredJob(state=state, records=(), members={}, leased=())
+            return StoredJob(state=state, records=(), members={}, chunks=StoredChunks(), leased=())
         return await jobs.load(state)
 
     # --- what the test looks at ---

@@ -5,7 +5,8 @@ without waiting for any time limit.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from support.sim.world import SimWorld
 
@@ -13,6 +14,12 @@ from shoal_server.core.generations.roster import JobSpec
 
 FORMED_S, AGAIN_S = 4.0, 4.0
 """Less than any limit by which members agree, stop or come up: see `shoal_server.core.limits`."""
+
+PAUSE_S = 40.0
+"""Longer than any limit by which members wait for each other."""
+
+CRASHES = 8
+"""Of leaders, one after the other."""
 
 LATER_S = 10.0
 """The same after an outage: nobody's launcher tells of a loss any more, silence does."""
@@ -45,6 +52,16 @@ CHANGES: tuple[Callable[[SimWorld], None], ...] = (
 )
 
 
+@contextmanager
+def _told(world: SimWorld, which: str) -> Iterator[None]:
+    """Whatever does not hold in the block is told with how it came to that."""
+    try:
+        yield
+    except AssertionError as error:
+        story = "\n".join(world.story[-60:])
+        raise AssertionError(f"{error}\n{which}\n{story}") from error
+
+
 def simulate_failover(seed: int) -> None:
     """One run. Raises AssertionError with the story."""
     chance = random.Random(f"failover {seed}")
@@ -52,7 +69,7 @@ def simulate_failover(seed: int) -> None:
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
     world = SimWorld(spec, seed=seed)
     world.faulty = world.store.loses_answers = False
-    try:
+    with _told(world, f"failover seed {seed}"):
         for name in ("a", "b", "c"):
             world.join(name)
         assert world.run(FORMED_S, until=world.at_rest), "it does not form"
@@ -67,9 +84,6 @@ def simulate_failover(seed: int) -> None:
         ended = [name for name, member in world.members.items() if member.failed]
         assert not ended, f"{change.__name__}: {ended} ended"
         assert rested, f"{change.__name__}: not at rest: {world.leader.job.reason}"
-    except AssertionError as error:
-        story = "\n".join(world.story[-60:])
-        raise AssertionError(f"{error}\nfailover seed {seed}\n{story}") from error
 
 
 def simulate_outage(seed: int) -> None:
@@ -83,7 +97,7 @@ def simulate_outage(seed: int) -> None:
     world = SimWorld(spec, seed=seed)
     world.faulty = world.store.loses_answers = False
     world.leaderless_times_s = [2 * world.limits.join_s + 20.0]
-    try:
+    with _told(world, f"outage seed {seed}"):
         for name in ("a", "b", "c"):
             world.join(name)
         assert world.run(FORMED_S, until=world.at_rest), "it does not form"
@@ -98,9 +112,121 @@ def simulate_outage(seed: int) -> None:
         ended = [n for n, member in world.members.items() if member.failed and member.core.admitted]
         assert not ended, f"{change.__name__}: {ended} ended"
         assert rested, f"{change.__name__}: not at rest: {world.leader.job.reason}"
-    except AssertionError as error:
-        story = "\n".join(world.story[-60:])
-        raise AssertionError(f"{error}\noutage seed {seed}\n{story}") from error
 
 
-__all__ = ["simulate_failover", "simulate_outage"]
+def simulate_crash_loop(seed: int) -> None:
+    """Each leader dies within seconds, for minutes, with more or less time before the next one.
+
+    Whoever trains does so in the same generation all along; who came meanwhile is in the next one.
+    """
+    chance = random.Random(f"crash loop {seed}")
+    spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
+    world = SimWorld(spec, seed=seed)
+    world.faulty = world.store.loses_answers = False
+    world.leaderless_times_s = [0.5, 3.0, 2 * world.limits.join_s]
+    with _told(world, f"crash loop seed {seed}"):
+        for name in ("a", "b", "c"):
+            world.join(name)
+        assert world.run(FORMED_S, until=world.at_rest), "it does not form"
+        formed = world.leader.job.last_generation
+        for _ in range(CRASHES):
+            world.kill_leader()
+            away_s = max(world.leaderless_s - world.clock.now_s, 0.0)
+            world.run(away_s + chance.choice([0.1, 0.5, 1.5, 3.0]))
+        assert world.leader.job.last_generation == formed, "it was formed anew"
+        comes = chance.random() < 0.5
+        if comes:
+            world.join("d")
+            world.run(chance.choice([0.0, 0.1, 0.3]))
+            world.crash_leader(after_effects=chance.randint(0, 12))
+            world.run(1.0)
+        world.leader.effects_left = None
+        away_s = max(world.leaderless_s - world.clock.now_s, 0.0)
+        rested = world.run(away_s + LATER_S, until=world.at_rest)
+        ended = [n for n, member in world.members.items() if member.failed and member.core.admitted]
+        assert not ended, f"{ended} ended"
+        assert rested, f"not at rest: {world.leader.job.reason}"
+        assert world.leader.job.last_generation == formed or comes, "it was formed anew"
+
+
+def simulate_pause(seed: int) -> None:
+    """A member is paused for long, leaders die meanwhile, and somebody wants to join: all wait."""
+    chance = random.Random(f"pause {seed}")
+    spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
+    world = SimWorld(spec, seed=seed)
+    world.faulty = world.store.loses_answers = False
+    with _told(world, f"pause seed {seed}"):
+        for name in ("a", "b", "c"):
+            world.join(name)
+        assert world.run(FORMED_S, until=world.at_rest), "it does not form"
+        world.pause(chance.choice("abc"), for_s=PAUSE_S, limit_s=2 * PAUSE_S)
+        for _ in range(chance.choice([1, 2])):
+            world.run(chance.choice([0.1, 0.5, 2.0]))
+            world.crash_leader(after_effects=chance.randint(0, 10))
+            world.run(3.0)
+        world.leader.effects_left = None
+        if chance.random() < 0.5:
+            world.join("d")
+        world.run(PAUSE_S)
+        rested = world.run(AGAIN_S, until=world.at_rest)
+        ended = [name for name, member in world.members.items() if not member.living]
+        assert not ended, f"{ended} ended"
+        assert rested, f"not at rest: {world.leader.job.reason}"
+
+
+def simulate_slow_start(seed: int) -> None:
+    """Somebody joins while those who train have come up and have not begun a step yet."""
+    chance = random.Random(f"slow start {seed}")
+    spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
+    world = SimWorld(spec, seed=seed)
+    world.faulty = world.store.loses_answers = False
+    step = chance.choice([0, 20])
+    breaks = chance.random() < 0.5
+    with _told(world, f"slow start seed {seed}"):
+        for name in ("a", "b"):
+            world.join(name, step=step)
+        if breaks:
+            assert world.run(FORMED_S, until=world.at_rest), "it does not form"
+            world.kill("b", seen_by_launcher=True)
+        world.ready_reply_s = 1.0
+        world.run(chance.uniform(0.0, 1.0))
+        world.join("c")
+        world.run(chance.uniform(1.0, 2.0))
+        world.ready_reply_s = 0.0
+        assert world.run(LATER_S, until=world.at_rest), f"not at rest: {world.leader.job.reason}"
+        ended = [name for name, member in world.members.items() if member.failed]
+        assert not ended, f"{ended} ended"
+
+
+def simulate_state_lost(seed: int) -> None:
+    """All who hold the state die, and the leader with them; others come. None begins anew."""
+    chance = random.Random(f"state lost {seed}")
+    spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
+    world = SimWorld(spec, seed=seed)
+    world.faulty = world.store.loses_answers = False
+    with _told(world, f"state lost seed {seed}"):
+        for name in ("a", "b"):
+            world.join(name)
+        assert world.run(FORMED_S, until=lambda: world.has_committed), "it does not train"
+        faults: list[Callable[[], object]] = [
+            lambda: world.kill("a", seen_by_launcher=True),
+            lambda: world.kill("b", seen_by_launcher=True),
+            lambda: world.crash_leader(after_effects=chance.randint(0, 10)),
+            lambda: world.join("c"),
+        ]
+        chance.shuffle(faults)
+        for fault in faults:
+            fault()
+            world.run(chance.choice([0.0, 0.1, 0.5]))
+        world.calm()
+        assert world.run(30.0, until=world.at_rest), f"not at rest: {world.leader.job.reason}"
+
+
+__all__ = [
+    "PAUSE_S",
+    "simulate_failover",
+    "simulate_outage",
+    "simulate_pause",
+    "simulate_slow_start",
+    "simulate_state_lost",
+]

@@ -12,6 +12,7 @@ from support.sim.virtual_time import Box, Clock, Process, Steps, Wait
 from shoal_proto.errors import NotLeader
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.durable import DurableJobs
+from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
 from shoal_server.core.driver.actions import (
     Action,
     CloseStream,
@@ -103,7 +104,7 @@ class Leader:
         self.clock, self.etcd, self._spec, self._limits = clock, etcd, spec, limits
         self.process = Process(clock)
         self.leads = False
-        self._lead(None)
+        self._lead(None, StoredChunks())
         self.connections: dict[Connection, None] = {}
         """Streams that it has not ended."""
         self.pending: dict[Box, None] = {}
@@ -125,8 +126,9 @@ class Leader:
         self._num_looked = 0
         self._ticks_at: tuple[float, int] = (-1.0, 0)
 
-    def _lead(self, job: Job | None) -> None:
+    def _lead(self, job: Job | None, chunks: StoredChunks) -> None:
         now_s = self.clock.now_s
+        self._chunks = chunks
         self.job = job or Job(
             spec=self._spec, limits=self._limits, digest_of=codec.digest_of, phase_since_s=now_s
         )
@@ -141,7 +143,7 @@ class Leader:
 
     def _begin(self) -> Steps[None]:
         yield Wait(lambda: False, self.etcd.away_s())
-        self._lead(self.etcd.load(self._spec, self._limits))
+        self._lead(*self.etcd.load(self._spec, self._limits))
         self.leads = True
         self._plan()
 
@@ -281,7 +283,7 @@ class Leader:
 
     def _persist(self, write: JobWrite) -> Steps[None]:
         try:
-            yield from awaited(self._jobs.persist(write))
+            yield from awaited(self._jobs.persist(write, self._chunks))
         except NotLeader:
             self.end()
         else:
@@ -296,6 +298,9 @@ class Leader:
             stranger = self._is_stranger(event)
             self._num_looked += isinstance(event, MAY_BE_REFUSED)
             looks = stranger or (isinstance(event, MAY_BE_REFUSED) and not self._num_looked % 4)
+            if looks:
+                # What time alone changes is no change.
+                self.job._pause_keeper.keep_limits(now_s)
             before = repr(self.job) if looks else ""
             try:
                 effects = handle(event, now_s)

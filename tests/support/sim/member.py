@@ -5,6 +5,7 @@ generation, brings it up, trains, and recovers where a collective fails.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from support.sim.errors import CollectiveFailed
@@ -38,7 +39,17 @@ class Surroundings(Network, Protocol):
     def crosses(self, member: "SimMember", old: int, step: int) -> None: ...
     def source_step(self, generation: int) -> int: ...
     def entered(self, member: "SimMember", generation: int) -> None: ...
+    def resumed(self, member: "SimMember") -> None: ...
     def ended(self, member: "SimMember") -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCode:
+    """What a script does between two steps, other than to train."""
+
+    for_s: float
+    limit_s: float | None = None
+    """What it announces as a pause may take; None: it announces nothing."""
 
 
 class SimMember:
@@ -70,6 +81,11 @@ class SimMember:
         self.prepared: dict[int, tuple[float, Connection]] = {}
         self.crossed_at: int | None = None
         """At which step it came into its generation by a planned change."""
+        self.own_code: list[OwnCode] = []
+        """What the script does before its next steps."""
+        self.pause: OwnCode | None = None
+        """That which it is at, if it has announced it."""
+        self.pause_begun_s = 0.0
         self._stands = False
         self._seen = 0
         self.session = SimSession(
@@ -106,6 +122,11 @@ class SimMember:
     @property
     def living(self) -> bool:
         return self.process.alive and self.end is None
+
+    @property
+    def all_own_code(self) -> list[OwnCode]:
+        """What it is at, and what is before it."""
+        return [*self.own_code, *([self.pause] if self.pause is not None else [])]
 
     @property
     def failed(self) -> bool:
@@ -182,11 +203,25 @@ class SimMember:
             )
             yield from self.session.do(ev.Proposed(proposal=proposal))
             while self.total_steps is None or self.step < self.total_steps:
+                yield from self._do_own_code()
                 yield from self._stand()
                 yield from self._train_step()
             yield from self._leave("completed")
         except (ShoalError, CollectiveFailed) as error:
             yield from self._leave(error)
+
+    def _do_own_code(self) -> Steps[None]:
+        while self.own_code:
+            code = self.own_code.pop(0)
+            if code.limit_s is None:
+                yield sleep(code.for_s)
+                continue
+            self.pause, self.pause_begun_s = code, self.around.clock.now_s
+            yield from self.session.do(ev.PauseBegan(reason="validation", limit_s=code.limit_s))
+            yield sleep(code.for_s)
+            self.pause = None
+            self.around.resumed(self)
+            yield from self.session.do(ev.PauseEnded())
 
     def _stand(self) -> Steps[None]:
         """Be in a generation in which the next step has begun."""
@@ -231,12 +266,20 @@ class SimMember:
             self.around.committed(self)
 
     def _collective(self, key: str) -> Steps[None]:
-        box = Box(self.process.changed)
+        box, clock = Box(self.process.changed), self.around.clock
+        since_s, limit_s = clock.now_s, self.around.limits.collective_s
         self.around.arrive(self, self._seen, key, box)
-        if not (yield Wait(lambda: box.done, self.around.limits.collective_s)):
+        # As HangWatch does: what passed while somebody was paused does not count.
+        while (left_s := self._held_until_s(since_s) + limit_s - clock.now_s) > 0:
+            if (yield Wait(lambda: box.done, left_s)):
+                break
+        else:
             raise CollectiveFailed("timed out")
         if box.error is not None:
             raise box.error
+
+    def _held_until_s(self, since_s: float) -> float:
+        return max(since_s, self.core.clock.held_until_s(self.around.clock.now_s))
 
     def _bring_up(self, record: pb.GenerationRecord) -> Steps[None]:
         self._seen = record.roster.generation
@@ -286,4 +329,4 @@ class SimMember:
         self.process.die()
 
 
-__all__ = ["SimMember", "Surroundings"]
+__all__ = ["OwnCode", "SimMember", "Surroundings"]

@@ -4,6 +4,7 @@ import random
 import traceback
 from collections.abc import Callable
 
+from support.sim.failover import PAUSE_S
 from support.sim.world import FIELDS, SimWorld
 
 from shoal_server.core.generations.roster import JobSpec
@@ -12,8 +13,8 @@ from shoal_server.core.membership.phases import Phase
 FAULTS = (
     ["kill"] * 4
     + ["join"] * 5
-    + ["rejoin", "halt", "drain", "crash leader", "crash midway"] * 3
-    + ["odd", "picky", "cut", "halt leader", "etcd", "ahead", "clumsy"] * 2
+    + ["rejoin", "halt", "drain", "crash leader", "crash midway", "pause"] * 3
+    + ["odd", "picky", "cut", "halt leader", "etcd", "ahead", "clumsy", "dawdle"] * 2
 )
 
 
@@ -33,6 +34,7 @@ def _disturb(world: SimWorld, chance: random.Random, fresh: int) -> None:
         "crash midway": lambda: world.crash_leader(after_effects=chance.randint(1, 25)),
         "halt leader": lambda: world.halt_leader(chance.choice([0.3, 2.0, 4.0])),
         "etcd": lambda: world.stop_etcd(chance.choice([0.2, 1.0, 8.0])),
+        "dawdle": lambda: world.dawdle(chance.choice([0.3, 2.0])),
     }
     losses: dict[str, Callable[[], object]] = {
         "kill": lambda: world.kill(name, seen_by_launcher=coin),
@@ -41,6 +43,9 @@ def _disturb(world: SimWorld, chance: random.Random, fresh: int) -> None:
             name, chance.choice([0.02, 0.3, 1.0, 5.0]), seen_by_launcher=coin
         ),
         "drain": lambda: world.drain(name, by_operator=coin),
+        "pause": lambda: world.pause(
+            name, for_s=chance.choice([0.1, 2.0, PAUSE_S]), limit_s=chance.choice([5.0, 100.0])
+        ),
         "cut": lambda: world.cut_off(name, f"m{fresh}", back=coin),
     }
     fault = chance.choice(FAULTS)
@@ -59,6 +64,7 @@ def _run(world: SimWorld, seed: int) -> None:
         _disturb(world, chance, fresh)
     world.run(chance.choice([0.0, 0.5]))
     world.calm()
+    world.run(sum(code.for_s for each in world.members.values() for code in each.all_own_code))
     etcd_away_s = max(world.store.back_s - world.clock.now_s, 0.0)
     # Who still waits for a leader that stood still looks for the next one.
     world.run(etcd_away_s + 4.0)

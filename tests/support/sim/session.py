@@ -20,6 +20,7 @@ from shoal_proto.errors import DeadlineExceeded, RetryError, ShoalError, Unavail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.jobs.requests import event_of, joined
 from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence.codec import RosterForm
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 
@@ -215,7 +216,8 @@ class SimSession:
             admitted = pb.Admitted(limits=codec.limits_to_pb(self._network.limits))
             return ev.NoticeCame(notice=pb.Notice(reason="admitted", admitted=admitted))
         known = isinstance(notice, events.OutcomeNotice) and notice.record.digest == self._shown
-        message = codec.notice_to_pb(notice, self._last_generation(), with_roster=not known)
+        form = RosterForm.LEFT_OUT if known else RosterForm.WHOLE
+        message = codec.notice_to_pb(notice, self._last_generation(), form)
         if isinstance(notice, events.PrepareNotice):
             self._shown = notice.digest
         if isinstance(notice, events.OutcomeNotice):

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from support.sim.errors import CollectiveFailed, Unavailable
 from support.sim.etcd import SimEtcd
 from support.sim.leader import Connection, Leader
-from support.sim.member import SimMember
+from support.sim.member import OwnCode, SimMember
 from support.sim.virtual_time import Box, Clock
 
-from shoal_proto.errors import BringUpFailed, ShoalError
+from shoal_proto.errors import BringUpFailed, DeadlineExceeded, ShoalError
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core.generations.roster import (
     JobSpec,
@@ -27,6 +27,8 @@ FIELDS = {"strategy": "ddp", "schema": "s1"}
 LIMITS = Limits(heartbeat_s=0.2, join_s=20.0)
 LEADER_LEASE_S = 1.5
 CHECK_EVERY_S = 0.25
+KNOWN_WITHIN_S = 5.0
+"""A pause that begins is known to everybody by then, whatever gets lost on the way."""
 
 
 @dataclass
@@ -71,6 +73,10 @@ class SimWorld:
         self.leaderless_s = 0.0
         """When the last trouble with leaders was over, as `troubled_s` for any."""
         """When leader or store last were away."""
+        self.ready_reply_s = 0.0
+        """For so long the answer is on its way to who said that it is ready."""
+        self.paused_s = 0.0
+        """When somebody was paused last."""
         self._starts = 0
         self.leader = self._elect()
 
@@ -132,6 +138,21 @@ class SimWorld:
 
         self.clock.later(for_s, wake)
 
+    def pause(self, name: str, for_s: float, limit_s: float) -> None:
+        """Its script announces what it does before its next step."""
+        self.note(f"{name} is to pause for {for_s:.2f} s, of {limit_s:.2f} s")
+        self.members[name].own_code.append(OwnCode(for_s=for_s, limit_s=limit_s))
+
+    def dawdle(self, for_s: float) -> None:
+        """All scripts do something before their next step that they do not announce."""
+        self.note(f"all scripts do something else for up to {for_s:.2f} s")
+        for member in self.members.values():
+            member.own_code.append(OwnCode(for_s=for_s * self.random.uniform(0.5, 1.0)))
+
+    def resumed(self, member: SimMember) -> None:
+        self.note(f"{member.name} resumes")
+        self.paused_s = self.clock.now_s
+
     def drain(self, name: str, *, by_operator: bool) -> None:
         member = self.members[name]
         self.note(f"{name} is to drain")
@@ -150,6 +171,11 @@ class SimWorld:
         if leader.process.alive:
             leader.on_crash = lambda: self._crashed(leader)
             leader.effects_left = after_effects
+
+    def kill_leader(self) -> None:
+        """Whatever it is at, or if it is at nothing."""
+        if self.leader.process.alive:
+            self._crashed(self.leader)
 
     def halt_leader(self, for_s: float) -> None:
         leader = self.leader
@@ -180,6 +206,8 @@ class SimWorld:
         self.note("all faults stop")
         self.faulty = self.store.loses_answers = False
         self.cut.clear()
+        for member in self.members.values():
+            member.own_code.clear()
         self.leader.effects_left = None
         self._wake_leader(self.leader)
         for member in self.members.values():
@@ -300,7 +328,11 @@ class SimWorld:
             if self.lose():
                 fail(0.5)
             else:
-                self.clock.soon(lambda: box.set(error), 0.02)
+                is_ready = isinstance(event, events.BecameReady)
+                self.clock.later(
+                    self.ready_reply_s if is_ready else 0.0,
+                    lambda: self.clock.soon(lambda: box.set(error), 0.02),
+                )
 
         def arrive() -> None:
             if leader.process.alive:
@@ -370,12 +402,12 @@ class SimWorld:
             leader.job.heard_of_step(member.name, member.incarnation, Step(member.step))
 
     def _check_boundary(self, leader: Leader, notice: events.Notice) -> None:
-        """The old generation stops at the first step that nobody has begun, and no later."""
+        """The old generation stops at the very first step that nobody has begun."""
         running = leader.job.running
         if isinstance(notice, events.StopAtNotice) and running is not None:
             group = self.groups[running.generation]
             begun = max(group.highest_begun, group.source_step - 1)
-            assert not group.up or notice.step <= begun + 1, (
+            assert not group.up or notice.step == begun + 1, (
                 f"{running.generation} stops at {notice.step}, and {begun} has begun"
             )
 
@@ -424,6 +456,7 @@ class SimWorld:
         # Who answers does all that is asked of it long before anybody loses patience, whether or
         # not the store is away meanwhile.
         untroubled = self.clock.now_s - self.leaderless_s > self.limits.collective_s + 1.0
+        self._check_patience(member)
         if untroubled and not member.is_clumsy:
             assert not isinstance(member.end, BringUpFailed), member.end
         if untroubled and not member.process.was_halted and isinstance(member.end, ShoalError):
@@ -432,6 +465,18 @@ class SimWorld:
         for number, group in self.groups.items():
             if member.is_in(group.record.roster):
                 self.part(member, number)
+
+    def _check_patience(self, member: SimMember) -> None:
+        """While somebody is paused nobody ends for having waited, but by its own pause."""
+        waited = isinstance(member.end, DeadlineExceeded)
+        known = [each for each in self.members.values() if each.living and not each.failure]
+        paused = [each for each in known if each.pause]
+        if not waited or not paused or "is paused" in str(member.end):
+            return
+        begun_s = min(each.pause_begun_s for each in paused)
+        assert max(begun_s, self.leaderless_s) > self.clock.now_s - KNOWN_WITHIN_S, (
+            f"{member.name} does not wait for {', '.join(each.name for each in paused)}"
+        )
 
     # --- what must hold ---
 
@@ -486,7 +531,7 @@ class SimWorld:
                 if number in member.records or stream is not member.stream or stream.broken:
                     del member.prepared[number]
                     continue
-                quiet_s = self.clock.now_s - max(since_s, self.troubled_s)
+                quiet_s = self.clock.now_s - max(since_s, self.troubled_s, self.paused_s)
                 assert quiet_s < self.limits.prepare_s + 2.5, (
                     f"{member.name} never heard what came of generation {number}"
                 )
@@ -496,6 +541,8 @@ class SimWorld:
         end_s = self.clock.now_s + for_s
         while self.clock.now_s < end_s:
             self.clock.run(min(self.clock.now_s + CHECK_EVERY_S, end_s))
+            if any(member.living and member.pause for member in self.members.values()):
+                self.paused_s = self.clock.now_s
             self.check_members()
             if until():
                 return True

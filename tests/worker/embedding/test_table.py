@@ -305,6 +305,9 @@ def test_wrong_uses_are_told(servers: ParameterServers) -> None:
         table(torch.tensor([1, 10]))
     with pytest.raises(TypeError, match="float32"):
         table(torch.tensor([1.0]))
+    for dim, options in ((0, {}), (-1, {}), (4, {"num_shards": 0}), (4, {"num_embeddings": 0})):
+        with pytest.raises(InvalidSpec, match=r"of a table is out of range; saw (0|-1)"):
+            EmbeddingTable(dim, **options)
     with pytest.raises(InvalidSpec, match="padding_idx"):
         EmbeddingTable(DIM, num_embeddings=10, padding_idx=10)
     with pytest.raises(InvalidSpec, match="mode"):

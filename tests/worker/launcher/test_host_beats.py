@@ -102,7 +102,7 @@ class World:
     def member(self, pid: int) -> MemberView | None:
         """What the status page shows of the process."""
         jobs = self._coordinator.coordinator.view.jobs()
-        found = [each for job in jobs for each in job.members if each.pid == pid]
+        found = [each for job in jobs for each in job.members if each.process.pid == pid]
         return found[0] if found else None
 
     def reasons(self) -> str:

@@ -15,6 +15,7 @@ from support.clusters.status_world import World
 from support.processes.load import unhurried
 
 from shoal.membership.health import HealthReporter
+from shoal_proto.health import HealthFigures
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.serve import StatusServer
@@ -83,7 +84,7 @@ def board() -> Board:
 def test_the_first_update_is_reported_at_once(board: Board) -> None:
     """A page shows a member as soon as it has something to say; numbers of numpy are taken too."""
     with endpoint(board) as server, reporter(server.url) as health:
-        health.update(step=int(np.int64(3)), loss=np.float32(0.5), device="cpu")  # type: ignore[arg-type]
+        health.update(HealthFigures(step=int(np.int64(3)), loss=np.float32(0.5), device="cpu"))  # type: ignore[arg-type]
         (report,) = board.wait_for(1)
     assert (report.step, report.loss, report.device) == (3, 0.5, "cpu")
     assert health.num_sent == 1
@@ -93,10 +94,10 @@ def test_the_newest_wins_and_the_last_is_sent_on_close(board: Board) -> None:
     """Of many updates within an interval one report is made, with what each field said last."""
     with endpoint(board) as server:
         with reporter(server.url) as health:
-            health.update(step=0, samples_per_s=10.0)
+            health.update(HealthFigures(step=0, samples_per_s=10.0))
             board.wait_for(1)
             for step in range(1, 1001):
-                health.update(step=step, loss=1.0 / step)
+                health.update(HealthFigures(step=step, loss=1.0 / step))
         reports = board.wait_for(2)
     assert [report.step for report in reports] == [0, 1000]
     assert reports[1].samples_per_s == 10.0, "what was not said again stays"
@@ -106,7 +107,7 @@ def test_reports_go_on_at_the_interval(board: Board) -> None:
     """Later updates are sent without a close."""
     with endpoint(board) as server, reporter(server.url, 0.05) as health:
         for step in range(3):
-            health.update(step=step)
+            health.update(HealthFigures(step=step))
             board.wait_for(step + 1)
 
 
@@ -114,7 +115,7 @@ def test_reports_go_on_at_the_interval(board: Board) -> None:
 def test_a_diverged_loss_gets_through(board: Board, loss: float, shown: str) -> None:
     """JSON has no NaN, but it is what people look for."""
     with endpoint(board) as server, reporter(server.url) as health:
-        health.update(step=1, loss=loss)
+        health.update(HealthFigures(step=1, loss=loss))
         (report,) = board.wait_for(1)
     assert str(report.loss) == shown
 
@@ -123,11 +124,11 @@ def test_training_is_not_held_up_by_a_silent_coordinator() -> None:
     """With a peer that accepts and never answers, updates stay instant and close is bounded."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         health = reporter(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.01)
-        health.update(step=0)
+        health.update(HealthFigures(step=0))
         connection, _ = silent.accept()
         started_s = time.monotonic()
         for step in range(1000):
-            health.update(step=step)
+            health.update(HealthFigures(step=step))
         updated_s = time.monotonic()
         health.close(timeout_s=0.2)
         closed_s = time.monotonic()
@@ -146,12 +147,12 @@ def test_an_outage_is_counted_and_told_once(board: Board) -> None:
         while health.num_failed < 3:
             assert time.monotonic() < deadline_s
             step += 1
-            health.update(step=step)
+            health.update(HealthFigures(step=step))
         with endpoint(board, port):
             while not board.reports:
                 assert time.monotonic() < deadline_s
                 step += 1
-                health.update(step=step)
+                health.update(HealthFigures(step=step))
             health.close()
     events = [line["event"] for line in lines if str(line["event"]).startswith("health_")]
     assert events == ["health_report_failed", "health_reports_resumed"]
@@ -164,7 +165,7 @@ def test_a_refusal_is_counted_and_told_in_the_servers_words(board: Board) -> Non
         endpoint(board) as server,
         reporter(server.url, incarnation="old") as health,
     ):
-        health.update(step=1)
+        health.update(HealthFigures(step=1))
         health.close()
     assert (health.num_sent, health.num_failed) == (0, 1)
     assert any("another process by now" in str(line.get("reason")) for line in lines)
@@ -175,11 +176,11 @@ def test_names_are_quoted_and_an_empty_url_waits(board: Board) -> None:
     url = ""
     with endpoint(board) as server:
         with HealthReporter(lambda: url, "digits", "../w1?", INCARNATION, 0.01) as health:
-            health.update(step=1)
+            health.update(HealthFigures(step=1))
         assert (health.num_sent, health.num_failed) == (0, 0)
         url = server.url
         with HealthReporter(lambda: url, "digits", "../w1?", INCARNATION, 0.01) as health:
-            health.update(step=1)
+            health.update(HealthFigures(step=1))
         assert health.num_failed == 1
     assert board.reports == []
 

@@ -1,17 +1,24 @@
 """Batches for members that train at their own pace: the coordinator leases who trains on what."""
 
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 
 import structlog
 
-from shoal_client.progress.samples import Lease, SampleRange, Samples
-from shoal_proto.errors import JobFinished, RejoinError, RetryError
+from shoal.data.sample_reserve import SampleReserve
+from shoal_client.connection.coordinators import OUTLASTED
+from shoal_client.progress.samples import Lease, Reserve, SampleRange, Samples, size_of
+from shoal_proto.errors import JobFinished, RejoinError
 
 log = structlog.get_logger(__name__)
 
+ASK_AGAIN_S = 0.5
+"""Where others have their share of what is left."""
+TALK_EACH_S = 2.0
+"""Without anything to say: others may have come, which lack what is held here."""
+MAX_HELD_RANGES = 96
+"""With so many its trainer is to have some acknowledged first. Coordinators refuse 128."""
 REPORT_WITHIN_S = 3.0
 LOOK_UP_EACH_S = 1.0
 
@@ -19,43 +26,64 @@ LOOK_UP_EACH_S = 1.0
 class Leases:
     """Yields ranges to train on until every sample of every epoch is done, by whomever.
 
-    Where there is none now, since others are still at work or no coordinator is there, it yields
-    None now and then.
+    A thread keeps a reserve of them, and tells what is done. Where there is none now, since others
+    are still at work or no coordinator is there, it yields None now and then.
     """
 
-    def __init__(self, samples: Samples, batch_size: int) -> None:
+    def __init__(self, samples: Samples, batch_size: int, *, round_batches: int = 1) -> None:
+        """`round_batches`: so many are acknowledged together."""
         self._samples = samples
         self._batch_size = batch_size
+        self._reserve = SampleReserve(
+            batch_size, samples.num_samples, round_samples=batch_size * round_batches
+        )
         self._changed = threading.Condition()
         self._done: list[SampleRange] = []
-        self._closed = False
-        self._ahead: Future[Lease] | None = None
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-lease")
+        self._given_back: list[SampleRange] = []
+        self._is_waiting = False
+        self._has_none = False
+        """The newest answer was that there is nothing for now."""
+        self._is_exhausted = False
+        self._is_closed = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._lease, name="shoal-lease", daemon=True)
 
     def __iter__(self) -> Iterator[SampleRange | None]:
-        ahead: Future[Lease] = self._ask()
+        self._thread.start()
         while True:
-            try:
-                lease = ahead.result(timeout=LOOK_UP_EACH_S)
-            except FutureTimeout:
-                # No coordinator is there, maybe for long: the trainer looks after itself meanwhile.
-                yield None
-                continue
-            if lease.exhausted:
+            span = self._next()
+            if span is None and (self._is_exhausted or self._is_closed):
                 return
-            if lease.range is None:
-                # Others are still at work, or this member's own last step is not acknowledged.
+            given_s = time.monotonic()
+            yield span
+            if span is not None:
                 with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._done or self._closed, timeout=lease.retry_after_s
-                    )
-                    if self._closed:
-                        return
-                yield None
-                ahead = self._ask()
-                continue
-            ahead = self._ask()
-            yield lease.range
+                    took_s = time.monotonic() - given_s
+                    self._reserve.pace.trained(span.stop - span.start, took_s)
+
+    def _next(self) -> SampleRange | None:
+        with self._changed:
+            span = self._take()
+            if span is None:
+                # Nobody answers, maybe for long, or others are still at work: the trainer looks
+                # after itself now and then.
+                self._has_none = False
+                self._changed.wait_for(self._has_news, timeout=LOOK_UP_EACH_S)
+                span = self._take()
+            if self._error is not None:
+                raise self._error
+            return span
+
+    def _take(self) -> SampleRange | None:
+        span = self._reserve.take(self._batch_size)
+        if self._is_waiting != (span is None):
+            self._is_waiting = span is None
+            self._changed.notify_all()
+        return span
+
+    def _has_news(self) -> bool:
+        over = self._is_exhausted or self._is_closed or self._error is not None
+        return over or self._has_none or self._reserve.num_ready > 0
 
     def done(self, trained: SampleRange) -> None:
         """The range counts: its step cannot be lost any more. Any thread."""
@@ -66,35 +94,88 @@ class Leases:
     def close(self) -> None:
         """Report what is done and let go of the rest. A coordinator that is away is logged."""
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._changed.notify_all()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        # One that was cancelled before it began is never done, and took no report along.
-        under_way = [a for a in (self._ahead,) if a is not None and not a.cancelled()]
-        if wait(under_way, timeout=REPORT_WITHIN_S).not_done:
-            log.warning("samples_not_reported", reason="the coordinator does not answer")
-            return
-        completed = self._take()
-        if not completed:
+        if self._thread.is_alive():
+            self._thread.join(REPORT_WITHIN_S)
+            if self._thread.is_alive():
+                log.warning("samples_not_reported", reason="the coordinator does not answer")
+                return
+        completed, reserve = self._done, self._own(self._given_back + self._reserve.all())
+        if self._is_exhausted or not (completed or reserve.given_back):
             return
         try:
-            self._samples.report(completed, timeout_s=REPORT_WITHIN_S)
-        except (RetryError, RejoinError, JobFinished) as error:
+            self._samples.report(completed, reserve=reserve, timeout_s=REPORT_WITHIN_S)
+        except (*OUTLASTED, RejoinError, JobFinished) as error:
             log.warning("samples_not_reported", reason=str(error))
 
-    def _ask(self) -> Future[Lease]:
-        self._ahead = self._pool.submit(self._lease)
-        return self._ahead
+    # --- on the thread that asks ---
 
-    def _lease(self) -> Lease:
-        """What was done goes along with the first attempt, and is kept for the next ones."""
-        return self._samples.coordinators.persist(
-            lambda: self._samples.lease(self._batch_size, self._take()),
-            waits_for="samples",
-            gives_up=lambda: self._closed,
+    def _lease(self) -> None:
+        try:
+            while self._is_due():
+                self._ask()
+        except Exception as error:  # noqa: BLE001 - raised where the trainer asks for samples
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        """Wait until there is something to ask for or tell, or for a moment; False: it is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._has_to_say, TALK_EACH_S)
+            return not self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed or self._is_exhausted
+
+    @property
+    def _wants_more(self) -> bool:
+        return self._reserve.lacking > 0
+
+    @property
+    def _has_to_say(self) -> bool:
+        return bool(self._done or self._given_back) or self._wants_more
+
+    def _ask(self) -> None:
+        lease = self._samples.coordinators.persist(
+            self._attempt, waits_for="samples", gives_up=lambda: self._is_closed
         )
+        with self._changed:
+            self._booked(lease)
+            if lease.range is None and self._wants_more:
+                # Others are still at work, or have their share of what is left.
+                self._changed.wait_for(
+                    lambda: self._is_over or bool(self._done),
+                    lease.retry_after_s if self._is_waiting else ASK_AGAIN_S,
+                )
 
-    def _take(self) -> list[SampleRange]:
+    def _attempt(self) -> Lease:
+        """What was done goes along with the first attempt, and is kept for the next ones."""
         with self._changed:
             done, self._done = self._done, []
-        return done
+            back, self._given_back = self._given_back, []
+            wanted, reserve = self._reserve.lacking, self._own(back)
+            if len(self._samples.held) >= MAX_HELD_RANGES:
+                wanted = 0
+        return self._samples.lease(wanted, done, reserve=reserve)
+
+    def _own(self, given_back: list[SampleRange]) -> Reserve:
+        not_begun = self._reserve.num_ready + size_of(given_back)
+        return Reserve(
+            num_samples=self._reserve.wanted,
+            step_samples=self._reserve.step_samples,
+            given_back=given_back,
+            num_begun=size_of(self._samples.held) - not_begun,
+            begins_per_s=self._reserve.begins_per_s,
+        )
+
+    def _booked(self, lease: Lease) -> None:
+        self._is_exhausted, self._has_none = lease.exhausted, lease.range is None
+        self._reserve.lost(lease.not_held)
+        if lease.range is not None:
+            self._reserve.leased(lease.range)
+        num_held = size_of(self._samples.held)
+        self._given_back += self._reserve.beyond_share(lease.reserve_max, num_held)
+        self._changed.notify_all()

@@ -66,6 +66,10 @@ class EmbeddingTable(nn.Module):
         of; up to `cache_rows` rows are kept for it. `lr`, an attribute, goes with every push.
         """
         super().__init__()
+        _check_count("embedding_dim", embedding_dim)
+        _check_count("num_shards", num_shards)
+        if num_embeddings is not None:
+            _check_count("num_embeddings", num_embeddings)
         self.embedding_dim = embedding_dim
         self.num_embeddings = num_embeddings
         self.padding_idx = padding_idx
@@ -205,6 +209,13 @@ def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:
             )
         found[module.name] = module
     return found
+
+
+def _check_count(setting: str, value: int) -> None:
+    if value < 1:
+        raise InvalidSpec(
+            f"{setting} of a table is out of range", seen=str(value), expected="at least 1"
+        )
 
 
 def _check(table: EmbeddingTable) -> None:

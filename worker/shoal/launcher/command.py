@@ -35,6 +35,7 @@ def run(config: RunConfig) -> int:
     with ExitStack() as stack:
         if config.coordinators:
             check_reachable(config.coordinators, REACH_TIMEOUT_S)
+            _say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
             _check_job(config)
             return Launcher(config).run()
         # Before the launcher takes the signals over: a SIGTERM must undo what has started.

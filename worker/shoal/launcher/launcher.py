@@ -142,6 +142,7 @@ class Launcher:
         board.slots[slot.index].clear()
         environment = worker_environment(self._config, slot.member_id)
         environment["SHOAL_BEATS"] = board.address(slot.index)
+        environment["SHOAL_SHARED_DIRECTORY"] = board.shared_directory
         slot.process = supervisor.spawn(
             Command(
                 name=slot.member_id,

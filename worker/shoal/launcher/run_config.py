@@ -39,7 +39,8 @@ class RunConfig:
     num_workers: Annotated[int, Parameter(name="-n", metavar="N")] = 1
     """Worker processes on this host."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""
-    """Name of the job that the workers join. By default the script's name."""
+    """Name of the job that the workers join. By default the script's name; with --coordinator with
+    a random ending, since another run might have that name. It is printed then."""
     fresh: bool = False
     """Start the job anew: remove what the cluster keeps of an earlier run of this name."""
     coordinators: CoordinatorAddresses = ()
@@ -68,7 +69,11 @@ class RunConfig:
     """What the workers' environment is made from."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "job", self.job or _job_of(self.script[0], self.module))
+        if not self.job:
+            name = _job_of(self.script[0], self.module)
+            # On a cluster that others use two runs of a script must not meet by accident.
+            unique = f"{name}-{os.urandom(3).hex()}" if self.coordinators else name
+            object.__setattr__(self, "job", unique)
         if not is_name(self.job):
             raise InvalidSpec(
                 "the job has a bad name",

@@ -8,18 +8,20 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from numbers import Integral
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 from urllib.parse import quote
 
 import httpx
 import structlog
 
+from shoal_proto.health import HealthFigures, max_lengths
+
 log = structlog.get_logger(__name__)
 
 REQUEST_WITHIN_S = 2.0
-MAX_DEVICE_LENGTH = 100
-MAX_ERROR_LENGTH = 2000
+_MAX_LENGTHS = max_lengths()
 
 
 class HealthReporter:
@@ -68,38 +70,16 @@ class HealthReporter:
         """Reports that did not get through or were refused."""
         return self._num_failed
 
-    def update(
-        self,
-        *,
-        step: int | None = None,
-        loss: float | None = None,
-        step_time_s: float | None = None,
-        samples_per_s: float | None = None,
-        memory_bytes: int | None = None,
-        device: str | None = None,
-        staleness_steps: float | None = None,
-        sent_bytes_per_step: float | None = None,
-        compression_ratio: float | None = None,
-        last_error: str | None = None,
-    ) -> None:
-        """Change what the next report says; what is not given stays as it was. Never blocks.
+    def update(self, figures: HealthFigures) -> None:
+        """Change what the next report says; what is None stays as it was. Never blocks.
 
         Convert tensors before: `float(loss)` waits for the device, so do it as often as you can
         afford.
         """
-        numbers = {"step_time_s": step_time_s, "samples_per_s": samples_per_s}
-        numbers["staleness_steps"] = staleness_steps
-        numbers["sent_bytes_per_step"] = sent_bytes_per_step
-        numbers["compression_ratio"] = compression_ratio
-        given: dict[str, Any] = {name: float(n) for name, n in numbers.items() if n is not None}
-        counts = {"step": step, "memory_bytes": memory_bytes}
-        given |= {name: int(n) for name, n in counts.items() if n is not None}
-        if loss is not None:
-            given["loss"] = _json_float(float(loss))
-        if device is not None:
-            given["device"] = device[:MAX_DEVICE_LENGTH]
-        if last_error is not None:
-            given["last_error"] = last_error[:MAX_ERROR_LENGTH]
+        given = {
+            name: value[: _MAX_LENGTHS[name]] if isinstance(value, str) else _json_number(value)
+            for name, value in figures.said().items()
+        }
         with self._changed:
             self._fields |= given
             self._pending = True
@@ -167,8 +147,11 @@ class HealthReporter:
         self._outage = True
 
 
-def _json_float(value: float) -> float | str:
+def _json_number(value: SupportsFloat) -> float | str:
     """JSON has no NaN and no infinity; as text they get through, and they are what people seek."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
+    if isinstance(value, Integral):
+        return int(value)
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else f"{'-' if number < 0 else ''}Infinity"

@@ -6,17 +6,18 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import structlog
 import torch
 
-import shoal_proto
 from shoal_client.connection.reach import CHOICES
 from shoal_client.liveness.beat_board import BeatSlot
 from shoal_client.membership.member import Member
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 
 log = structlog.get_logger(__name__)
@@ -51,6 +52,8 @@ class JoinConfig:
     backend: str = ""
     """What carries collectives: "gloo", "nccl", "in-memory"; empty: NCCL for a model on CUDA, Gloo
     for all else."""
+    shared_directory: str = ""
+    """Where the workers of this host's launcher keep what they have in common; empty: nowhere."""
     beat_slot: str = ""
     """Where the launcher looks for whom to beat; empty: this member beats by itself."""
 
@@ -118,6 +121,7 @@ class JoinConfig:
                 shoal_version=shoal_version(),
             ),
             beat_slot=_beat_slot(self.beat_slot),
+            shared_directory=Path(self.shared_directory) if self.shared_directory else None,
         )
 
 
@@ -154,6 +158,7 @@ def read_config(
         check_peers=text("check_peers", "SHOAL_CHECK_PEERS") or "auto",
         backend=text("backend", "SHOAL_BACKEND"),
         beat_slot=text("beat_slot", "SHOAL_BEATS"),
+        shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
     )
 
 
@@ -162,7 +167,7 @@ def shoal_version() -> str:
     try:
         return version("shoal")
     except PackageNotFoundError:
-        return f"protocol {shoal_proto.PROTOCOL_VERSION}"
+        return f"protocol {OWN_PROTOCOLS.newest}"
 
 
 def _own_address(coordinators: tuple[str, ...]) -> str:

@@ -14,6 +14,7 @@ import grpc
 from shoal.torch_private.c10d import Store
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_proto.errors import DeadlineExceeded, GenerationBroken
+from shoal_proto.packing.packed_values import unpack
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
@@ -70,13 +71,13 @@ class RendezvousStore(Store):
         return value if value is not None else self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return list(self._get(keys, self._timeout_s).values)
+        return list(self._get(keys, self._timeout_s))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         timeout_s = timeout.total_seconds() if timeout is not None else self._timeout_s
-        reply = self._get(keys, timeout_s)
+        values = self._get(keys, timeout_s)
         with self._lock:
-            self._waited = dict(zip(keys, reply.values, strict=True))
+            self._waited = dict(zip(keys, values, strict=True))
 
     def check(self, keys: Sequence[str]) -> bool:
         request = pb.StoreKeysRequest(token=self._token, keys=keys)
@@ -134,12 +135,14 @@ class RendezvousStore(Store):
         stored = [pb.StorePair(key=key, value=_bytes(value)) for key, value in pairs]
         self._call(_set, pb.StoreSetRequest(token=self._token, pairs=stored, append=append))
 
-    def _get(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
+    def _get(self, keys: Sequence[str], timeout_s: float) -> Sequence[bytes]:
         # One call waits no longer than a coordinator lets it.
         rest_s = max(timeout_s - CALL_S, 0.0)
-        request = pb.StoreGetRequest(token=self._token, keys=keys, timeout_s=timeout_s - rest_s)
+        request = pb.StoreGetRequest(
+            token=self._token, keys=keys, timeout_s=timeout_s - rest_s, takes_packed=True
+        )
         try:
-            return self._call(_get, request, timeout_s=timeout_s - rest_s)
+            reply = self._call(_get, request, timeout_s=timeout_s - rest_s)
         except DeadlineExceeded as error:
             if rest_s:
                 return self._get(keys, rest_s)
@@ -150,6 +153,7 @@ class RendezvousStore(Store):
                 expected="every member of the generation to set its keys",
                 details={"keys": ",".join(keys)},
             ) from None
+        return unpack(reply.packed_values) if reply.packed_values else reply.values
 
     def _call(
         self,

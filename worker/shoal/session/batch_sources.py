@@ -106,7 +106,9 @@ class LeasedBatches(BatchSource):
             num_epochs=order.num_epochs,
         )
         self._leases = Leases(
-            samples, order.global_batch_size * controller.strategy.steps_per_lease
+            samples,
+            order.global_batch_size,
+            round_batches=controller.strategy.steps_per_round,
         )
         try:
             for span in self._leases:
@@ -114,7 +116,7 @@ class LeasedBatches(BatchSource):
                 if span is None:
                     controller.strategy.rest()
                     continue
-                yield from self._within(span)
+                yield from self._on(span)
             controller.strategy.flush()
             # What the others did last comes too: from here on the model is the job's result.
             controller.strategy.finish()
@@ -123,19 +125,14 @@ class LeasedBatches(BatchSource):
             log.info("job_finished_by_others", reason=str(finished))
         self.all_trained = True
 
-    def _within(self, span: SampleRange) -> Iterator[Batch]:
-        """The batches of a range; with the last one of them it counts."""
-        controller, size = self._controller, self._order.global_batch_size
-        for start in range(span.start, span.stop, size):
-            if start > span.start:
-                controller.ensure_generation(self._fields)
-            stop = min(start + size, span.stop)
-            step = controller.strategy.step
-            batch = self._loader.leased(span.epoch, start, stop, step)
-            # A step that was refused comes again, with the same samples.
-            while controller.strategy.step == step:
-                self._leased = span if stop == span.stop else None
-                yield from self._offer(batch)
+    def _on(self, span: SampleRange) -> Iterator[Batch]:
+        """The batch of a range. A step that was refused comes again, with the same samples."""
+        strategy = self._controller.strategy
+        step = strategy.step
+        batch = self._loader.leased(span.epoch, span.start, span.stop, step)
+        while strategy.step == step:
+            self._leased = span
+            yield from self._offer(batch)
 
     def acknowledged(self) -> Callable[[], None]:
         leased, self._leased = self._leased, None

@@ -73,7 +73,7 @@ class Session:
         elif self._source is not None and not self._source.all_trained:
             self.leave(reason="left before the last batch")
         else:
-            self.leave(reason="all batches were trained on", completed=True)
+            self.leave(reason=self._completed(), completed=True)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
         """Stop being a member; `completed` ends the job for all. The first call counts."""
@@ -84,12 +84,17 @@ class Session:
             if self._source is not None:
                 self._source.close()
             if reports is not None and completed:
-                reports.close()
+                reports.close(completed=True)
         finally:
             self._controller.leave(completed=completed, reason=reason)
             # After a failure the others wait for this member to leave, so a report comes second.
             if reports is not None and not completed:
-                reports.close()
+                reports.close(completed=False)
+
+    def _completed(self) -> str:
+        """Why the job is over: what it shows as its reason from then on."""
+        warning = self._controller.strategy.warning if self._fields else ""
+        return "all batches were trained on" + (f", but {warning}" if warning else "")
 
     def drain(self, reason: str) -> None:
         """Ask to leave in good order, as a SIGTERM does: for scripts that learn of it otherwise.

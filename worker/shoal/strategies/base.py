@@ -165,6 +165,9 @@ class Strategy(ABC):
         """The whole model by name, as of the last committed step. Synchronous strategies: called by
         all members at the same step."""
 
+    def check_result(self) -> None:  # noqa: B027 - nothing is wrong by default
+        """All samples were trained on: raise TrainingFailed if what came of it is no result."""
+
     def data_share(self, generation: Generation) -> tuple[int, int]:
         """Which share of each batch is this member's, and how many shares there are.
 
@@ -218,8 +221,8 @@ class Strategy(ABC):
         return False
 
     @property
-    def steps_per_lease(self) -> int:
-        """Of how many steps the samples are leased at a time (asynchronous only)."""
+    def steps_per_round(self) -> int:
+        """How many steps are acknowledged together, at most (asynchronous only)."""
         return 1
 
     def redoes(self, error: BaseException) -> bool:

@@ -7,7 +7,8 @@ out: etcd, the members' streams, the calls that wait, the clock.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -22,10 +23,11 @@ from shoal_proto.errors import (
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.coordinator.jobs.streams import Encoder, NoticeStream
+from shoal_server.coordinator.jobs.streams import Encoder, NamedChunks, NoticeStream
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.records import Records
+from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.driver.actions import (
@@ -39,10 +41,11 @@ from shoal_server.core.driver.actions import (
 )
 from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import JobWrite
+from shoal_server.core.generations.progress import Result
 from shoal_server.core.generations.roster import Record
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import Event, Heartbeat, Log, Refused
-from shoal_server.core.membership.phases import Phase
+from shoal_server.core.membership.phases import OVER, Phase
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.from_core import LastSeen
 
@@ -76,15 +79,20 @@ class JobActor:
         records: Sequence[Record] = (),
         *,
         read_records: Callable[[], Awaitable[Sequence[Record]]] | None = None,
+        stored_chunks: StoredChunks | None = None,
     ) -> None:
-        """`read_records` gets records that are read when they are asked for."""
+        """`read_records` gets records that are read when they are asked for. `stored_chunks`: of
+        the rosters that lie in etcd already."""
         self.job = job
         self.inherited_generation = job.last_generation
         """The newest that another leader formed; 0 if this one has seen the whole job."""
         self.records = Records(job.spec.job, records, read_records)
         self._dependencies = dependencies
         self._driver: JobDriver[NoticeStream, Call] = JobDriver(job, dependencies.clock())
-        self._encoder = Encoder(job)
+        self.chunks = NamedChunks(job.spec.job)
+        """Of the rosters that members are told by digest."""
+        self._stored_chunks = stored_chunks or StoredChunks()
+        self._encoder = Encoder(job, self.chunks)
         self._actions: deque[Action[NoticeStream, Call]] = deque()
         """What is still to be done; filled while one of them is being done, too."""
         self._is_doing = False
@@ -100,7 +108,32 @@ class JobActor:
         Raises what it refuses with, once that is durable.
         """
         call = asyncio.get_running_loop().create_future()
-        self._take(self._driver.submit(event, call, self._dependencies.clock()))
+        with self._whole():
+            self._take(self._driver.submit(event, call, self._dependencies.clock()))
+        await self._answered(call)
+
+    async def stop(self, reason: str) -> None:
+        """Have all members leave at a step boundary, which is durable once this returns."""
+        call = asyncio.get_running_loop().create_future()
+        self._take(self._driver.stop(reason, call, self._dependencies.clock()))
+        await self._answered(call)
+
+    async def abandon(self, reason: str) -> None:
+        """Take the job for failed, if nobody is a member."""
+        call = asyncio.get_running_loop().create_future()
+        self._take(self._driver.abandon(reason, call, self._dependencies.clock()))
+        await self._answered(call)
+
+    async def keep_result(self, result: Result) -> None:
+        """What came of the job, which is over, for its own record."""
+        call = asyncio.get_running_loop().create_future()
+        self._take(self._driver.keep_result(result, call, self._dependencies.clock()))
+        await self._answered(call)
+
+    async def retry(self, reason: str, *, from_scratch: bool) -> None:
+        """Let the job be joined again. Raises JobFinished, and InvalidSpec for one that runs."""
+        call, now_s = asyncio.get_running_loop().create_future(), self._dependencies.clock()
+        self._take(self._driver.retry(reason, call, now_s, from_scratch=from_scratch))
         await self._answered(call)
 
     async def carried_out(self, within_s: float) -> None:
@@ -124,22 +157,33 @@ class JobActor:
             raise codec.refusal_to_error(refused.refusal, self.job.last_generation) from refused
 
     def open(
-        self, member_id: str, incarnation: str, *, keeps_prepare: bool = False
+        self,
+        member_id: str,
+        incarnation: str,
+        *,
+        keeps_prepare: bool = False,
+        takes_chunks: bool = False,
     ) -> NoticeStream:
         """A stream for the member's notices, in place of any it had."""
         stream = NoticeStream(
-            member_id=member_id, incarnation=incarnation, keeps_prepare=keeps_prepare
+            member_id=member_id,
+            incarnation=incarnation,
+            keeps_prepare=keeps_prepare,
+            takes_chunks=takes_chunks,
         )
-        self._do(self._driver.open(stream, self._dependencies.clock()))
+        with self._whole():
+            self._do(self._driver.open(stream, self._dependencies.clock()))
         return stream
 
     def closed(self, stream: NoticeStream) -> None:
         """The stream's call is over. If the member did not open another, it is disconnected."""
-        self._take(self._driver.closed(stream, self._dependencies.clock()))
+        with self._whole():
+            self._take(self._driver.closed(stream, self._dependencies.clock()))
 
     def heartbeat(self, event: Heartbeat, step: int) -> None:
         """A heartbeat, and what it says of the member's trainer."""
-        self._driver.heartbeat(event, step, self._dependencies.clock())
+        with self._whole():
+            self._driver.heartbeat(event, step, self._dependencies.clock())
 
     @property
     def last_seen(self) -> Mapping[str, LastSeen]:
@@ -148,6 +192,11 @@ class JobActor:
             name: LastSeen(at_s=pulse.at_s, step=pulse.step)
             for name, pulse in self._driver.liveness.pulses()
         }
+
+    def last_seen_of(self, member_id: str) -> LastSeen | None:
+        """The newest sign of life of one member; None for one that gave none."""
+        pulse = self._driver.liveness.pulse(member_id)
+        return None if pulse is None else LastSeen(at_s=pulse.at_s, step=pulse.step)
 
     def trainers(self) -> list[MemberProcess]:
         """Who may be in a step at their own pace: the members of the newest rosters."""
@@ -207,15 +256,26 @@ class JobActor:
             await asyncio.gather(self._writing, return_exceptions=True)
         self._do(actions)
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Who fails in the block leaves the state half-way: nobody goes on with it. Raises what
+        everybody is told."""
+        try:
+            yield
+        except Exception as error:
+            failure = self._failure(error)
+            self._do(self._driver.fail(failure))
+            raise failure from error
+
     # --- time ---
 
     async def run(self) -> None:
         """Wake the driver whenever it has something to do by itself.
 
-        Returns once the job is finished: nobody is there any more, and nothing happens by itself.
+        Returns once the job is over: nobody is there any more, and nothing happens by itself.
         """
         clock = self._dependencies.clock
-        while self.job.phase is not Phase.FINISHED:
+        while self.job.phase not in OVER:
             self._woken.clear()
             self._wakes_s = self._driver.wakes_s(clock())
             wait_s = max(self._wakes_s - clock(), 0.0)
@@ -242,7 +302,7 @@ class JobActor:
             except Exception as error:  # noqa: BLE001 - told to all who wait
                 self._give_up(error)
         self._is_doing = False
-        is_over = self.job.phase is Phase.FINISHED
+        is_over = self.job.phase in OVER
         if is_over or self._driver.wakes_s(self._dependencies.clock()) < self._wakes_s:
             self._woken.set()
 
@@ -280,7 +340,7 @@ class JobActor:
 
     async def _persist(self, write: JobWrite) -> None:
         try:
-            await self._dependencies.jobs.persist(write)
+            await self._dependencies.jobs.persist(write, self._stored_chunks)
         except Exception as error:  # noqa: BLE001 - told to all who wait
             self._do(self._driver.fail(self._failure(error)))
         else:

@@ -5,16 +5,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 
-from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.errors import (
     Fenced,
     InvalidSpec,
-    ProtocolMismatch,
     ShoalError,
     UnknownMember,
 )
 from shoal_proto.incarnation import public_id
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.protocol import OWN_PROTOCOLS, ProtocolRange
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -47,6 +46,7 @@ class MembershipService(MembershipServicer):
     async def Attend(  # type: ignore[override]
         self, request: pb.AttendRequest, context: Context
     ) -> AsyncIterator[pb.Notice | bytes]:
+        protocol = _agreed_protocol(request)
         _check_attendance(request)
         token, spec = request.token, codec.spec_from_pb(request.spec)
         if problem := spec.problem():
@@ -59,20 +59,26 @@ class MembershipService(MembershipServicer):
         self._registry.check_run(token)
         actor = self._registry.find_or_create(spec)
         _check_not_expelled(actor, token)
-        stream = actor.open(token.member_id, token.incarnation, keeps_prepare=request.keeps_prepare)
+        stream = actor.open(
+            token.member_id,
+            token.incarnation,
+            keeps_prepare=request.keeps_prepare,
+            takes_chunks=request.takes_chunks,
+        )
         try:
             await actor.submit(joined(request))
-            yield self._admitted(actor)
+            yield self._admitted(actor, protocol)
             while (notice := await stream.notices.get()) is not None:
                 yield notice
         finally:
             actor.closed(stream)
 
-    def _admitted(self, actor: JobActor) -> pb.Notice:
+    def _admitted(self, actor: JobActor, protocol: int) -> pb.Notice:
         admitted = pb.Admitted(
             limits=codec.limits_to_pb(self._registry.limits),
             phase=actor.job.phase.value,
             http_url=self._http_url(),
+            protocol=protocol,
         )
         return pb.Notice(reason=f"admitted: {actor.job.reason}", admitted=admitted)
 
@@ -143,9 +149,9 @@ class MembershipService(MembershipServicer):
         try:
             actor = self._registry.find_for(beat.token)
             actor.authorize(beat.token)
+            actor.heartbeat(heartbeat(beat), beat.step)
         except ShoalError as error:
             return pb.BeatReply(error=to_detail(error))
-        actor.heartbeat(heartbeat(beat), beat.step)
         return pb.BeatReply(generation=actor.job.last_generation, phase=actor.job.phase.value)
 
     async def GetGeneration(
@@ -154,14 +160,23 @@ class MembershipService(MembershipServicer):
         actor = self._registry.find(request.job)
         return await actor.record(request.generation, min(request.wait_s, MAX_WAIT_S))
 
+    # Encoded, since many hosts lack the same.
+    async def GetRosterChunks(  # type: ignore[override]
+        self, request: pb.GetRosterChunksRequest, context: Context
+    ) -> bytes:
+        return self._registry.find(request.job).chunks.answer(request.digests)
+
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.JobStanding:
-        job = self._registry.find(request.job).job
-        return pb.JobStanding(
-            phase=job.phase.value,
-            finished=job.phase is Phase.FINISHED or job.completing,
-            reason=job.reason,
-            member_ids=sorted(job.members),
-        )
+        return _standing(self._registry.find(request.job))
+
+    async def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.JobStanding:
+        actor = self._registry.find(request.job)
+        await actor.stop(request.reason[:MAX_ERROR] or "an operator stopped it")
+        return _standing(actor)
+
+    async def RetryJob(self, request: pb.RetryJobRequest, context: Context) -> pb.JobStanding:
+        actor = await self._registry.retry(request.job, from_scratch=request.from_scratch)
+        return _standing(actor)
 
     async def ResetJob(self, request: pb.ResetJobRequest, context: Context) -> pb.ResetJobReply:
         if not is_name(request.job):
@@ -176,14 +191,13 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
 
+def _agreed_protocol(request: pb.AttendRequest) -> int:
+    """Raises ProtocolMismatch."""
+    oldest = request.oldest_protocol or request.protocol
+    return OWN_PROTOCOLS.agreed_with(ProtocolRange(oldest, request.protocol))
+
+
 def _check_attendance(request: pb.AttendRequest) -> None:
-    if request.protocol != PROTOCOL_VERSION:
-        raise ProtocolMismatch(
-            "worker and coordinator speak different versions of the protocol",
-            seen=str(request.protocol),
-            expected=str(PROTOCOL_VERSION),
-            fix="Install the same version of shoal everywhere.",
-        )
     for kind, name in (("job", request.spec.job), ("member_id", request.token.member_id)):
         if not is_name(name):
             raise InvalidSpec(f"{kind} is no valid name", seen=repr(name), expected=NAME_RULE)
@@ -244,6 +258,16 @@ def _ack(actor: JobActor) -> pb.Ack:
         generation=actor.job.last_generation,
         phase=actor.job.phase.value,
         lost=to_detail(codec.refusal_to_error(lost, actor.job.last_generation)) if lost else None,
+    )
+
+
+def _standing(actor: JobActor) -> pb.JobStanding:
+    job = actor.job
+    return pb.JobStanding(
+        phase=job.phase.value,
+        finished=job.phase is Phase.FINISHED or job.completing,
+        reason=job.reason,
+        member_ids=sorted(job.members),
     )
 
 

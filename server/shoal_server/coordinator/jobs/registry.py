@@ -11,7 +11,7 @@ import structlog
 
 from shoal_proto.errors import (
     AccessDenied,
-    JobSetAside,
+    JobQuarantined,
     RetryError,
     ShoalError,
     Unavailable,
@@ -20,8 +20,10 @@ from shoal_proto.errors import (
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.jobs.job_actor import JobActor, JobDependencies
 from shoal_server.coordinator.jobs.known_leader import KnownLeader
-from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence import codec, record_size
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused
+from shoal_server.coordinator.persistence.quarantine import Quarantine
+from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
 from shoal_server.coordinator.persistence.stored_jobs import READS_AT_ONCE, StoredJob
 from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.driver.job_write import StateRecord
@@ -30,7 +32,7 @@ from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.etcd.api import Delete
-from shoal_server.serving.tasks import gather_bounded
+from shoal_server.serving.tasks import gather_bounded, keep_on_until_done
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +68,7 @@ class Registry:
         """Unfinished jobs that are still to be read."""
         self._finished: list[StateRecord] = []
         self._read_ahead: list[StoredJob] = []
-        self._aside: dict[str, tuple[JobSetAside, float]] = {}
+        self._quarantine = Quarantine(dependencies.clock, dependencies.board.event)
         self._prepare: Prepare = _nothing
         self._reading: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -86,9 +88,9 @@ class Registry:
         Nothing begins before `begin`, so that a job read first waits no longer than one read last.
         """
         survey = await self._dependencies.stored.survey()
-        for name, why in survey.set_aside.items():
-            self._note_aside(name, why)
-        states = {n: state for n, state in survey.states.items() if n not in self._aside}
+        for name, why in survey.quarantined.items():
+            self.quarantine(name, why)
+        states = {n: state for n, state in survey.states.items() if n not in self._quarantine}
         self._unread = {n: state for n, state in states.items() if not state.finished}
         self._finished = [state for state in states.values() if state.finished]
         self._prepare = prepare
@@ -102,19 +104,27 @@ class Registry:
         now_s = self._dependencies.clock()
         taken = [self._take_up(stored, now_s) for stored in self._read_ahead]
         for state in self._finished:
-            read = partial(self._dependencies.stored.records, state.spec.job)
-            job = StoredJob(state=state, records=(), members={}, leased=())
-            self._add(
-                JobActor(job.begun(self.limits, now_s), self._dependencies, read_records=read)
-            )
+            self._add_finished(state, now_s)
         self._read_ahead = []
         self._leads = True
         log.info("leading", jobs=len(self._actors), unread=len(self._unread))
-        self._reading = asyncio.ensure_future(self._read_on())
+        self._reading = asyncio.ensure_future(keep_on_until_done(self._read_on, "reading-jobs"))
         return [actor for actor in taken if actor is not None]
 
+    def _add_finished(self, state: StateRecord, now_s: float) -> JobActor:
+        read = partial(self._dependencies.stored.records, state.spec.job)
+        job = StoredJob(state=state, records=(), members={}, chunks=StoredChunks(), leased=())
+        return self._add(
+            JobActor(job.begun(self.limits, now_s), self._dependencies, read_records=read), state
+        )
+
+    def keep_cleared(self, state: StateRecord) -> None:
+        """Of a job that is over only its own record is left: know it as that."""
+        if self._leads:
+            self._add_finished(state, self._dependencies.clock())
+
     async def _read(self, name: str) -> StoredJob | None:
-        """The job, with its members' keys taken from under any lease; None for one set aside."""
+        """The job, with its members' keys taken from under any lease; None for one quarantined."""
         try:
             stored = await self._dependencies.stored.load(self._unread[name])
             await self._dependencies.jobs.apply_all(stored.leased)
@@ -122,7 +132,7 @@ class Registry:
         except (RetryError, AccessDenied):
             raise
         except Exception as error:  # noqa: BLE001 - told to all who ask for this job
-            self._note_aside(name, error)
+            self.quarantine(name, error)
             return None
         return stored
 
@@ -131,16 +141,24 @@ class Registry:
         try:
             job = stored.begun(self.limits, now_s)
         except Exception as error:  # noqa: BLE001 - told to all who ask for this job
-            self._note_aside(name, error)
+            self.quarantine(name, error)
             return None
         self._unread.pop(name, None)
-        return self._add(JobActor(job, self._dependencies, stored.records))
+        return self._add(
+            JobActor(job, self._dependencies, stored.records, stored_chunks=stored.chunks),
+            stored.state,
+        )
 
     async def _read_on(self) -> None:
         """Read what nobody is there of: interrupted jobs, then what there is of finished ones."""
         await gather_bounded(self._read_late, list(self._unread), READ_ON_AT_ONCE)
-        finished = [state.spec.job for state in self._finished]
+        finished = [
+            state.spec.job
+            for state in self._finished
+            if state.tally is None or not state.tally.is_cleared
+        ]
         await gather_bounded(self._fill, finished, READ_ON_AT_ONCE)
+        self._finished = []
 
     async def _read_late(self, name: str) -> None:
         stored = await _patiently(partial(self._read, name))
@@ -158,11 +176,12 @@ class Registry:
             # It is over; only who asks for what cannot be read has to know.
             log.warning("finished_job_unreadable", job=name, reason=str(error))
 
-    def set_aside(self, name: str, error: Exception) -> JobSetAside:
+    def quarantine(self, name: str, error: Exception) -> JobQuarantined:
         """Go on without this job, which something of its own keeps from going on; what is told of
         it from now on."""
         actor, task = self._actors.pop(name, None), self._tasks.pop(name, None)
-        why = self._note_aside(name, error)
+        self._unread.pop(name, None)
+        why = self._quarantine.put(name, error)
         if task is not None:
             task.cancel()
         if actor is not None:
@@ -171,18 +190,36 @@ class Registry:
             ending.add_done_callback(self._ending.discard)
         return why
 
-    def _note_aside(self, name: str, error: Exception) -> JobSetAside:
-        why = error if isinstance(error, JobSetAside) else _failed(name, error)
-        self._unread.pop(name, None)
-        self._aside[name] = (why, self._dependencies.clock())
-        log.error("job_set_aside", job=name, reason=str(why))
-        self._dependencies.board.event(name, "job_set_aside", str(why))
-        return why
-
     @property
-    def aside(self) -> Mapping[str, tuple[JobSetAside, float]]:
+    def quarantined(self) -> Mapping[str, tuple[JobQuarantined, float]]:
         """Jobs that this coordinator cannot go on with: why, and since when (Unix seconds)."""
-        return self._aside
+        return self._quarantine.jobs
+
+    async def take_up_again(self, name: str) -> JobActor | None:
+        """Go on with a quarantined job, as etcd has it now; None if there is nothing of it.
+
+        Raises JobQuarantined if it still cannot be gone on with, Unavailable, NotLeader.
+        """
+        self.require_leading()
+        self._require_settled(name)
+        state = await self._dependencies.stored.state(name)
+        if name not in self._quarantine:
+            return self._actors.get(name)
+        why, _ = self.quarantined[name]
+        self._quarantine.release(name)
+        if state is None:
+            return None
+        if state.finished:
+            return self._add_finished(state, self._dependencies.clock())
+        self._unread[name] = state
+        try:
+            stored = await self._read(name)
+        except ShoalError:
+            self.quarantine(name, why)
+            raise
+        actor = self._take_up(stored, self._dependencies.clock()) if stored is not None else None
+        self._quarantine.check(name)
+        return actor
 
     async def step_down(self) -> None:
         """Stop serving: another coordinator leads, or this one ends."""
@@ -194,7 +231,7 @@ class Registry:
         for actor in self._actors.values():
             await actor.end()
         self._reading = None
-        for table in (self._tasks, self._actors, self._unread, self._aside):
+        for table in (self._tasks, self._actors, self._unread, self._quarantine):
             table.clear()
 
     def require_leading(self) -> None:
@@ -205,22 +242,22 @@ class Registry:
         return list(self._actors.values())
 
     def find(self, job: str) -> JobActor:
-        """The job's actor. Raises UnknownJob, NotLeader, JobSetAside, Unavailable."""
+        """The job's actor. Raises UnknownJob, NotLeader, JobQuarantined, Unavailable."""
         self.require_leading()
         self._require_usable(job)
         try:
             return self._actors[job]
         except KeyError:
-            known = ", ".join(sorted(self._actors)[:MAX_SHOWN]) or "none yet"
-            raise UnknownJob(f"there is no job {job!r}", seen=job, expected=known) from None
+            raise UnknownJob(
+                f"there is no job {job!r}",
+                seen=f"{len(self._actors)} jobs" if self._actors else "no job at all yet",
+                expected=_one_of(sorted(self._actors)),
+                fix="Look for a typing error. A job is made by the first worker that joins it:"
+                " `shoal run --job NAME ...`; `shoal status` lists all.",
+            ) from None
 
     def _require_usable(self, job: str) -> None:
-        if found := self._aside.get(job):
-            why, _ = found
-            # An error of its own for each caller: what is raised keeps where it was raised.
-            raise JobSetAside(
-                why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
-            )
+        self._quarantine.check(job)
         self._require_settled(job)
 
     def _require_settled(self, job: str) -> None:
@@ -241,6 +278,7 @@ class Registry:
                 spec=spec,
                 limits=self.limits,
                 digest_of=codec.digest_of,
+                size_problem=record_size.size_problem,
                 phase_since_s=self._dependencies.clock(),
             )
             self._add(JobActor(job, self._dependencies))
@@ -277,7 +315,8 @@ class Registry:
         self._resetting.add(job)
         try:
             yield actor
-            self._aside.pop(job, None)
+            self._quarantine.release(job)
+            self._dependencies.board.begin_anew(job)
             if actor is not None and self._actors.get(job) is actor:
                 del self._actors[job]
                 if (task := self._tasks.pop(job, None)) is not None:
@@ -285,6 +324,16 @@ class Registry:
                 await actor.end()
         finally:
             self._resetting.discard(job)
+
+    async def retry(self, job: str, *, from_scratch: bool) -> JobActor:
+        """Let a job that is over be joined again. Raises what `find` raises, JobFinished, and
+        InvalidSpec for one that runs."""
+        actor = self.find(job)
+        await actor.retry("an operator lets it be joined again", from_scratch=from_scratch)
+        task = self._tasks.get(job)
+        if (task is None or task.done()) and self._actors.get(job) is actor:
+            self._run(actor)
+        return actor
 
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
         """Take the member out. Raises Fenced for who is none any more, UnknownJob, NotLeader."""
@@ -295,38 +344,41 @@ class Registry:
         """The clock of all jobs: Unix seconds that never jump."""
         return self._dependencies.clock
 
-    def _add(self, actor: JobActor) -> JobActor:
+    def _add(self, actor: JobActor, stored: StateRecord | None = None) -> JobActor:
         name = actor.job.spec.job
+        self._dependencies.jobs.keep(name, stored.more if stored is not None else {})
         if earlier := self.earlier_runs.get(name):
             earlier.continued_by(actor.job)
         self._actors[name] = actor
+        self._run(actor)
+        return actor
+
+    def _run(self, actor: JobActor) -> None:
+        name = actor.job.spec.job
         task = asyncio.ensure_future(actor.run())
         task.add_done_callback(lambda done: self._actor_ended(name, done))
         self._tasks[name] = task
-        return actor
 
     def _actor_ended(self, name: str, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if self._tasks.get(name) is task:
             del self._tasks[name]
         if isinstance(error, Exception):
-            self.set_aside(name, error)
+            self.quarantine(name, error)
+
+
+def _one_of(names: list[str]) -> str:
+    """The jobs that there are, in a sentence that stays short."""
+    if not names:
+        return "the name of a job that somebody has begun"
+    more = len(names) - MAX_SHOWN
+    return f"one of {', '.join(names[:MAX_SHOWN])}" + (f" and {more} more" if more > 0 else "")
 
 
 async def _patiently(work: Callable[[], Awaitable[Found]]) -> Found:
     while True:
         try:
             return await work()
-        except RetryError as error:
+        except (RetryError, AccessDenied) as error:
             log.warning("job_not_read_yet", reason=str(error))
             await asyncio.sleep(READ_AGAIN_S)
-
-
-def _failed(name: str, error: Exception) -> JobSetAside:
-    return JobSetAside(
-        f"job {name} is set aside: its coordinator could not go on with it",
-        seen=str(error)[:500] if isinstance(error, ShoalError) else repr(error)[:500],
-        expected="every change of a job to be kept in etcd",
-        fix="Restart the coordinator that leads: it takes the job up as etcd has it.",
-        details={"job": name},
-    )

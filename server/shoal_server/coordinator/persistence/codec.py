@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from enum import Enum
 from typing import TypeVar
 
 from google.protobuf.json_format import MessageToDict, ParseDict
@@ -14,6 +15,8 @@ from shoal_proto.digest import roster_digest
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.incarnation import public_id
 from shoal_proto.names import is_name
+from shoal_proto.packing import roster_chunks
+from shoal_proto.packing.roster_chunks import CutRoster, cut
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.core.generations.roster import (
@@ -31,7 +34,7 @@ from shoal_server.core.generations.roster import (
 )
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.etcd.json_fields import MAX_COUNT, Fields, Unreadable, taken_apart
+from shoal_server.etcd.json_fields import MAX_COUNT, Fields, Unreadable, check_format, taken_apart
 
 MAX_PORT = 65535
 
@@ -80,7 +83,30 @@ def limits_to_pb(limits: Limits) -> pb.Limits:
     )
 
 
+class RosterForm(Enum):
+    """How a message names the members of a generation."""
+
+    WHOLE = "whole"
+    HEAD = "head"
+    """By the digests of chunks, which are to be had elsewhere."""
+    LEFT_OUT = "left out"
+    """Not at all: only the number of the generation."""
+
+
+def is_large(roster: Roster) -> bool:
+    """Whether it is kept and told in chunks."""
+    return len(roster.entries) > roster_chunks.CHUNK_ENTRIES
+
+
 _newest_roster: list[tuple[Roster, pb.Roster]] = []
+_newest_cut: list[tuple[Roster, CutRoster]] = []
+
+
+def cut_of(roster: Roster) -> CutRoster:
+    """The roster in chunks, which are shared: do not change them."""
+    if not _newest_cut or _newest_cut[0][0] is not roster:
+        _newest_cut[:] = [(roster, cut(roster_to_pb(roster)))]
+    return _newest_cut[0][1]
 
 
 def roster_to_pb(roster: Roster) -> pb.Roster:
@@ -146,8 +172,8 @@ def digest_of(roster: Roster) -> str:
     return roster_digest(roster_to_pb(roster))
 
 
-def record_to_pb(record: Record, *, with_roster: bool = True) -> pb.GenerationRecord:
-    """Without its roster a record still has the number of its generation."""
+def record_to_pb(record: Record, form: RosterForm = RosterForm.WHOLE) -> pb.GenerationRecord:
+    """Whatever is left out of its roster, a record has the number of its generation."""
     roster = record.roster
     conflicts = [
         pb.Conflict(
@@ -158,7 +184,8 @@ def record_to_pb(record: Record, *, with_roster: bool = True) -> pb.GenerationRe
     ]
     return pb.GenerationRecord(
         job=record.job,
-        roster=roster_to_pb(roster) if with_roster else pb.Roster(generation=roster.generation),
+        roster=_in_form(roster, form),
+        head=cut_of(roster).head if form is RosterForm.HEAD else None,
         verdict=_VERDICT_TO_PB[record.verdict],
         reason=record.reason,
         digest=record.digest,
@@ -167,10 +194,21 @@ def record_to_pb(record: Record, *, with_roster: bool = True) -> pb.GenerationRe
     )
 
 
+def _in_form(roster: Roster, form: RosterForm) -> pb.Roster:
+    if form is RosterForm.WHOLE:
+        return roster_to_pb(roster)
+    return pb.Roster(generation=roster.generation)
+
+
 def stored_record(job: str, number: int, data: bytes) -> Record:
     """The decided record that lies at the key of that generation of the job. Raises Unreadable."""
     with taken_apart():
         record = record_from_json(data)
+    return checked_record(job, number, record)
+
+
+def checked_record(job: str, number: int, record: Record) -> Record:
+    """The record, which lay at the key of that generation of the job. Raises Unreadable."""
     if record.job != job or record.roster.generation != number:
         raise Unreadable(
             f"a record of generation {record.roster.generation} of job {record.job[:128]!r};"
@@ -218,6 +256,7 @@ def record_from_json(data: bytes) -> Record:
     """What `record_to_json` wrote, in an earlier release too. Raises whatever the bytes give rise
     to: see `stored_record`."""
     value = json.loads(data)
+    check_format(value)
     message = ParseDict(value, pb.GenerationRecord(), ignore_unknown_fields=True)
     incarnations = value.get("incarnations")
     if incarnations is None:
@@ -269,19 +308,25 @@ def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
     return error
 
 
-def notice_to_pb(notice: events.Notice, generation: int, *, with_roster: bool = True) -> pb.Notice:
+def notice_to_pb(
+    notice: events.Notice, generation: int, form: RosterForm = RosterForm.WHOLE
+) -> pb.Notice:
     """`generation` is the job's newest, for the details of a refusal.
 
-    Without the roster an outcome is meant for a member that holds it already.
+    An outcome of which the roster is left out is meant for a member that holds it already.
     """
     message = pb.Notice(reason=notice.reason)
     match notice:
         case events.PrepareNotice():
             message.prepare.CopyFrom(
-                pb.Prepare(roster=roster_to_pb(notice.roster), digest=notice.digest)
+                pb.Prepare(
+                    roster=_in_form(notice.roster, form),
+                    digest=notice.digest,
+                    head=cut_of(notice.roster).head if form is RosterForm.HEAD else None,
+                )
             )
         case events.OutcomeNotice():
-            message.outcome.CopyFrom(record_to_pb(notice.record, with_roster=with_roster))
+            message.outcome.CopyFrom(record_to_pb(notice.record, form))
         case events.StopAtNotice():
             message.stop_at.CopyFrom(pb.StopAt(generation=notice.generation, step=notice.step))
         case events.BreakNotice():

@@ -1,13 +1,15 @@
 """What the coordinator writes to etcd, each write fenced by its own leadership."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
 
 from shoal_proto.errors import AccessDenied, NotLeader, RetryError
-from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence import codec, stored_chunks
+from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.core.driver.job_write import JobWrite
 from shoal_server.core.membership.member import Member
@@ -18,6 +20,7 @@ log = structlog.get_logger(__name__)
 
 ETCD_RETRY_S = 0.2
 MAX_TRANSACTION = 100  # etcd takes 128 operations by default
+MAX_TRANSACTION_BYTES = 1024 * 1024  # and 1.5 MiB
 
 
 class Transactions(Protocol):
@@ -34,6 +37,14 @@ class DurableJobs:
     def __init__(self, store: Transactions, leadership: Callable[[], Sequence[Compare]]) -> None:
         self._store = store
         self._leadership = leadership
+        self._more: dict[str, Mapping[str, object]] = {}
+
+    def keep(self, job: str, more: Mapping[str, object]) -> None:
+        """Write these fields, of which a later release knows, with each record of the job."""
+        if more:
+            self._more[job] = more
+        else:
+            self._more.pop(job, None)
 
     async def apply(self, operations: Sequence[Operation]) -> None:
         """Make the operations durable in one transaction.
@@ -54,16 +65,26 @@ class DurableJobs:
 
     async def apply_all(self, operations: Sequence[Operation]) -> None:
         """Make the operations durable, in order, in as many transactions as that takes."""
-        for start in range(0, len(operations), MAX_TRANSACTION):
-            await self.apply(operations[start : start + MAX_TRANSACTION])
+        for batch in _batches(operations):
+            await self.apply(batch)
 
-    async def persist(self, write: JobWrite) -> None:
-        """Make a job's write durable.
+    async def persist(self, write: JobWrite, chunks: StoredChunks) -> None:
+        """Make a job's write durable. `chunks`: those of it that etcd holds, which is noted.
 
         Takes as long as it takes: while etcd is away, or denies access, changes wait, and training
         goes on. Raises NotLeader once another coordinator leads, and what etcd refuses it with.
         """
-        operations = operations_of(write)
+        await self._until_written(write.job, operations_of(self._with_more(write), chunks))
+        if write.record is not None:
+            await self._until_written(write.job, chunks.decided(write.record))
+
+    def _with_more(self, write: JobWrite) -> JobWrite:
+        more = self._more.get(write.job)
+        if not more or write.state is None:
+            return write
+        return replace(write, state=replace(write.state, more=more))
+
+    async def _until_written(self, job: str, operations: Sequence[Operation]) -> None:
         while True:
             try:
                 await self.apply_all(operations)
@@ -71,7 +92,7 @@ class DurableJobs:
             except NotLeader:
                 raise
             except (RetryError, AccessDenied) as error:
-                log.warning("etcd_away", job=write.job, reason=str(error))
+                log.warning("etcd_away", job=job, reason=str(error))
             await asyncio.sleep(ETCD_RETRY_S)
 
     @staticmethod
@@ -85,16 +106,33 @@ class DurableJobs:
             )
 
 
-def operations_of(write: JobWrite) -> list[Operation]:
+def operations_of(write: JobWrite, chunks: StoredChunks) -> list[Operation]:
     """What is put and deleted, in order."""
     operations = [_member(write.job, name, member) for name, member in write.members.items()]
+    if write.record is not None:
+        operations += chunks.missing(write.record)
     if write.state is not None:
         operations.append(Put(keys.job_state(write.job), state_to_json(write.state)))
     if write.record is not None:
         # It stands last and so is written only once all before it are.
         key = keys.generation(write.job, write.record.roster.generation)
-        operations.append(Put(key, codec.record_to_json(write.record)))
+        operations.append(Put(key, stored_chunks.to_stored(write.record).value))
     return operations
+
+
+def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
+    """As few as etcd takes them in."""
+    batch: list[Operation] = []
+    num_bytes = 0
+    for operation in operations:
+        size = len(operation.value) if isinstance(operation, Put) else 0
+        if batch and (len(batch) == MAX_TRANSACTION or num_bytes + size > MAX_TRANSACTION_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(operation)
+        num_bytes += size
+    if batch:
+        yield batch
 
 
 def _member(job: str, member_id: str, member: Member | None) -> Operation:

@@ -12,10 +12,13 @@ from shoal_server.core.generations.roster import Record
 log = structlog.get_logger(__name__)
 
 MAX_RECORDS = 100
+MAX_ENTRIES = 40_000
+"""Members in all the records at hand: some 20 MB."""
+MIN_RECORDS = 2
 
 
 class Records:
-    """The newest 100, by generation; they are all in etcd."""
+    """The newest 100 by generation, fewer of many members: two at the least."""
 
     def __init__(
         self,
@@ -26,27 +29,38 @@ class Records:
         """`read` gets those that were not read yet, as of a job that was over already."""
         self._job = job
         self._read = read
-        self._records: OrderedDict[int, Record] = OrderedDict(
-            (record.roster.generation, record) for record in records[-MAX_RECORDS:]
-        )
+        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._num_entries = 0
+        for record in records:
+            self._put(record)
         self._recorded = asyncio.Event()
         """Set, and replaced by another, at the next record."""
 
     async def fill(self) -> None:
-        """Read what was not read yet. Raises JobSetAside, Unavailable."""
+        """Read what was not read yet. Raises JobQuarantined, Unavailable."""
         if self._read is None:
             return
-        for record in (await self._read())[-MAX_RECORDS:]:
-            self._records.setdefault(record.roster.generation, record)
+        for record in await self._read():
+            if record.roster.generation not in self._records:
+                self._put(record)
         self._read = None
 
     def keep(self, record: Record) -> None:
         """Show a record that is durable."""
-        self._records[record.roster.generation] = record
-        while len(self._records) > MAX_RECORDS:
-            self._records.popitem(last=False)
+        self._put(record)
         recorded, self._recorded = self._recorded, asyncio.Event()
         recorded.set()
+
+    def _put(self, record: Record) -> None:
+        known = self._records.get(record.roster.generation)
+        self._num_entries += len(record.roster.entries)
+        self._num_entries -= len(known.roster.entries) if known is not None else 0
+        self._records[record.roster.generation] = record
+        while len(self._records) > MAX_RECORDS or (
+            self._num_entries > MAX_ENTRIES and len(self._records) > MIN_RECORDS
+        ):
+            _, oldest = self._records.popitem(last=False)
+            self._num_entries -= len(oldest.roster.entries)
 
     def values(self) -> Iterable[Record]:
         return self._records.values()
@@ -54,7 +68,7 @@ class Records:
     async def get(self, generation: int, wait_s: float) -> Record:
         """The record of a generation (0: the newest), waiting up to `wait_s` for it.
 
-        Raises UnknownGeneration, and JobSetAside where etcd holds what cannot be read.
+        Raises UnknownGeneration, and JobQuarantined where etcd holds what cannot be read.
         """
         await self.fill()
         try:

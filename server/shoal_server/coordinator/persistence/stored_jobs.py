@@ -1,20 +1,29 @@
 """Jobs as they lie in etcd, read by a coordinator that begins to lead.
 
-What cannot be read concerns its own job alone: that one is set aside, with the key and the reason.
+What cannot be read concerns its own job alone: that one is quarantined, with key and reason.
 """
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
 
-from shoal_proto.errors import JobSetAside, RetryError, ShoalError
+from shoal_proto.errors import JobQuarantined, RetryError, ShoalError
 from shoal_proto.names import is_name
-from shoal_server.coordinator.persistence import codec
-from shoal_server.coordinator.persistence.records import MAX_RECORDS
-from shoal_server.coordinator.persistence.stored_json import named_under, set_aside, state_from_json
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_server.coordinator.persistence import codec, record_size
+from shoal_server.coordinator.persistence.quarantine import unreadable
+from shoal_server.coordinator.persistence.records import MAX_ENTRIES, MAX_RECORDS
+from shoal_server.coordinator.persistence.stored_chunks import (
+    StoredChunks,
+    digests_in,
+    digests_of,
+    from_stored,
+    in_chunks,
+)
+from shoal_server.coordinator.persistence.stored_json import named_under, state_from_json
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import (
@@ -29,7 +38,7 @@ from shoal_server.core.job.restore import Saved, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.member import Member
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import NO_LEASE, Get, KeyValueStore, Put
+from shoal_server.etcd.api import NO_LEASE, Get, Keyspace, Put
 from shoal_server.etcd.json_fields import Unreadable
 from shoal_server.serving.tasks import gather_bounded
 
@@ -37,6 +46,7 @@ log = structlog.get_logger(__name__)
 
 READS_AT_ONCE = 32
 STATES_A_READ = 64
+CHUNKS_A_READ = 8
 RECORDS_A_READ = 8
 """A record may have a megabyte."""
 
@@ -51,7 +61,7 @@ class Survey:
     states: Mapping[str, StateRecord]
     attended: Collection[str]
     """Jobs that have members."""
-    set_aside: Mapping[str, JobSetAside]
+    quarantined: Mapping[str, JobQuarantined]
     strays: Sequence[str]
     """Keys of members of jobs that there are not."""
 
@@ -63,6 +73,8 @@ class StoredJob:
     state: StateRecord
     records: Sequence[Record]
     members: Mapping[str, tuple[str, MemberInfo]]
+    chunks: StoredChunks
+    """Of the rosters in the records."""
     leased: Sequence[Put]
     """Keys of members that are under leases, as a release before this one wrote them; anew."""
 
@@ -89,9 +101,19 @@ class StoredJob:
             reason=self.state.reason,
             progress=self.state.progress or _taken_to_have_run(committed),
             lost=self.state.lost,
+            stopping=self.state.stopping,
+            failed=self.state.failed,
+            tally=self.state.tally,
+            ended_s=self.state.ended_s,
         )
-        digest_of = codec.digest_of
-        return restored(self.state.spec, saved, limits=limits, digest_of=digest_of, now_s=now_s)
+        return restored(
+            self.state.spec,
+            saved,
+            limits=limits,
+            digest_of=codec.digest_of,
+            size_problem=record_size.size_problem,
+            now_s=now_s,
+        )
 
 
 def _taken_to_have_run(committed: Sequence[Record]) -> Progress:
@@ -103,7 +125,7 @@ def _taken_to_have_run(committed: Sequence[Record]) -> Progress:
 class StoredJobs:
     """Reads jobs. Raises Unavailable while etcd is away."""
 
-    def __init__(self, store: KeyValueStore) -> None:
+    def __init__(self, store: Keyspace) -> None:
         self._store = store
 
     async def survey(self) -> Survey:
@@ -113,7 +135,7 @@ class StoredJobs:
         )
         names = self._names(in_jobs)
         states: dict[str, StateRecord] = {}
-        failed: dict[str, JobSetAside] = {}
+        failed: dict[str, JobQuarantined] = {}
         found = await self._read([keys.job_state(name) for name in names], STATES_A_READ)
         for name in names:
             value = found.get(keys.job_state(name))
@@ -121,13 +143,13 @@ class StoredJobs:
                 if value is not None:
                     states[name] = state_from_json(name, _value(value))
             except (Unreadable, ShoalError) as error:
-                failed[name] = set_aside(name, keys.job_state(name), error)
+                failed[name] = unreadable(name, keys.job_state(name), error)
         owners = {key: _job_of_member(key) for key in in_members}
         known = states.keys() | failed.keys()
         return Survey(
             states=states,
             attended=frozenset(job for job in owners.values() if job),
-            set_aside=failed,
+            quarantined=failed,
             strays=[key for key, job in owners.items() if job and job not in known],
         )
 
@@ -144,11 +166,24 @@ class StoredJobs:
                 names.append(name)
         return names
 
+    async def state(self, job: str) -> StateRecord | None:
+        """The job's own record; None if there is none. Raises JobQuarantined."""
+        item = await self._store.get(keys.job_state(job))
+        if item is None:
+            return None
+        try:
+            return state_from_json(job, item.value)
+        except Unreadable as error:
+            raise unreadable(job, item.key, error) from error
+
     async def load(self, state: StateRecord) -> StoredJob:
-        """An unfinished job with its newest records and its members. Raises JobSetAside."""
+        """An unfinished job with its newest records and its members. Raises JobQuarantined."""
         job = state.spec.job
-        records, found = await asyncio.gather(
-            self.records(job), self._store.range(keys.members(job))
+        reading = _Reading()
+        found, in_rosters, _ = await asyncio.gather(
+            self._store.range(keys.members(job)),
+            self._store.keys(keys.roster_chunks(job)),
+            self._read_newest(job, reading),
         )
         members = {}
         for item in found.items:
@@ -159,13 +194,24 @@ class StoredJobs:
             try:
                 members[name] = codec.member_from_json(item.value)
             except Unreadable as error:
-                raise set_aside(job, item.key, error) from error
+                raise unreadable(job, item.key, error) from error
         leased = [Put(item.key, item.value) for item in found.items if item.lease != NO_LEASE]
-        return StoredJob(state=state, records=records, members=members, leased=leased)
+        return StoredJob(
+            state=state,
+            records=reading.records[::-1],
+            members=members,
+            chunks=_stored_chunks(digests_in(job, in_rosters), reading),
+            leased=leased,
+        )
 
     async def records(self, job: str) -> list[Record]:
-        """The newest decided records, oldest first: 100, or more where that takes to reach two that
-        were committed. Raises JobSetAside."""
+        """The newest decided records, oldest first: 100 (fewer of many members), or more where
+        that takes to reach two that were committed. Raises JobQuarantined."""
+        reading = _Reading()
+        await self._read_newest(job, reading)
+        return reading.records[::-1]
+
+    async def _read_newest(self, job: str, reading: "_Reading") -> None:
         prefix = keys.generations(job)
         numbers = []
         for key in await self._store.keys(prefix):
@@ -174,26 +220,41 @@ class StoredJobs:
                 numbers.append(int(number))
             else:
                 log.warning("key_of_no_generation", key=key)
-        newest: list[Record] = []
         left = sorted(numbers, reverse=True)
-        while left and not _enough(newest):
+        while left and not _enough(reading.records):
             part, left = left[:RECORDS_A_READ], left[RECORDS_A_READ:]
-            newest += await self._read_records(job, part)
-        return newest[::-1]
+            await self._read_records(job, part, reading)
+        reading.older = left
 
-    async def _read_records(self, job: str, numbers: Sequence[int]) -> list[Record]:
+    async def _read_records(self, job: str, numbers: Sequence[int], reading: "_Reading") -> None:
         at = {number: keys.generation(job, number) for number in numbers}
         found = await self._read(list(at.values()), RECORDS_A_READ)
-        records = []
         for number, key in at.items():
             value = found.get(key)
             if value is None:
                 continue
             try:
-                records.append(codec.stored_record(job, number, _value(value)))
+                data = _value(value)
+                stored = in_chunks(data)
+                if stored is None:
+                    reading.records.append(codec.stored_record(job, number, data))
+                    continue
+                reading.large.append((number, stored))
+                if _enough(reading.records):
+                    continue
+                await self._read_chunks(job, digests_of(stored), reading)
+                reading.records.append(from_stored(job, number, stored, reading.chunks))
             except (Unreadable, ShoalError) as error:
-                raise set_aside(job, key, error) from error
-        return records
+                raise unreadable(job, key, error) from error
+
+    async def _read_chunks(self, job: str, digests: Sequence[bytes], reading: "_Reading") -> None:
+        names = {
+            keys.roster_chunk(job, digest): digest
+            for digest in digests
+            if digest not in reading.chunks
+        }
+        for key, value in (await self._read(list(names), CHUNKS_A_READ)).items():
+            reading.chunks[names[key]] = _value(value)
 
     async def _read(self, names: Sequence[str], at_once: int) -> dict[str, bytes | ShoalError]:
         """The values of the keys that are there, or what keeps one from being read."""
@@ -217,6 +278,28 @@ class StoredJobs:
         return {item.key: item.value for read in result.reads for item in read}
 
 
+@dataclass
+class _Reading:
+    """What was read of one job's records so far, the newest first."""
+
+    records: list[Record] = field(default_factory=list)
+    large: list[tuple[int, pb.StoredGeneration]] = field(default_factory=list)
+    """Those in chunks, by number."""
+    chunks: dict[bytes, bytes] = field(default_factory=dict)
+    older: list[int] = field(default_factory=list)
+    """Numbers of those that are not read."""
+
+
+def _stored_chunks(present: Sequence[bytes], reading: _Reading) -> StoredChunks:
+    large = dict(reading.large)
+    whole = [
+        (record.roster.generation, record.verdict is Verdict.COMMITTED)
+        for record in reading.records
+        if record.roster.generation not in large
+    ]
+    return StoredChunks(present, large.items(), whole=whole, older=reading.older)
+
+
 def _job_of_member(key: str) -> str:
     """The job; empty for a key that names no member."""
     job, _, member_id = key.removeprefix(keys.MEMBERS).partition("/")
@@ -231,4 +314,5 @@ def _value(found: bytes | ShoalError) -> bytes:
 
 def _enough(records: Sequence[Record]) -> bool:
     committed = sum(record.verdict is Verdict.COMMITTED for record in records)
-    return len(records) >= MAX_RECORDS and committed >= 2
+    num_entries = sum(len(record.roster.entries) for record in records)
+    return (len(records) >= MAX_RECORDS or num_entries >= MAX_ENTRIES) and committed >= 2

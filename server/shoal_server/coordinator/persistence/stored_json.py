@@ -1,27 +1,15 @@
-"""A job's own key in etcd, and what is told of a job of which something cannot be read."""
+"""A job's own key in etcd."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from shoal_proto.errors import JobSetAside
 from shoal_proto.names import MAX_NAME_LENGTH, is_name
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.progress import Progress, Result, Tally
 from shoal_server.core.generations.roster import Generation, JobSpec, Step
 from shoal_server.etcd.json_fields import Fields, Unreadable
 
 MAX_MEMBERS = 2**31 - 1
-
-
-def set_aside(job: str, key: str, error: Exception) -> JobSetAside:
-    """What is told of a job that something in etcd keeps from going on."""
-    return JobSetAside(
-        f"job {job} is set aside: what lies at {key} in etcd cannot be read",
-        seen=str(error)[:500],
-        expected="what a coordinator of this version writes there",
-        fix="Mend or delete the key (etcdctl), then restart the coordinator that leads.",
-        details={"job": job, "key": key},
-    )
 
 
 def state_to_json(record: StateRecord) -> bytes:
@@ -37,25 +25,31 @@ def state_to_json(record: StateRecord) -> bytes:
         value["reached_step"] = record.progress.reached
     if record.lost is not None:
         value["lost"] = record.lost
-    return json.dumps(value).encode()
+    if record.stopping:
+        value["stopping"] = record.stopping
+    if record.tally is not None:
+        value["begun_unix_s"] = record.tally.begun_s
+        value["num_breaks"] = record.tally.num_breaks
+        if record.tally.result is not None:
+            value["result"] = _result_to_json(record.tally.result)
+        if record.tally.is_cleared:
+            value["cleared"] = True
+    if record.ended_s:
+        value["ended_unix_s"] = record.ended_s
+    if record.failed:
+        value["failed"] = True
+    return json.dumps({**record.more, **value}).encode()
 
 
 def state_from_json(job: str, data: bytes) -> StateRecord:
     """The record of that job. Raises Unreadable."""
     fields = Fields.parsed(data)
-    bounds = fields.object("spec")
-    spec = JobSpec(
-        job=bounds.text("job"),
-        min_members=bounds.count("min_members", most=MAX_MEMBERS),
-        max_members=bounds.count("max_members", most=MAX_MEMBERS),
-        desired_members=bounds.count("desired_members", most=MAX_MEMBERS),
-        last_call_s=bounds.seconds("last_call_s"),
-    )
+    spec = spec_from(fields.object("spec"))
     if spec.job != job:
         raise Unreadable(f"spec.job is {spec.job[:MAX_NAME_LENGTH]!r}; expected {job!r}")
     if problem := spec.problem():
         raise Unreadable(problem)
-    return StateRecord(
+    record = StateRecord(
         spec=spec,
         last_generation=Generation(fields.count("last_generation")),
         finished=fields.flag("finished"),
@@ -67,6 +61,49 @@ def state_from_json(job: str, data: bytes) -> StateRecord:
         if fields.has("trained_in")
         else None,
         lost=fields.text("lost") if fields.has("lost") else None,
+        stopping=fields.text("stopping", ""),
+        failed=fields.has("failed") and fields.flag("failed"),
+        tally=_tally(fields) if fields.has("begun_unix_s") else None,
+        ended_s=fields.seconds("ended_unix_s"),
+    )
+    return replace(record, more=fields.rest())
+
+
+def _tally(fields: Fields) -> Tally:
+    return Tally(
+        begun_s=fields.seconds("begun_unix_s"),
+        num_breaks=fields.count("num_breaks", 0),
+        result=_result(fields.object("result")) if fields.has("result") else None,
+        is_cleared=fields.has("cleared") and fields.flag("cleared"),
+    )
+
+
+def _result(fields: Fields) -> Result:
+    try:
+        loss = float(fields.text("loss")) if fields.has("loss") else None
+    except ValueError as error:
+        raise Unreadable(f"result.loss is no number ({error})") from None
+    return Result(
+        step=Step(fields.count("step")),
+        loss=loss,
+        num_samples=fields.count("num_samples") if fields.has("num_samples") else None,
+    )
+
+
+def _result_to_json(result: Result) -> dict[str, object]:
+    """The loss as text: it may be one that JSON has no number for."""
+    loss = None if result.loss is None else repr(result.loss)
+    return {"step": result.step, "loss": loss, "num_samples": result.num_samples}
+
+
+def spec_from(bounds: Fields) -> JobSpec:
+    """A job's bounds, as they lie in its own key. Raises Unreadable."""
+    return JobSpec(
+        job=bounds.text("job"),
+        min_members=bounds.count("min_members", most=MAX_MEMBERS),
+        max_members=bounds.count("max_members", most=MAX_MEMBERS),
+        desired_members=bounds.count("desired_members", most=MAX_MEMBERS),
+        last_call_s=bounds.seconds("last_call_s"),
     )
 
 

@@ -10,6 +10,7 @@ from shoal_server.core.samples.requests import Request, SampleRange, StaleReques
 
 RETRY_AFTER_S = 0.1
 MAX_RANGES = 1024
+MAX_TOLD_HOLDERS = 4
 
 
 def check(request: samples_pb2.LeaseRequest) -> None:
@@ -26,11 +27,19 @@ def check(request: samples_pb2.LeaseRequest) -> None:
             seen=f"dataset_size {request.dataset_size}, num_epochs {request.num_epochs}",
             expected="at least 1 each",
         )
-    if max(len(request.completed), len(request.held)) > MAX_RANGES:
+    fields = ("completed", "completed_before", "held", "given_back")
+    counts = {name: len(getattr(request, name)) for name in fields}
+    if max(counts.values()) > MAX_RANGES:
         raise MalformedMessage(
             "too many ranges in one request",
-            seen=f"{len(request.completed)} completed, {len(request.held)} held",
+            seen=", ".join(f"{number} {name}" for name, number in counts.items()),
             expected=f"at most {MAX_RANGES} each",
+        )
+    if request.reserve_samples > request.dataset_size * request.num_epochs:
+        raise InvalidSpec(
+            "more samples to be held than the job has",
+            seen=f"reserve_samples {request.reserve_samples}",
+            expected=f"at most {request.dataset_size * request.num_epochs}",
         )
 
 
@@ -39,8 +48,11 @@ def ranges_of(ranges: Sequence[samples_pb2.SampleRange]) -> tuple[SampleRange, .
     return tuple(SampleRange(r.epoch, r.start, r.stop) for r in ranges)
 
 
-def answer(ledger: Ledger, request: samples_pb2.LeaseRequest) -> samples_pb2.LeaseReply:
-    """Let the ledger answer. Raises MalformedMessage for an overtaken request, Overloaded."""
+def answer(
+    ledger: Ledger, request: samples_pb2.LeaseRequest, num_members: int
+) -> tuple[samples_pb2.LeaseReply, bool]:
+    """Let the ledger answer; also, whether anything was booked. Raises MalformedMessage for an
+    overtaken request, Overloaded."""
     try:
         found = ledger.answer(
             Request(
@@ -51,7 +63,14 @@ def answer(ledger: Ledger, request: samples_pb2.LeaseRequest) -> samples_pb2.Lea
                 completed=ranges_of(request.completed),
                 held=ranges_of(request.held),
                 num_samples=request.num_samples,
-            )
+                reserve=request.reserve_samples,
+                step_samples=max(request.step_samples, 1),
+                given_back=ranges_of(request.given_back),
+                completed_before=ranges_of(request.completed_before),
+                begun=request.begun_samples,
+                begins_per_s=request.begins_samples_per_s,
+            ),
+            num_members,
         )
     except StaleRequest as error:
         raise MalformedMessage(
@@ -66,10 +85,27 @@ def answer(ledger: Ledger, request: samples_pb2.LeaseRequest) -> samples_pb2.Lea
             expected=f"fewer than {MAX_HELD_RANGES}",
             fix="Report what was completed before you lease more.",
         ) from error
-    reply = samples_pb2.LeaseReply(exhausted=found.exhausted)
+    reply = samples_pb2.LeaseReply(
+        exhausted=found.exhausted,
+        reserve_max_samples=found.reserve_max,
+        not_held=map(_message, found.not_held),
+    )
     if found.range is not None:
-        r = found.range
-        reply.range.CopyFrom(samples_pb2.SampleRange(epoch=r.epoch, start=r.start, stop=r.stop))
+        reply.range.CopyFrom(_message(found.range))
     elif not found.exhausted:
         reply.retry_after_s = RETRY_AFTER_S
-    return reply
+    return reply, found.is_news
+
+
+def _message(r: SampleRange) -> samples_pb2.SampleRange:
+    return samples_pb2.SampleRange(epoch=r.epoch, start=r.start, stop=r.stop)
+
+
+def wait_in_words(ledger: Ledger) -> str:
+    """What a member waits for that has no samples to train on: who has them."""
+    held = {name: num for name, num in ledger.held_samples.items() if num}
+    others = sorted(held, key=lambda name: (-held[name], name))
+    told = ", ".join(f"{held[name]} by {name}" for name in others[:MAX_TOLD_HOLDERS])
+    more = len(others) - MAX_TOLD_HOLDERS
+    told += f" and by {more} more" if more > 0 else ""
+    return f"samples: all that can be had now are leased ({told})" if told else "samples"

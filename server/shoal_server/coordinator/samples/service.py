@@ -1,19 +1,23 @@
-"""The Samples service: a ledger a job, answered from memory and written behind.
+"""The Samples service: a ledger a job, kept in memory and copied to etcd.
 
-The books live in memory; etcd gets a copy at most four times a second and one at the end. So a
-coordinator's death can cost what was leased and completed since the last copy, a quarter of a
-second of it: its successor leases those samples again. They are repeated, never lost, for a copy
-never says that a sample was completed which was not. What the successor's books still hold for a
-member that is gone, or that works at something else by now, goes back by itself: members that are
-not in etcd lose theirs when the books are opened, the others with their next request, in which
-they name what they hold.
+The books live in memory; etcd gets what changed in them at most four times a second (less often
+with more than eight jobs, so that these are no more than 32 writes a second), and the whole of them
+now and then and at the end (`stored_ledger`). A member that holds a reserve is told of a range once
+etcd has it, for which it need not wait; and it says what it completed again until etcd has that. So
+a coordinator's death costs nothing. Who holds no reserve is answered from memory: its leases and
+reports of the last quarter of a second may be repeated, never lost, for etcd never says that a
+sample was completed which was not. What the successor's books still hold for a member that is gone,
+or that works at something else by now, goes back by itself: members that are not in etcd lose
+theirs when the books are opened, the others with their next request, in which they name what they
+hold.
 
-A copy is written only over the one that was read or written before it. A coordinator that was
-deposed thus fails to write, closes the books, and reads them anew if it is ever asked again.
+What is written only follows what was read or written before it. A coordinator that was deposed
+thus fails to write, closes the books, and reads them anew if it is ever asked again.
 """
 
 import asyncio
-import json
+import math
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -23,7 +27,9 @@ from typing import Any
 import structlog
 
 from shoal_proto.errors import (
+    AccessDenied,
     Fenced,
+    NotLeader,
     ProposalConflict,
     RetryError,
     ShoalError,
@@ -31,13 +37,14 @@ from shoal_proto.errors import (
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import samples_pb2, samples_pb2_grpc
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.coordinator.persistence.stored_json import set_aside
+from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.coordinator.samples import messages as sample_messages
+from shoal_server.coordinator.samples.stored_ledger import StoredLedger
 from shoal_server.core.samples.ledger import Ledger
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValueStore, Put, Revision, unchanged_since
-from shoal_server.etcd.json_fields import Fields, Unreadable, taken_apart
+from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
@@ -45,19 +52,71 @@ log = structlog.get_logger(__name__)
 Authorize = Callable[[Token], Awaitable[None]]
 
 WRITE_INTERVAL_S = 0.25
+MAX_WRITES_A_SECOND = 32
+"""Over all jobs: 30 of 50 members each then let etcd grow by less than 100 MB an hour."""
 HAND_OVER_WITHIN_S = 1.0
 MAX_BOOKS = 256
 MAX_LOSSES = 4096
 
 
-class _Book:
-    """One job's ledger, and how far the copy in etcd is behind it."""
+OnFailed = Callable[[str, Exception], object]
+"""Is told of a job whose books cannot be kept, and why."""
 
-    def __init__(self, ledger: Ledger, revision: Revision, *, changed: bool) -> None:
+
+def _tell_failed(job: str, error: Exception) -> None:
+    log.error("ledger_not_kept", job=job, error=repr(error))
+
+
+class _Book:
+    """One job's ledger, and whether etcd is behind it."""
+
+    def __init__(self, ledger: Ledger, stored: StoredLedger, *, changed: bool) -> None:
         self.ledger = ledger
-        self.revision = revision
-        """Of the newest copy: 0 when there is none."""
-        self.changed = changed
+        self.stored = stored
+        self.is_closed = False
+        self.durable_sequences: Mapping[str, int] = {}
+        """Of each member's latest request that etcd has."""
+        self.heard_s: dict[str, float] = {}
+        """When each member asked last, on the loop's clock."""
+        self.waiting_since: dict[str, float] = {}
+        """By member that has nothing to train on."""
+        self.num_changes = int(changed)
+        self._num_written = 0
+        self._moved = asyncio.Event()
+
+    @property
+    def changed(self) -> bool:
+        """Whether the copy in etcd lacks anything."""
+        return self.num_changes > self._num_written
+
+    def written(self, num_changes: int, sequences: Mapping[str, int]) -> None:
+        """The copy has the first so many changes, and requests up to these."""
+        self._num_written, self.durable_sequences = num_changes, sequences
+        self._wake()
+
+    def close(self) -> None:
+        """Nothing more is written: what is not yet never will be, by this coordinator."""
+        self.is_closed = True
+        self._wake()
+
+    async def durable(self) -> None:
+        """Wait until etcd has all that is booked now. Raises NotLeader if it never will."""
+        num_changes = self.num_changes
+        while self._num_written < num_changes:
+            if self.is_closed:
+                raise NotLeader("this coordinator does not keep the books", details={"leader": ""})
+            await self._moved.wait()
+
+    def _wake(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    def note_wait(self, member_id: str, now_s: float) -> None:
+        """See whether the member has begun to wait, or does no longer."""
+        if self.ledger.waits(member_id):
+            self.waiting_since.setdefault(member_id, now_s)
+        else:
+            self.waiting_since.pop(member_id, None)
 
 
 class SamplesService(samples_pb2_grpc.SamplesServicer):
@@ -69,13 +128,20 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: LeaderStore,
         authorize: Authorize,
+        num_members: Callable[[str], int] = lambda job: 1,
         *,
+        clock: Callable[[], float] = time.time,
         write_interval_s: float = WRITE_INTERVAL_S,
+        on_failed: OnFailed = _tell_failed,
     ) -> None:
+        """`num_members` of a job share its samples; those that have asked for some count anyway."""
+        self._on_failed = on_failed
         self._store = store
         self._authorize = authorize
+        self._num_members = num_members
+        self._clock = clock
         self._write_interval_s = write_interval_s
         self._books: OrderedDict[str, _Book] = OrderedDict()
         self._opening = asyncio.Lock()
@@ -102,7 +168,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         self._stopping.set()
         self._changed.set()
         await self._writer
-        await self._write_all()
+        await self._write_all(whole=True)
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
         """What this incarnation holds goes back, and it gets nothing more. Lost or left."""
@@ -113,7 +179,9 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         book = self._books.get(job)
         if book is None:
             return  # the loss is remembered for when the books are opened
-        num_samples = book.ledger.give_back(member_id, public_id(incarnation))
+        silent_s = asyncio.get_running_loop().time() - book.heard_s.pop(member_id, -math.inf)
+        num_samples = book.ledger.give_back(member_id, public_id(incarnation), silent_s=silent_s)
+        book.note_wait(member_id, self._clock())
         self._note_change(book)
         if num_samples:
             log.info("samples_returned", job=job, member=member_id, num_samples=num_samples)
@@ -123,11 +191,19 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         book = self._books.get(job)
         return book.ledger.counts() if book else None
 
+    def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
+        """What each member waits for that has nothing to train on, and since when."""
+        book = self._books.get(job)
+        if book is None or not book.waiting_since:
+            return {}
+        told = sample_messages.wait_in_words(book.ledger)
+        return {name: (told, since_s) for name, since_s in book.waiting_since.items()}
+
     async def open_existing(self, job: str) -> None:
         """Open the books of a job that has some, so that `summary` knows them after a fail-over.
 
         Only while there is room; books of further jobs are opened when somebody asks for samples.
-        Raises Unavailable when etcd is away, JobSetAside for books that cannot be read.
+        Raises Unavailable when etcd is away, JobQuarantined for books that cannot be read.
         """
         async with self._opening:
             if job not in self._books and len(self._books) < MAX_BOOKS // 2:
@@ -135,33 +211,57 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 if found is not None:
                     self._keep(job, found)
 
-    def books(self, job: str) -> Mapping[str, Any] | None:
-        """The job's books as of now, as JSON types; None for a job that has none open here."""
+    async def books(self, job: str) -> Mapping[str, Any] | None:
+        """The job's books as of now, as JSON types; None for a job that has none.
+
+        Raises Unavailable when etcd is away and they are not open, JobSetAside for books that
+        cannot be read.
+        """
+        ledger = await self._ledger(job)
+        return ledger.to_json() if ledger is not None else None
+
+    async def counts(self, job: str) -> LedgerCounts | None:
+        """The books in numbers, open or not; None for a job that has none. Raises as `books`."""
+        ledger = await self._ledger(job)
+        return ledger.counts() if ledger is not None else None
+
+    async def _ledger(self, job: str) -> Ledger | None:
         book = self._books.get(job)
-        return book.ledger.to_json() if book else None
+        if book is None:
+            async with self._opening:
+                # Nobody has asked for its samples since this one leads: what is in etcd is all.
+                book = self._books.get(job) or await self._read(job)
+        return book.ledger if book is not None else None
 
     def close_replaced(self, job: str) -> None:
         """Forget a job's books: others were written in their place."""
-        self._books.pop(job, None)
+        self._close(job)
+
+    def _close(self, job: str) -> None:
+        book = self._books.pop(job, None)
+        if book is not None:
+            book.close()
 
     @asynccontextmanager
     async def closed(self, job: str) -> AsyncIterator[None]:
         """Without books of the job in the block, and with no write of them under way."""
         async with self._opening, self._writing:
-            self._books.pop(job, None)
+            self._close(job)
             yield
 
     async def hand_over(self) -> None:
-        """Write what is not written yet and forget all books: call it when stepping down.
+        """Write all books whole and forget them: call it when stepping down.
 
-        Where another coordinator leads already the write fails by itself and nothing is harmed.
+        The successor may be of an earlier release, which reads no deltas. Where another coordinator
+        leads already the write fails by itself and nothing is harmed.
         """
         try:
             async with asyncio.timeout(HAND_OVER_WITHIN_S):
-                await self._write_all()
+                await self._write_all(whole=True)
         except TimeoutError:
             log.warning("ledgers_not_handed_over", reason="etcd did not answer in time")
-        self._books.clear()
+        for job in list(self._books):
+            self._close(job)
 
     async def Lease(
         self, request: samples_pb2.LeaseRequest, context: Context
@@ -178,8 +278,14 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 f"{token.member_id} was declared lost",
                 seen=f"process {public_id(token.incarnation)}",
             )
-        reply = sample_messages.answer(book.ledger, request)
-        self._note_change(book)
+        reply, is_news = sample_messages.answer(book.ledger, request, self._num_members(token.job))
+        book.heard_s[token.member_id] = asyncio.get_running_loop().time()
+        book.note_wait(token.member_id, self._clock())
+        if is_news:
+            self._note_change(book)
+        if request.reserve_samples and (reply.HasField("range") or reply.exhausted):
+            await book.durable()
+        reply.durable_sequence = book.durable_sequences.get(token.member_id, 0)
         return reply
 
     async def _authorize_or_count(self, request: samples_pb2.LeaseRequest) -> None:
@@ -200,7 +306,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 book = self._books.get(job) or await self._read(job)
                 if book is None:
                     ledger = Ledger(dataset_size=dataset_size, num_epochs=num_epochs)
-                    book = _Book(ledger, Revision(0), changed=True)
+                    book = _Book(ledger, self._stored(job), changed=True)
                     log.info("ledger_begun", job=job, num_samples=dataset_size, epochs=num_epochs)
                 self._keep(job, book)
         self._books.move_to_end(job)
@@ -223,15 +329,14 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             if written and written[0] != job:
                 del self._books[written[0]]
 
+    def _stored(self, job: str) -> StoredLedger:
+        return StoredLedger(self._store, job)
+
     async def _read(self, job: str) -> _Book | None:
-        entry = await self._store.get(keys.sample_ledger(job))
-        if entry is None:
+        stored = self._stored(job)
+        ledger = await stored.read()
+        if ledger is None:
             return None
-        try:
-            with taken_apart():
-                ledger = Ledger.from_json(json.loads(entry.value))
-        except Unreadable as error:
-            raise set_aside(job, entry.key, error) from error
         living = await self._living(job)
         num_samples = sum(
             ledger.give_back(member_id, incarnation)
@@ -239,7 +344,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             if (member_id, incarnation) not in living
         )
         log.info("ledger_opened", job=job, num_returned_samples=num_samples)
-        return _Book(ledger, entry.mod_revision, changed=num_samples > 0)
+        return _Book(ledger, stored, changed=num_samples > 0)
 
     async def _living(self, job: str) -> set[tuple[str, str]]:
         prefix = keys.members(job)
@@ -249,62 +354,59 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             try:
                 incarnation = Fields.parsed(item.value).text("incarnation")
             except Unreadable as error:
-                raise set_aside(job, item.key, error) from error
+                raise unreadable(job, item.key, error) from error
             present.add((item.key.removeprefix(prefix), public_id(incarnation)))
         return {who for who in present if (job, *who) not in self._losses}
 
     def _note_change(self, book: _Book) -> None:
-        book.changed = True
+        book.num_changes += 1
         self._changed.set()
 
     async def _write_behind(self) -> None:
         while not self._stopping.is_set():
             await self._changed.wait()
             self._changed.clear()
-            await self._write_all()
+            num_written = await self._write_all()
+            # This is what keeps it to a few writes a second.
+            pause_s = max(self._write_interval_s, num_written / MAX_WRITES_A_SECOND)
             try:
-                # This is what keeps it to a few writes a second.
-                await asyncio.wait_for(self._stopping.wait(), self._write_interval_s)
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
             except TimeoutError:
                 continue
 
-    async def _write_all(self) -> None:
+    async def _write_all(self, *, whole: bool = False) -> int:
+        """How many books there were something to write of."""
         async with self._writing:
-            for job, book in [(job, book) for job, book in self._books.items() if book.changed]:
+            due = [
+                (job, book)
+                for job, book in self._books.items()
+                if book.changed or (whole and not book.stored.is_whole)
+            ]
+            for job, book in due:
                 try:
-                    await self._write(job, book)
-                except ShoalError as error:
+                    await self._write(job, book, whole=whole)
+                except (RetryError, AccessDenied) as error:
                     self._write_failed(job, book, error)
+                except Exception as error:  # noqa: BLE001 - it is that job's, and told by name
+                    self._books.pop(job, None)
+                    self._on_failed(job, error)
+            return len(due)
 
-    async def _write(self, job: str, book: _Book) -> None:
-        key = keys.sample_ledger(job)
-        value = json.dumps(book.ledger.to_json(), separators=(",", ":")).encode()
-        book.changed = False
-        try:
-            result = await self._store.transact(
-                [unchanged_since(key, book.revision)], [Put(key, value)]
-            )
-            succeeded, revision = result.succeeded, result.revision
-        except RetryError as error:
-            if error.details.get("outcome") != "unknown":
-                raise
-            entry = await self._store.get(key)
-            revision = entry.mod_revision if entry else Revision(0)
-            succeeded = entry is not None and entry.value == value
-            if not succeeded and revision == book.revision:
-                raise  # it did not take effect: the next round tries again
-        if not succeeded:
+    async def _write(self, job: str, book: _Book, *, whole: bool) -> None:
+        num_changes, sequences = book.num_changes, book.ledger.sequences()
+        if not await book.stored.write(book.ledger, whole=whole):
             log.warning("ledger_taken_over", job=job, reason="another coordinator wrote it")
             if self._books.get(job) is book:
                 del self._books[job]
+            book.close()
             return
-        book.revision = revision
+        book.written(num_changes, sequences)
         if self._store_is_away:
             self._store_is_away = False
             log.info("ledger_writes_resumed", job=job)
 
     def _write_failed(self, job: str, book: _Book, error: ShoalError) -> None:
-        self._note_change(book)
+        self._changed.set()
         if not self._store_is_away:
             self._store_is_away = True
             log.warning("ledger_not_written", job=job, reason=str(error))

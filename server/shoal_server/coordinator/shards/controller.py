@@ -7,12 +7,12 @@ each other without it. So nothing is lost while no coordinator leads.
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import structlog
 
 from shoal_proto.dtypes import DTYPE_BYTES
-from shoal_proto.errors import RetryError, ShoalError
+from shoal_proto.errors import NotLeader, RetryError
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.shards.automatic_restores import AutomaticRestores, Restore
@@ -25,18 +25,22 @@ from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
 from shoal_server.core.shards.sightings import Sightings
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValueStore, Revision
+from shoal_server.etcd.api import Compare, Revision, unchanged_since
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.mirror import PrefixMirror
+from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import ended_servers, shard_map
 from shoal_server.etcd.records import servers as registered
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
-from shoal_server.serving.tasks import gather_bounded, running
+from shoal_server.serving.tasks import SupervisedTasks, gather_bounded, keep_on, running
 
 log = structlog.get_logger(__name__)
 
 Measure = Callable[[str], Awaitable[Mapping[int, loads.ShardMeasure]]]
 
-RETRY_PAUSE_S = 0.5
+JOBS_AT_ONCE = 16
+TEND_WITHIN_S = 120.0
+"""Thousands of shards are looked at, and their records written, in seconds."""
 LOOK_AGAIN_S = 1.0
 """At a job with a server that is gone, or was suspected: often enough for an absence to go on."""
 MEASURE_EACH_S = 10.0
@@ -48,7 +52,7 @@ class ShardController:
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: LeaderStore,
         restore: Restore | None = None,
         measure: Measure | None = None,
         loss_log: LossLog | None = None,
@@ -91,7 +95,8 @@ class ShardController:
             resync=True,
         )
         versions = watching_torch_versions(self._store)
-        async with servers, self._assignments, versions, running(self._work()):
+        work = keep_on(self._work, "shards"), keep_on(self._look_for_ever, "measuring-shards")
+        async with servers, self._assignments, versions, running(*work):
             try:
                 yield self
             finally:
@@ -115,42 +120,42 @@ class ShardController:
         self._look_at(self._assignments.jobs)
 
     async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
-        measure_at_s = loop.time() + MEASURE_EACH_S
-        while True:
-            # Now and then without being woken: a server that stays away becomes a dead one, and
-            # loads change.
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(measure_at_s):
-                    await self._wake.wait()
-            self._wake.clear()
-            try:
-                if loop.time() >= measure_at_s:
-                    measure_at_s = loop.time() + MEASURE_EACH_S
-                    self._look_at_all()
-                    await self._measure()
-                await self._reconcile_due()
-            except Exception as error:
-                # The outermost frame of this work: were it to end, nothing were copied again.
-                if isinstance(error, ShoalError):
-                    log.warning("shards_not_rebalanced", reason=str(error))
-                else:
-                    log.exception("shards_not_rebalanced", error=repr(error))
-                await asyncio.sleep(RETRY_PAUSE_S)
+        """Each job in a task of its own: none waits for another's server, storage or record."""
+        slots = asyncio.Semaphore(JOBS_AT_ONCE)
+        async with SupervisedTasks() as tasks:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                for job in list(self._due):
+                    # One that is under way wakes this when it has ended.
+                    if tasks.start(self._tend(job, slots), key=job) is not None:
+                        self._due.discard(job)
+
+    async def _tend(self, job: str, slots: asyncio.Semaphore) -> None:
+        try:
+            async with slots, asyncio.timeout(TEND_WITHIN_S):
+                await self._reconcile(job)
+            self._troubles.pop(job, None)
+        except NotLeader as error:
+            log.info("shards_not_rebalanced", job=job, reason=str(error))
+        except (RetryError, TimeoutError) as error:
+            if job not in self._troubles:
+                log.warning("shards_not_rebalanced", job=job, reason=str(error) or "out of time")
+            self._troubles[job] = repr(error)
+            self._look_again(job)
+        except Exception as error:  # noqa: BLE001 - one job's trouble is to harm no other
+            self._note_trouble(job, error)
+        finally:
+            if job in self._due:
                 self._wake.set()
 
-    async def _reconcile_due(self) -> None:
-        due, self._due = self._due, set()
-        while due:
-            job = due.pop()
-            try:
-                await self._reconcile(job)
-                self._troubles.pop(job, None)
-            except RetryError:
-                self._look_at([job, *due])
-                raise
-            except Exception as error:  # noqa: BLE001 - one job's trouble is to harm no other
-                self._note_trouble(job, error)
+    async def _look_for_ever(self) -> None:
+        """Now and then without being woken: a server that stays away becomes a dead one, and loads
+        change."""
+        while True:
+            await asyncio.sleep(MEASURE_EACH_S)
+            await self._measure()
+            self._look_at_all()
 
     def _note_trouble(self, job: str, error: Exception) -> None:
         if self._troubles.get(job) == repr(error):
@@ -180,8 +185,9 @@ class ShardController:
         )
 
     async def _reconcile(self, job: str) -> None:
-        if await self._is_finished(job):
-            await self._store.delete(keys.assignments(job), prefix=True)
+        if (finished := await self._finished(job)) is not None:
+            # Unless it was begun anew meanwhile.
+            await self._store.transact([finished], [records.taken_away(job)])
             return
         weights = await self._weights_of(job)
         before = self._assignments.assembled(job)
@@ -191,8 +197,8 @@ class ShardController:
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         seen = await self._servers()
-        last, sightings = self._last.get(job, before), self._sightings[job]
-        servers = sightings.judged(last, before, seen, asked_s=asked_s, now_s=loop.time())
+        sightings = self._sightings[job]
+        servers = sightings.judged(before, seen, asked_s=asked_s, now_s=loop.time())
         if sightings.is_due_soon:
             self._look_again(job)
         lost = num_lost(before, servers)
@@ -220,7 +226,9 @@ class ShardController:
             return wanted if assignment == then else assignment
 
         if await self._assignments.change(job, changes, rebalanced):
-            self._seen(self._assignments.assembled(job) or before)
+            stands = self._assignments.assembled(job) or before
+            sightings.wrote(after, stands)
+            self._seen(stands)
             log.info("shards_rebalanced", job=job, **_summary(before, after))
 
     def _seen(self, assignments: JobAssignments) -> None:
@@ -228,11 +236,12 @@ class ShardController:
         self._losses.tell(last, assignments)
         self._last[assignments.job] = assignments
 
-    async def _is_finished(self, job: str) -> bool:
+    async def _finished(self, job: str) -> Compare | None:
+        """What holds as long as nobody goes on with the job; None: somebody may."""
         state = await self._store.get(keys.job_state(job))
-        if state is None:
-            return False
-        return state_from_json(job, state.value).finished
+        if state is None or state_from_json(job, state.value).may_go_on:
+            return None
+        return unchanged_since(state.key, state.mod_revision)
 
     async def _weights_of(self, job: str) -> Mapping[int, int]:
         if job not in self._weights:
@@ -254,10 +263,8 @@ class ShardController:
         assert self._ask is not None
         try:
             found = await self._ask(job)
-        except RetryError:
-            raise
-        except ShoalError as error:
-            self._note_trouble(job, error)
+        except Exception as error:  # noqa: BLE001 - the others are measured all the same
+            log.warning("shards_not_measured", job=job, reason=repr(error))
             return
         self._losses.measured(job, {shard_id: each.version for shard_id, each in found.items()})
         pushed = {shard_id: each.pushed_bytes for shard_id, each in found.items()}

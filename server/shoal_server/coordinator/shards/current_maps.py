@@ -5,7 +5,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from shoal_proto.v1.shards_pb2 import ShardMap
-from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.api import Keyspace
 from shoal_server.etcd.records import shard_map
 
 MAX_JOBS = 16
@@ -30,7 +30,7 @@ class CurrentMaps:
     the next, which is for all of them.
     """
 
-    def __init__(self, store: KeyValueStore) -> None:
+    def __init__(self, store: Keyspace) -> None:
         self._store = store
         self._layouts = shard_map.ShardMapReader(store)
         self._reads: OrderedDict[str, _Read] = OrderedDict()

@@ -1,59 +1,144 @@
-"""Giving lost shards up, because an operator says so."""
+"""Giving lost shards up, because an operator says so.
+
+What was trained on is counted in the job's sample ledger, and belongs to the values that saw it. So
+where nothing that was trained is left, the ledger goes in the same transaction as the first shards,
+and the samples begin anew. Where a part is left, the operator has to say which is right.
+"""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from typing import Protocol
 
 from shoal_proto.errors import InvalidSpec, NothingLost, UnknownJob, UnknownShard
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.v1 import shards_pb2 as pb
 from shoal_proto.v1.shards_pb2 import AcceptLossReply, AcceptLossRequest, GivenUpShard
 from shoal_server.coordinator.shards.loss_log import LossLog
+from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
+from shoal_server.core.shards.losses import SamplesAfterLoss
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.api import Delete
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments as records
 
 MAX_BY_LENGTH = 200
+_SAMPLES = {
+    pb.SAMPLES_AFTER_LOSS_UNSAID: None,
+    pb.SAMPLES_AFTER_LOSS_ANEW: SamplesAfterLoss.ANEW,
+    pb.SAMPLES_AFTER_LOSS_KEEP: SamplesAfterLoss.KEEP,
+}
+_TOLD_SAMPLES = {fate: number for number, fate in _SAMPLES.items()}
+
+
+class SampleBooks(Protocol):
+    """The sample ledgers, as far as they concern a loss."""
+
+    def counts(self, job: str) -> Awaitable[LedgerCounts | None]:
+        """What the job's books say; None for a job that has none."""
+
+    def closed(self, job: str) -> AbstractAsyncContextManager[None]:
+        """Without books of the job in the block, and with no write of them under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What a request comes to, as the records are now."""
+
+    current: JobAssignments
+    stored: dict[int, records.StoredShard]
+    chosen: Sequence[ShardAssignment]
+    """What the reply tells of: lost, or given up before."""
+    lost: Sequence[ShardAssignment]
+    """Those of them that are to be given up."""
+    samples: SamplesAfterLoss | None
+
+    @property
+    def kept_shard_ids(self) -> list[int]:
+        left = losses.still_trained(self.current, {shard.shard_id for shard in self.lost})
+        return [shard.shard_id for shard in left]
 
 
 class LossAcceptance:
     """`require_leading` raises NotLeader."""
 
     def __init__(
-        self, store: KeyValueStore, loss_log: LossLog, require_leading: Callable[[], None]
+        self,
+        store: LeaderStore,
+        loss_log: LossLog,
+        samples: SampleBooks,
+        require_leading: Callable[[], None],
     ) -> None:
         self._store = store
         self._losses = loss_log
+        self._samples = samples
         self._require_leading = require_leading
 
     async def accept(self, request: AcceptLossRequest) -> AcceptLossReply:
         """Have these lost shards begin anew, or all that are lost. Those that are not lost keep
         what they have; those that were given up before are told once more.
 
-        Raises UnknownJob, UnknownShard, NothingLost, NotLeader, and what the store raises.
+        Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store raises, and
+        InvalidSpec where it is to be said what becomes of the samples.
         """
         self._require_leading()
         job, by = request.job, request.by[:MAX_BY_LENGTH] or "somebody"
         if not is_name(job):
             raise InvalidSpec("bad name of a job", seen=repr(job[:128]), expected=NAME_RULE)
-        wanted = frozenset(request.shard_ids)
+        wish = _SAMPLES.get(request.samples)
+        counts = await self._samples.counts(job)
         now_unix_s = time.time()
         given_up: list[ShardAssignment] = []
         while True:
-            current, stored = await self._read(job)
-            chosen = _chosen(current, wanted)
-            lost = [shard for shard in chosen if shard.content is ShardContent.LOST]
-            if request.dry_run or not lost:
+            plan = await self._plan(request, wish)
+            if request.dry_run or not plan.lost:
                 break
-            size = records.SHARDS_A_TRANSACTION
-            for batch in (lost[start : start + size] for start in range(0, len(lost), size)):
-                targets = [losses.given_up(shard, by, now_unix_s) for shard in batch]
-                before = [stored[shard.shard_id] for shard in batch]
-                is_done, _ = await records.change(self._store, before, targets)
-                given_up += batch if is_done else []
+            if plan.samples is None:
+                raise _unsaid(plan, counts)
+            # What one transaction has decided holds for the others.
+            wish = plan.samples
+            given_up += await self._give_up(plan, by, now_unix_s)
         if given_up:
-            self._losses.accepted(job, given_up, by)
-        return _reply(chosen, lost if request.dry_run else given_up)
+            anew = wish is SamplesAfterLoss.ANEW
+            self._losses.accepted(job, given_up, by, _told_samples(counts, anew=anew))
+        by_this_call = plan.lost if request.dry_run else given_up
+        return _reply(plan, by_this_call, plan.samples if request.dry_run else wish, counts)
+
+    async def _plan(self, request: AcceptLossRequest, wish: SamplesAfterLoss | None) -> _Plan:
+        current, stored = await self._read(request.job)
+        chosen = _chosen(current, frozenset(request.shard_ids))
+        lost = [shard for shard in chosen if shard.content is ShardContent.LOST]
+        return _Plan(
+            current=current,
+            stored=stored,
+            chosen=chosen,
+            lost=lost,
+            samples=losses.samples_after(current, {shard.shard_id for shard in lost}, wish),
+        )
+
+    async def _give_up(self, plan: _Plan, by: str, now_unix_s: float) -> list[ShardAssignment]:
+        """Those that were given up; the others are to be looked at again."""
+        job, size = plan.current.job, records.SHARDS_A_TRANSACTION
+        done: list[ShardAssignment] = []
+        anew = plan.samples is SamplesAfterLoss.ANEW
+        async with AsyncExitStack() as stack:
+            if anew:
+                await stack.enter_async_context(self._samples.closed(job))
+            for start in range(0, len(plan.lost), size):
+                batch = plan.lost[start : start + size]
+                targets = [
+                    losses.given_up(shard, by, now_unix_s, samples_anew=anew) for shard in batch
+                ]
+                before = [plan.stored[shard.shard_id] for shard in batch]
+                # With the first already: half of them given up with the old books would be a run
+                # that sees the rest of the samples only.
+                also = _without_samples(job) if anew else ()
+                is_done, _ = await records.change(self._store, before, targets, also)
+                done += batch if is_done else []
+        return done
 
     async def _read(self, job: str) -> tuple[JobAssignments, dict[int, records.StoredShard]]:
         listed = await self._store.range(keys.assignments(job))
@@ -72,6 +157,10 @@ class LossAcceptance:
             seen="no shards on parameter servers",
             expected="a shard that is lost",
         )
+
+
+def _without_samples(job: str) -> Sequence[Delete]:
+    return Delete(keys.sample_ledger(job)), Delete(keys.sample_deltas(job), prefix=True)
 
 
 def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssignment]:
@@ -106,11 +195,45 @@ def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssign
     return chosen
 
 
+def _unsaid(plan: _Plan, counts: LedgerCounts | None) -> InvalidSpec:
+    kept = plan.kept_shard_ids
+    return InvalidSpec(
+        "it is not said what becomes of the job's samples",
+        seen=f"{len(plan.lost)} of {len(plan.current.shards)} shards are given up, and"
+        f" {len(kept)} are not (shard {kept[0]} is one); {_progress(counts)}",
+        expected="`--samples keep`, to go on behind what was trained on, or `--samples anew`, to"
+        " train on all samples once more",
+        fix="Neither is right by itself: what is given up begins with initial values, the rest with"
+        " what it learned.",
+    )
+
+
+def _progress(counts: LedgerCounts | None) -> str:
+    if counts is None:
+        return "it has trained on no samples yet"
+    total = counts.dataset_size * counts.num_epochs
+    return f"{counts.completed} of {total} samples were trained on"
+
+
+def _told_samples(counts: LedgerCounts | None, *, anew: bool) -> str:
+    fate = SamplesAfterLoss.ANEW if anew else SamplesAfterLoss.KEEP
+    return f"its samples {fate.value} ({_progress(counts)})"
+
+
 def _reply(
-    shards: Iterable[ShardAssignment], by_this_call: Iterable[ShardAssignment]
+    plan: _Plan,
+    by_this_call: Iterable[ShardAssignment],
+    samples: SamplesAfterLoss | None,
+    counts: LedgerCounts | None,
 ) -> AcceptLossReply:
     now = {shard.shard_id for shard in by_this_call}
-    return AcceptLossReply(shards=[_told(shard, shard.shard_id not in now) for shard in shards])
+    return AcceptLossReply(
+        shards=[_told(shard, shard.shard_id not in now) for shard in plan.chosen],
+        samples=_TOLD_SAMPLES[samples],
+        completed_samples=counts.completed if counts is not None else 0,
+        total_samples=counts.dataset_size * counts.num_epochs if counts is not None else 0,
+        kept_shard_ids=plan.kept_shard_ids,
+    )
 
 
 def _told(shard: ShardAssignment, before: bool) -> GivenUpShard:

@@ -72,12 +72,22 @@ class LossLog:
             told = losses.shards_in_short(old for old, _ in back)
             self._restored(after.job, f"{told}: led again from the journal of {servers}")
 
-    def accepted(self, job: str, shards: Collection[ShardAssignment], by: str) -> None:
-        """Tell that an operator gave these up, as they were while lost."""
+    def accepted(
+        self, job: str, shards: Collection[ShardAssignment], by: str, samples: str
+    ) -> None:
+        """Tell that an operator gave these up, as they were while lost. `samples`: what becomes of
+        the job's, in words."""
         self.forget(job, [shard.shard_id for shard in shards])
         told = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
-        log.warning("loss_accepted", job=job, by=by, shards=losses.shards_in_short(shards))
-        self._tell(job, "loss_accepted", f"{told}; a worker may create them with initial values")
+        log.warning(
+            "loss_accepted",
+            job=job,
+            by=by,
+            shards=losses.shards_in_short(shards),
+            samples=samples,
+        )
+        told = f"{told}; a worker may create them with initial values; {samples}"
+        self._tell(job, "loss_accepted", told)
 
     def restored(self, job: str, shards: Collection[ShardAssignment], snapshot: str) -> None:
         """Tell that a snapshot took the place of what the job had; `shards` were lost."""

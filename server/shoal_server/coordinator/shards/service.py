@@ -2,6 +2,8 @@
 
 import asyncio
 import secrets
+import time
+import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 
@@ -9,6 +11,7 @@ import structlog
 
 from shoal_proto.errors import (
     DeadlineExceeded,
+    InternalError,
     InvalidSpec,
     MalformedMessage,
     NoServers,
@@ -37,15 +40,12 @@ from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.shards.controller import num_bytes_of
 from shoal_server.coordinator.shards.current_maps import CurrentMaps
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
-from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.core.shards import placement
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.core.shards.rebalance import Servers, rebalance
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import (
-    KeyValueStore,
-    absent,
-)
+from shoal_server.etcd.api import absent
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.mirror import follow_key
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.serving.rpc import Context
@@ -53,6 +53,8 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 MAX_WAIT_S = 60.0
+ASKS_AGAIN_WITHIN_S = 5.0
+"""Who was refused for want of servers and has not asked again since waits no more."""
 MAX_TOLD_DIFFERENCES = 8
 
 Authorize = Callable[[Token], Awaitable[None]]
@@ -61,12 +63,38 @@ Authorize = Callable[[Token], Awaitable[None]]
 Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
 
 
+class _WithoutServers:
+    """Members that were told that there is no parameter server, and ask again."""
+
+    def __init__(self) -> None:
+        self._refused: dict[str, dict[str, tuple[str, float, float]]] = {}
+        """By job and member: why, and when it was refused first and last."""
+
+    def refused(self, token: Token, why: str) -> None:
+        now_s = time.time()
+        known = dict(self._of(token.job, now_s))
+        since_s = known.get(token.member_id, ("", now_s, now_s))[1]
+        self._refused[token.job] = {**known, token.member_id: (why, since_s, now_s)}
+
+    def placed(self, job: str) -> None:
+        """Nobody of it waits any more."""
+        self._refused.pop(job, None)
+
+    def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
+        """Why each waits, and since when."""
+        return {name: (why, since_s) for name, (why, since_s, _) in self._of(job, time.time())}
+
+    def _of(self, job: str, now_s: float) -> list[tuple[str, tuple[str, float, float]]]:
+        entries = self._refused.get(job, {}).items()
+        return [(name, entry) for name, entry in entries if now_s - entry[2] < ASKS_AGAIN_WITHIN_S]
+
+
 class ShardsService(ShardsServicer):
     """`authorize` raises for a token whose holder may not act for its job."""
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: LeaderStore,
         authorize: Authorize,
         copies: int = 2,
         choose: Choose = answering,
@@ -75,14 +103,19 @@ class ShardsService(ShardsServicer):
     ) -> None:
         """`copies` of each shard are wanted, the primary included; fewer where there are fewer
         servers. `choose` says which of those that etcd lists may be given any. `accepting` gives
-        lost shards up; without it, nobody who asks this one is told that events happened."""
-        self._accepting = accepting or LossAcceptance(store, LossLog(), lambda: None)
+        lost shards up; nobody may ask for that without it."""
+        self._accepting = accepting
         self._choose = choose
         self._store = store
         self._layouts = shard_map.ShardMapReader(store)
         self._current = CurrentMaps(store)
         self._authorize = authorize
         self._copies = copies
+        self._without_servers = _WithoutServers()
+
+    def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
+        """What each member waits for that found no parameter server, and since when."""
+        return self._without_servers.waiting(job)
 
     async def Place(self, request: PlaceRequest, context: Context) -> ShardMap:
         job = _job(request.token)
@@ -99,7 +132,13 @@ class ShardsService(ShardsServicer):
             ) from problem
         held = await self._layouts.read(job)
         if held is None:
-            held = await self._place(job, request, parameters)
+            try:
+                held = await self._place(job, request, parameters)
+            except NoServers as error:
+                why = f"a parameter server to hold the shards: {error.seen}"
+                self._without_servers.refused(request.token, why)
+                raise
+            self._without_servers.placed(job)
         table_specs.check_same(job, request.tables, held.tables)
         if held.schema_digest != _digest(parameters, request.tables):
             raise _conflict(job, parameters, [_parameter(spec) for spec in held.parameters])
@@ -124,6 +163,8 @@ class ShardsService(ShardsServicer):
         return found
 
     async def AcceptLoss(self, request: AcceptLossRequest, context: Context) -> AcceptLossReply:
+        if self._accepting is None:
+            raise InternalError("this service was made without what gives shards up")
         return await self._accepting.accept(request)
 
     async def _place(
@@ -236,7 +277,7 @@ def _draw_up(
         parameters=request.parameters,
         tables=request.tables,
     )
-    for placed in placement.place(shards, addresses):
+    for placed in placement.place(shards, addresses, turn=zlib.crc32(job.encode())):
         shard = placed.shard
         blocks = [
             Block(parameter=b.parameter, offset=b.offset, num_elements=b.num_elements)

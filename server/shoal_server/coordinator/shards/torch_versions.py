@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.api import Keyspace
 from shoal_server.etcd.mirror import PrefixMirror
 from shoal_server.etcd.records.servers import Server, parse
 
@@ -43,7 +43,7 @@ class TorchVersions:
 
 
 @asynccontextmanager
-async def watching_torch_versions(store: KeyValueStore) -> AsyncIterator[None]:
+async def watching_torch_versions(store: Keyspace) -> AsyncIterator[None]:
     """Follow who is there, as long as the block runs."""
     versions = TorchVersions()
     servers: PrefixMirror[Server] = PrefixMirror(

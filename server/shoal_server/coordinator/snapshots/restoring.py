@@ -20,6 +20,7 @@ import structlog
 from shoal_proto.errors import (
     DeadlineExceeded,
     InternalError,
+    JobFinished,
     JobInUse,
     NoServers,
     ProposalConflict,
@@ -28,6 +29,8 @@ from shoal_proto.errors import (
 )
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
+from shoal_server.coordinator.persistence.quarantine import unreadable
+from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.samples.ledger import Ledger
 from shoal_server.core.shards import losses
@@ -39,15 +42,15 @@ from shoal_server.core.shards.assignments import (
 )
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
-    Compare,
     Delete,
-    KeyValueStore,
     Operation,
     Put,
     TransactionResult,
     absent,
     none_written_after,
 )
+from shoal_server.etcd.json_fields import Unreadable
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.serving.tasks import gather_settled
 from shoal_server.snapshots import messages
@@ -72,19 +75,16 @@ class Restored:
 
 
 class SnapshotRestorer:
-    """Lives on the event loop. `leadership` gives what must hold in etcd for each write;
-    `on_cursor` is told of a job whose sample ledger was replaced."""
+    """Lives on the event loop. `on_cursor` is told of a job whose sample ledger was replaced."""
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: LeaderStore,
         calls: ServerCalls,
-        leadership: Callable[[], Sequence[Compare]],
         on_cursor: Callable[[str], None],
     ) -> None:
         self._store = store
         self._calls = calls
-        self._leadership = leadership
         self._on_cursor = on_cursor
 
     async def restore(
@@ -92,11 +92,12 @@ class SnapshotRestorer:
     ) -> Restored:
         """Have the snapshot of that number take the place of what the job has; 0: the newest.
 
-        Raises JobInUse if the job has members, unless `under_members`; ProposalConflict if its
-        shards were cut in another way since; UnknownSnapshot, SnapshotDamaged, NoServers,
-        Unavailable.
+        Raises JobFinished; JobInUse if the job has members, unless `under_members`;
+        ProposalConflict if its shards were cut in another way since; UnknownSnapshot,
+        SnapshotDamaged, NoServers, Unavailable.
         """
         job = library.job
+        await self._check_not_finished(job)
         manifest = await asyncio.to_thread(library.find, number)
         layout = _checked(manifest)
         if not under_members:
@@ -109,7 +110,9 @@ class SnapshotRestorer:
                 expected="one or more",
                 fix="Start one with `shoal ps`.",
             )
-        before, wanted = await self._replaced(manifest, layout, sorted(present))
+        before, wanted = await self._replaced(
+            manifest, layout, sorted(present), keeps_run=under_members
+        )
         try:
             await self._load_all(library, manifest, wanted, present)
         except BaseException as error:
@@ -122,6 +125,24 @@ class SnapshotRestorer:
         servers = sorted({assignment.primary.server_id for assignment in wanted.shards})
         log.info("snapshot_restored", job=job, number=manifest.number, servers=servers)
         return Restored(manifest=manifest, servers=servers, lost=lost)
+
+    async def _check_not_finished(self, job: str) -> None:
+        """The shards of a job that is over are let go of: it would have them for a moment only."""
+        state = await self._store.get(keys.job_state(job))
+        if state is None:
+            return
+        try:
+            finished = state_from_json(job, state.value).finished
+        except Unreadable as error:
+            raise unreadable(job, state.key, error) from error
+        if finished:
+            raise JobFinished(
+                f"job {job} is finished: what is restored would be let go of at once",
+                seen="a finished job",
+                expected="one that can be trained on",
+                fix=f"`shoal rm {job}` makes room for a new run of it, and leaves its snapshots;"
+                " then restore.",
+            )
 
     async def _check_unused(self, job: str) -> None:
         members = [
@@ -137,10 +158,15 @@ class SnapshotRestorer:
             )
 
     async def _replaced(
-        self, manifest: Manifest, layout: ShardMap, present: Sequence[Holder]
+        self,
+        manifest: Manifest,
+        layout: ShardMap,
+        present: Sequence[Holder],
+        *,
+        keeps_run: bool,
     ) -> tuple[JobAssignments | None, JobAssignments]:
         """Write the new assignment records, the ledger and the lineage; who held what before, and
-        who does now."""
+        who does now. `keeps_run`: the job's members go on with what is restored."""
         job = manifest.job
         await self._check_layout(job, layout)
         before = await assignments.read(self._store, job)
@@ -153,22 +179,20 @@ class SnapshotRestorer:
                 epochs[assignment.shard_id] = max(assignment.epoch, known)
             # In a transaction of its own: every server lets go of what it has.
             unchanged = none_written_after(keys.assignments(job), before.revision)
-            result = await self._store.transact(
-                [*self._leadership(), unchanged], [assignments.taken_away(job)]
-            )
+            result = await self._store.transact([unchanged], [assignments.taken_away(job)])
             _require(result, job)
         wanted = JobAssignments(
             job=job,
             copies=copies,
             shards=_spread(manifest.parts, epochs, present),
             run=secrets.token_hex(8),
+            job_run=before.assignments.members_run if before is not None and keeps_run else "",
         )
         stored = shard_map.stored(layout)
-        still_there = await shard_map.write_chunks(self._store, stored, self._leadership())
+        still_there = await shard_map.write_chunks(self._store, stored)
         result = await assignments.place(
             self._store,
             wanted,
-            fence=self._leadership(),
             compares=[still_there, absent(keys.assignments_head(job))],
             operations=[
                 stored.head,
@@ -216,7 +240,7 @@ class SnapshotRestorer:
 
     async def _take_away(self, job: str) -> None:
         try:
-            await self._store.transact(self._leadership(), [assignments.taken_away(job)])
+            await self._store.transact([], [assignments.taken_away(job)])
         except ShoalError as error:
             log.error("half_restored", job=job, reason=str(error))
 
@@ -228,7 +252,6 @@ class SnapshotRestorer:
             result = await assignments.place(
                 self._store,
                 record,
-                fence=self._leadership(),
                 compares=[absent(keys.assignments_head(record.job))],
             )
             _require(result, record.job)

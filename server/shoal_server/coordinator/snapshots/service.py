@@ -16,10 +16,10 @@ from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.taking import SnapshotTaker
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.losses import RestoreAttempt
-from shoal_server.etcd.api import Compare, KeyValueStore
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, snapshot_roots
 from shoal_server.serving.rpc import Context
-from shoal_server.serving.tasks import SupervisedTasks, running
+from shoal_server.serving.tasks import SupervisedTasks, keep_on, running
 from shoal_server.serving.threads import to_thread_uncancelled
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.locations import AllowedRoots, Location
@@ -107,21 +107,21 @@ class SnapshotService(SnapshotsServicer):
         self._on_restored(job, restored.lost, told)
         return RestoreAttempt(is_restored=True)
 
-    async def announce_roots(self, store: KeyValueStore, conditions: Sequence[Compare]) -> None:
-        """Tell the parameter servers where snapshots may lie. Raises NotLeader unless `conditions`
-        hold in etcd, and what the store raises."""
-        await snapshot_roots.write(store, conditions, self._policy.allowed)
+    async def announce_roots(self, store: LeaderStore) -> None:
+        """Tell the parameter servers where snapshots may lie. Raises NotLeader, and what the store
+        raises."""
+        await snapshot_roots.write(store, self._policy.allowed)
 
     @asynccontextmanager
-    async def working(self, store: KeyValueStore) -> AsyncIterator[None]:
+    async def working(self, store: LeaderStore) -> AsyncIterator[None]:
         """Takes snapshots as the policy says, of every job that has shards, within the block."""
         if not self._policy.every_s:
             yield
             return
-        async with running(self._take_for_ever(store)):
+        async with running(keep_on(partial(self._take_for_ever, store), "snapshots")):
             yield
 
-    async def _take_for_ever(self, store: KeyValueStore) -> None:
+    async def _take_for_ever(self, store: LeaderStore) -> None:
         """Each job's snapshots come one after the other, and no job waits for another's storage
         unless many are slow."""
         due_s: dict[str, float] = {}

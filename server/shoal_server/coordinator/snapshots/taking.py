@@ -14,9 +14,10 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -27,7 +28,8 @@ from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.steps import Shards, StepId, merged
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Get, KeyValueStore, Put, absent
+from shoal_server.etcd.api import Get, Put, absent
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.serving.tasks import gather_settled
 from shoal_server.serving.threads import to_thread_uncancelled
@@ -49,8 +51,8 @@ WRITE_WITHIN_S = 3600.0
 class JobPosition:
     """What the coordinator knows of jobs, and a snapshot keeps."""
 
-    cursor: Callable[[str], Mapping[str, Any] | None]
-    """The sample ledger of a job, as of the moment of the call."""
+    cursor: Callable[[str], Awaitable[Mapping[str, Any] | None]]
+    """The sample ledger of a job, as of some moment of the call; None: it has none."""
     training: Callable[[str], Mapping[str, Any]]
 
 
@@ -85,11 +87,12 @@ class _Frozen:
 class SnapshotTaker:
     """Lives on the event loop."""
 
-    def __init__(self, store: KeyValueStore, calls: ServerCalls, state: JobPosition) -> None:
+    def __init__(self, store: LeaderStore, calls: ServerCalls, state: JobPosition) -> None:
         self._store = store
         self._calls = calls
         self._state = state
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of jobs of which somebody takes a snapshot, or waits to."""
 
     async def take(self, library: SnapshotLibrary, *, only_if_changed: bool = False) -> Taken:
         """Take one. Raises SnapshotFailed, StateLost, Unavailable; and then nothing of it is left.
@@ -98,7 +101,8 @@ class SnapshotTaker:
         one: the newest is given.
         """
         job = library.job
-        async with self._locks.setdefault(job, asyncio.Lock()):
+        async with self._turns.setdefault(job, asyncio.Lock()):
+            await self._check_has_shards(job)
             lineage = await self._lineage(job)
             before = await asyncio.to_thread(library.newest)
             cut, frozen = await self._frozen(job, lineage, before)
@@ -129,6 +133,11 @@ class SnapshotTaker:
         )
         return Taken(manifest=manifest, pause_s=frozen.pause_s)
 
+    async def _check_has_shards(self, job: str) -> None:
+        """Before anything is written: of a job that is not there nothing is to be left."""
+        if await self._store.get(keys.assignments_head(job)) is None:
+            raise _without_shards(job)
+
     async def _lineage(self, job: str) -> str:
         """That of the job's shards; drawn if this is their first snapshot."""
         key = keys.lineage(job)
@@ -140,11 +149,7 @@ class SnapshotTaker:
         layout = await shard_map.read(self._store, job)
         entry = await assignments.read(self._store, job)
         if layout is None or entry is None:
-            raise SnapshotFailed(
-                f"job {job} has no shards",
-                seen="no shard map",
-                expected="a job that trains with parameter servers, and has not finished",
-            )
+            raise _without_shards(job)
         for gone in losses.lost(entry.assignments):
             why = losses.explained(job, gone)
             raise StateLost(
@@ -193,7 +198,7 @@ class SnapshotTaker:
         close = pb.CloseRequest(job=job, cut_id=cut.cut_id, limit_s=2 * ANSWER_WITHIN_S)
         closed = await self._ask_all(cut, lambda stub: stub.Close, close, ANSWER_WITHIN_S)
         begun = merged(messages.to_begun(reply.begun) for reply in closed.values())
-        cursor = self._state.cursor(job)
+        cursor = await self._state.cursor(job)
         freeze = pb.FreezeRequest(
             job=job,
             cut_id=cut.cut_id,
@@ -285,6 +290,14 @@ class SnapshotTaker:
             )
         )
         return dict(zip(cut.addresses, replies, strict=True))
+
+
+def _without_shards(job: str) -> SnapshotFailed:
+    return SnapshotFailed(
+        f"job {job} has no shards",
+        seen="no shard map",
+        expected="a job that trains with parameter servers, and has not finished",
+    )
 
 
 def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStamp]]) -> None:

@@ -6,7 +6,7 @@ of each write and the time, does the actions that come back in their order, and 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Generic
 
@@ -23,6 +23,7 @@ from shoal_server.core.driver.actions import (
 )
 from shoal_server.core.driver.effect_queue import Carried, EffectQueue, Entry
 from shoal_server.core.driver.liveness import Liveness
+from shoal_server.core.generations.progress import Result
 from shoal_server.core.generations.roster import Step
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import (
@@ -36,7 +37,7 @@ from shoal_server.core.membership.events import (
     Refused,
     Tell,
 )
-from shoal_server.core.membership.phases import Phase
+from shoal_server.core.membership.phases import OVER
 
 
 class _Own(Enum):
@@ -76,6 +77,28 @@ class JobDriver(Generic[StreamT, CallT]):
         if self.failure is not None:
             return [Reply(call=call, error=self.failure)]
         return self._take(event, call, now_s)
+
+    def stop(self, reason: str, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
+        """Have all members leave at a step boundary; then the job is over."""
+        return self._decided(lambda: self.job.stop(reason, now_s), call, now_s)
+
+    def abandon(self, reason: str, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
+        """Nobody came back for too long: the job has failed."""
+        return self._decided(lambda: self.job.abandon(reason, now_s), call, now_s)
+
+    def keep_result(
+        self, result: Result, call: CallT, now_s: float
+    ) -> list[Action[StreamT, CallT]]:
+        """What came of a job that is over, for its own record."""
+        return self._decided(lambda: self.job.keep_result(result), call, now_s)
+
+    def retry(
+        self, reason: str, call: CallT, now_s: float, *, from_scratch: bool
+    ) -> list[Action[StreamT, CallT]]:
+        """Let a job that is over be joined again."""
+        return self._decided(
+            lambda: self.job.retry(reason, now_s, from_scratch=from_scratch), call, now_s
+        )
 
     def wait(self, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
         """Answer the call once all that is decided is durable."""
@@ -122,7 +145,10 @@ class JobDriver(Generic[StreamT, CallT]):
 
     def wakes_s(self, now_s: float) -> float:
         """When `wake` has something to do; infinite while it has not."""
-        return min(self._scans_s, self._deadline_s(now_s)) if self._may_wake else math.inf
+        if not self._may_wake:
+            return math.inf
+        scans_s = self._scans_s if self.job.members else math.inf
+        return min(scans_s, self._deadline_s(now_s))
 
     def wake(self, now_s: float) -> list[Action[StreamT, CallT]]:
         """Find members that fell silent, and act on the deadlines that have passed."""
@@ -140,7 +166,7 @@ class JobDriver(Generic[StreamT, CallT]):
     @property
     def _may_wake(self) -> bool:
         # What a tick led to is durable before the next one.
-        over = self.failure is not None or self.job.phase is Phase.FINISHED
+        over = self.failure is not None or self.job.phase in OVER
         return not over and not self._is_ticking
 
     @property
@@ -177,9 +203,14 @@ class JobDriver(Generic[StreamT, CallT]):
     # --- what follows ---
 
     def _take(self, event: Event, call: CallT | _Own, now_s: float) -> list[Action[StreamT, CallT]]:
+        return self._decided(lambda: self.job.handle(event, now_s), call, now_s)
+
+    def _decided(
+        self, decide: Callable[[], Sequence[Effect]], call: CallT | _Own, now_s: float
+    ) -> list[Action[StreamT, CallT]]:
         self._queue.postpone(now_s)
         try:
-            effects = self.job.handle(event, now_s)
+            effects = decide()
         except Refused as refused:
             # What it is refused for must be durable before it hears of it.
             return self._carry((), call, refused, now_s)

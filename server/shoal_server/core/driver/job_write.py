@@ -1,12 +1,13 @@
 """What one durable write of a job holds, and what is gathered for the next one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.progress import Progress, Tally
 from shoal_server.core.generations.roster import Generation, JobSpec, Record
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.phases import OVER, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,24 @@ class StateRecord:
     """None: written by a release that did not keep it."""
     lost: str | None = None
     """Of a job whose state is lost: where it was looked for."""
+    stopping: str = ""
+    """Of a job that was stopped, or is to be: why."""
+    failed: bool = False
+    """Of a job that is over: all its members were gone, and none came back."""
+    tally: Tally | None = None
+    """None: written by a release that did not keep it."""
+    ended_s: float = 0.0
+    """When it was over; 0: it is not, or that is not known."""
+    more: Mapping[str, object] = field(default_factory=dict, compare=False)
+    """What a later release has written beside it."""
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether its members may still want what is kept of it: one that failed, was stopped or is
+        lost may be joined again."""
+        if self.tally is not None and self.tally.is_cleared:
+            return False
+        return not self.finished or self.failed or bool(self.stopping) or self.lost is not None
 
     @classmethod
     def of(cls, job: Job, *, finished: bool) -> "StateRecord":
@@ -28,10 +47,15 @@ class StateRecord:
         return cls(
             spec=job.spec,
             last_generation=job.last_generation,
-            finished=finished,
+            finished=finished and job.phase in OVER,
             reason=job.reason,
             progress=replace(job.progress),
             lost=job.lost.seen if job.lost is not None else None,
+            # What was to be stopped may have come to its end before.
+            stopping="" if job.phase in (Phase.FINISHED, Phase.LOST) else job.stopping,
+            failed=job.phase is Phase.FAILED,
+            tally=replace(job.tally),
+            ended_s=job.state.stage.since_s if job.phase in OVER else 0.0,
         )
 
 
@@ -56,7 +80,7 @@ class PendingWrite:
         # By id: of several changes to one the last is the one that counts.
         self._members: dict[str, Member | None] = {}
         self._state_changed = False
-        self._finished = False
+        self._finished = job.phase in OVER
 
     def admit(self, member: Member) -> None:
         """The member's key, which comes with the job's own."""

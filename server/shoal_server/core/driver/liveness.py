@@ -90,6 +90,9 @@ class Liveness:
     def pulses(self) -> Iterator[tuple[str, Pulse]]:
         return iter(self._pulses.items())
 
+    def pulse(self, member_id: str) -> Pulse | None:
+        return self._pulses.get(member_id)
+
     def late(self, now_s: float) -> list[str]:
         """Who has not been heard of for the time of a lease; only they can be silent."""
         names = []

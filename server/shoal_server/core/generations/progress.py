@@ -5,11 +5,36 @@ its members take a step. The step is what they said last: in heartbeats, at a bo
 break. It becomes durable with the record of each generation, not with each step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal_server.core.generations.roster import NO_GENERATION, Generation, Step
 
 NO_STEP = Step(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a job that is over."""
+
+    step: Step
+    """The last one; where members go at their own pace, the steps of all of them together."""
+    loss: float | None
+    """The one that was reported last; None where none was heard of."""
+    num_samples: int | None
+    """Over all epochs; None where members do not lease them."""
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What people are told of a job's whole life."""
+
+    begun_s: float = 0.0
+    num_breaks: int = 0
+    """Running generations that ended because a member was lost, or a collective failed."""
+    result: Result | None = None
+    """Of a job that is over; None until it is kept."""
+    is_cleared: bool = False
+    """Whether all that was kept of the job is gone, but for its own record."""
 
 
 @dataclass(kw_only=True)
@@ -18,6 +43,7 @@ class Progress:
     """The newest generation that ran, of those whose members hold the job's state."""
     reached: Step = NO_STEP
     """Steps behind the newest state that somebody spoke of."""
+    tally: Tally = field(default_factory=Tally, compare=False)
 
     @property
     def has_trained(self) -> bool:

@@ -12,6 +12,12 @@ Step = NewType("Step", int)
 NO_GENERATION = Generation(0)
 
 
+MAX_CONFLICTS = 16
+MAX_CONFLICT_VALUES = 8
+MAX_CONFLICT_TEXT = 200
+MAX_HOLDERS = 16
+
+
 class StateAction(Enum):
     """Where a member's training state comes from when its generation starts."""
 
@@ -118,7 +124,7 @@ class Roster:
         """Rank by member_id."""
         return {entry.member_id: entry.rank for entry in self.entries}
 
-    @property
+    @cached_property
     def from_checkpoint(self) -> bool:
         """Whether its members can only start from a checkpoint that all of them see."""
         return any(entry.state is StateAction.CHECKPOINT for entry in self.entries)
@@ -181,6 +187,29 @@ def find_conflicts(candidates: Sequence[Candidate]) -> tuple[Conflict, ...]:
             values = tuple((value, tuple(sorted(who))) for value, who in sorted(holders.items()))
             conflicts.append(Conflict(field=name, values=values))
     return tuple(conflicts)
+
+
+def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
+    """As many of them, and as much of each, as goes into a record that all members are told."""
+    return tuple(
+        Conflict(
+            field=conflict.field[:MAX_CONFLICT_TEXT],
+            values=tuple(
+                (_cut(value), (*who[:MAX_HOLDERS], *_and_more(who)))
+                for value, who in conflict.values[:MAX_CONFLICT_VALUES]
+            ),
+        )
+        for conflict in conflicts[:MAX_CONFLICTS]
+    )
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= MAX_CONFLICT_TEXT else f"{value[:MAX_CONFLICT_TEXT]}..."
+
+
+def _and_more(who: Sequence[str]) -> tuple[str, ...]:
+    left = len(who) - MAX_HOLDERS
+    return (f"and {left} more",) if left > 0 else ()
 
 
 def assign_ranks(member_ids: Sequence[str], previous: Roster | None) -> dict[str, int]:

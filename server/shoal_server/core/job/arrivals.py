@@ -10,6 +10,7 @@ from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     Admit,
     Continued,
+    DrainNotice,
     Event,
     Halted,
     Joined,
@@ -57,6 +58,8 @@ class Arrivals:
             self._state.table.show_life(known)
             self._tell_again(known, event.generation)
             return
+        if reason := self._state.end.stopping:
+            raise Refused(refusals.stopped(self._state.spec.job, "is being stopped", reason))
         if event.incarnation in self._state.table.expelled:
             refusal = self._state.table.expelled[event.incarnation]
             raise Refused(refusal or self._fenced(known, event))
@@ -132,6 +135,8 @@ class Arrivals:
             self._state.tell(member, self._state.break_notice(self._state.last_generation))
         if self._pause_keeper.told_paused:
             self._state.tell(member, self._pause_keeper.notice())
+        if reason := self._state.end.stopping:
+            self._state.tell(member, DrainNotice(reason=reason, now=True))
 
     def _is_over(self, member: Member, generation: Generation) -> bool:
         """Whether the generation is over that the member says it is in, as it may not know.

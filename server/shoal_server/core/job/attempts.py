@@ -1,6 +1,7 @@
 """PREPARE and COMMITTED: a roster is shown to its members, agreed on, and brought up."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from shoal_server.core.generations.agreement import Agreement
 from shoal_server.core.generations.ranges import confined_members
@@ -32,6 +33,15 @@ from shoal_server.core.membership.phases import Phase, Trigger
 from shoal_server.core.membership.reach import whom_to_exclude
 
 
+@dataclass(frozen=True, kw_only=True)
+class RosterChecks:
+    """What is asked of a roster before its members are shown it."""
+
+    digest_of: Callable[[Roster], str]
+    size_problem: Callable[[Roster], str]
+    """Why its record could not be kept; empty for one that can."""
+
+
 class Attempts:
     """The attempt under way, from its roster to its first collective."""
 
@@ -41,13 +51,13 @@ class Attempts:
         endings: Endings,
         removal: Removal,
         drains: Drains,
-        digest_of: Callable[[Roster], str],
+        checks: RosterChecks,
     ) -> None:
         self._state = state
         self._endings = endings
         self._removal = removal
         self._drains = drains
-        self._digest_of = digest_of
+        self._checks = checks
 
     def freeze(self, chosen: list[Member], now_s: float) -> bool:
         """Draw the roster up and show it to its members; False if some were refused instead."""
@@ -64,9 +74,12 @@ class Attempts:
             trained=self._state.progress.has_trained
             and not any(c.proposal.stateless for c in candidates),
         )
+        if problem := self._checks.size_problem(roster):
+            self._refuse_too_large(chosen, problem, now_s)
+            return False
         old = self._state.running.member_ids if self._state.running is not None else ()
         self._state.last_generation = generation
-        self._state.agreement = Agreement.on(roster, self._digest_of(roster), stopping=old)
+        self._state.agreement = Agreement.on(roster, self._checks.digest_of(roster), stopping=old)
         self._state.to(Trigger.FROZEN, f"{names_of(chosen)} form generation {generation}", now_s)
         if conflicts := find_conflicts(candidates):
             self._removal.abort_conflicting(conflicts, now_s)
@@ -77,6 +90,13 @@ class Attempts:
             member.waits(f"all members to accept generation {generation}", now_s)
             self._state.tell(member, notice)
         return True
+
+    def _refuse_too_large(self, chosen: list[Member], problem: str, now_s: float) -> None:
+        """Nobody is shown what could not be kept. Who trains goes on as before."""
+        refusal = refusals.roster_too_large(self._state.spec.job, len(chosen), problem)
+        for member in chosen:
+            if not member.is_in(self._state.running):
+                self._removal.refuse(member, refusal, now_s)
 
     def _confined(self, candidates: list[Candidate]) -> list[Candidate]:
         """Who cannot train with members on other hosts, for its address or for theirs."""
@@ -122,6 +142,11 @@ class Attempts:
                 self._exclude_unreachable(agreement, now_s)
             else:
                 self._commit_if_there_is_state(agreement, now_s)
+        else:
+            # While answers come nobody is late: those of ten thousand take their time.
+            limits, since_s = self._state.limits, self._state.stage.since_s
+            until_s = min(now_s + limits.prepare_s, since_s + limits.join_s)
+            self._state.deadlines.deadline_s = until_s
 
     def _exclude_unreachable(self, agreement: Agreement, now_s: float) -> None:
         """Members that cannot reach each other never start: the fewest go, the rest try again."""

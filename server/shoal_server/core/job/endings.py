@@ -66,6 +66,8 @@ class Endings:
         )
         if running is None:
             return  # the abort took it along and told its members
+        if not self._state.end.stopping:
+            self._state.tally.num_breaks += 1
         if self._state.stage.phase is not Phase.ABORTED:
             self._state.to(Trigger.BROKEN, reason, now_s)
         self.tell_broken(running, lost, reason, now_s)

@@ -28,10 +28,10 @@ Members of an asynchronous job never stop: they need neither boundary nor settli
 from collections.abc import Callable
 
 from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.progress import Progress, Result, Tally
 from shoal_server.core.generations.roster import Generation, JobSpec, Roster, Step
 from shoal_server.core.job.arrivals import Arrivals
-from shoal_server.core.job.attempts import Attempts
+from shoal_server.core.job.attempts import Attempts, RosterChecks
 from shoal_server.core.job.breaks import Breaks
 from shoal_server.core.job.bring_ups import BringUps
 from shoal_server.core.job.collecting import Collecting
@@ -39,6 +39,7 @@ from shoal_server.core.job.deadlines import passed
 from shoal_server.core.job.drains import Drains
 from shoal_server.core.job.endings import Endings
 from shoal_server.core.job.job_state import JobState, Stage
+from shoal_server.core.job.lifetime import Lifetime
 from shoal_server.core.job.pause_keeper import PauseKeeper
 from shoal_server.core.job.removal import Removal
 from shoal_server.core.job.timeouts import Timeouts
@@ -80,20 +81,30 @@ class Job:
         spec: JobSpec,
         limits: Limits,
         digest_of: Callable[[Roster], str],
+        size_problem: Callable[[Roster], str] = lambda roster: "",
         phase_since_s: float = 0.0,
     ) -> None:
+        """`size_problem`: why the record of a roster could not be kept; empty for one that can."""
         table = MembershipTable(limits=limits)
         stage = Stage(since_s=phase_since_s)
         self.state = JobState(spec=spec, limits=limits, stage=stage, table=table)
+        self.state.tally.begun_s = phase_since_s
         self._pause_keeper = PauseKeeper(self.state)
         self._endings = Endings(self.state)
         self._removal = Removal(self.state, self._endings)
         self._arrivals = Arrivals(self.state, self._pause_keeper, self._removal)
         self._drains = Drains(self.state, self._removal)
+        self._lifetime = Lifetime(self.state, self._removal, self._drains)
         self._bring_ups = BringUps(self.state, self._endings, self._removal)
         self._breaks = Breaks(self.state, self._endings, self._removal, self._bring_ups)
         self._collecting = Collecting(self.state, self._drains)
-        self._attempts = Attempts(self.state, self._endings, self._removal, self._drains, digest_of)
+        self._attempts = Attempts(
+            self.state,
+            self._endings,
+            self._removal,
+            self._drains,
+            RosterChecks(digest_of=digest_of, size_problem=size_problem),
+        )
         self._timeouts = Timeouts(
             self.state,
             pause_keeper=self._pause_keeper,
@@ -117,6 +128,30 @@ class Job:
             self._heard(self._arrivals.known(event), event, now_s)
         self._advance(now_s)
         self._pause_keeper.tell(now_s)
+        return self.state.take_effects()
+
+    def stop(self, reason: str, now_s: float) -> list[Effect]:
+        """Have all members leave at a step boundary; then the job is over."""
+        self._lifetime.stop(reason, now_s)
+        self._advance(now_s)
+        return self.state.take_effects()
+
+    def abandon(self, reason: str, now_s: float) -> list[Effect]:
+        """Nobody came back for too long: the job has failed."""
+        self._lifetime.abandon(reason, now_s)
+        return self.state.take_effects()
+
+    def keep_result(self, result: Result) -> list[Effect]:
+        """What came of a job that is over, for its own record."""
+        self._lifetime.keep_result(result)
+        return self.state.take_effects()
+
+    def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> list[Effect]:
+        """A job that failed, was stopped or is lost may be joined again; from step 0 on request.
+
+        Raises Refused for one that runs, or is finished.
+        """
+        self._lifetime.retry(reason, now_s, from_scratch=from_scratch)
         return self.state.take_effects()
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -225,6 +260,15 @@ class Job:
         return self.state.end.lost
 
     @property
+    def tally(self) -> Tally:
+        return self.state.tally
+
+    @property
+    def stopping(self) -> str:
+        """Why it is to be stopped, or was; empty for any other."""
+        return self.state.end.stopping
+
+    @property
     def agreement(self) -> Agreement | None:
         return self.state.agreement
 
@@ -277,7 +321,7 @@ class Job:
         # Who comes with all its work behind it does not end the training of the others.
         concerns_all = self.state.running is None or member.is_in(self.state.running)
         if event.completed and concerns_all and not self.state.end.completing:
-            self._removal.complete(member, now_s)
+            self._removal.complete(member, event.reason, now_s)
         self._removal.remove(member, f"left: {event.reason}", now_s, completed=event.completed)
 
     def _advance(self, now_s: float) -> None:

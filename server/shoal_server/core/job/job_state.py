@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.progress import Progress, Tally
 from shoal_server.core.generations.roster import (
     NO_GENERATION,
     Conflict,
@@ -63,6 +63,8 @@ class End:
     completing: bool = False
     lost: Refusal | None = None
     """Of a job whose state is lost: what everybody is refused with."""
+    stopping: str = ""
+    """Of a job that was stopped, or is to be once its members have left: why."""
 
 
 @dataclass(kw_only=True)
@@ -88,6 +90,11 @@ class JobState:
     setbacks: Setbacks = field(default_factory=Setbacks)
     progress: Progress = field(default_factory=Progress)
     effects: list[Effect] = field(default_factory=list)
+
+    @property
+    def tally(self) -> Tally:
+        """What people are told of the job's whole life."""
+        return self.progress.tally
 
     @property
     def members(self) -> dict[str, Member]:
@@ -179,6 +186,10 @@ class JobState:
         """Raise for a job that takes nobody in any more."""
         if self.end.lost is not None:
             raise Refused(self.end.lost)
+        if self.stage.phase is Phase.STOPPED:
+            raise Refused(refusals.stopped(self.spec.job, "is stopped", self.end.stopping))
+        if self.stage.phase is Phase.FAILED:
+            raise Refused(refusals.stopped(self.spec.job, "has failed", self.stage.reason))
         if self.stage.phase is Phase.FINISHED or self.end.completing:
             raise Refused(refusals.finished(self.spec.job, self.stage.reason))
 

@@ -19,7 +19,7 @@ class PauseKeeper:
         return [each for each in self._state.table.pauses if self._is_waited_for(each[0])]
 
     def _is_waited_for(self, member: Member) -> bool:
-        if self._state.end.completing or not self._state.attempt_is_synchronous:
+        if not self._state.attempt_is_synchronous:
             return False
         if self._state.running is None:
             return (

@@ -1,6 +1,6 @@
 """How members go, and with the last of them the job."""
 
-from shoal_server.core.generations.roster import Conflict
+from shoal_server.core.generations.roster import Conflict, in_short
 from shoal_server.core.job.endings import Endings
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.membership import refusals
@@ -42,12 +42,14 @@ class Removal:
             if self._state.agreement is not None:
                 self._state.agreement.forget(member.member_id)
             if not self._state.members and self._state.end.lost is None:
-                self._finish(now_s)
+                self.end(Trigger.COMPLETED, self._state.stage.reason, now_s)
             return
         if attempted:
             self._endings.abort(reason, now_s)
         if trained and self._state.running is not None:
             self._endings.break_off((member.member_id,), reason, now_s)
+        if self._state.end.stopping and not self._state.members:
+            self.end(Trigger.STOPPED, self._state.end.stopping, now_s)
 
     def refuse(self, member: Member, refusal: Refusal, now_s: float) -> None:
         self._state.tell(member, RefusedNotice(reason=refusal.what, refusal=refusal))
@@ -57,7 +59,7 @@ class Removal:
 
     def abort_conflicting(self, conflicts: tuple[Conflict, ...], now_s: float) -> None:
         """Nobody in conflict trains; members of a generation that still runs are not to blame."""
-        roster = self._state.attempt
+        roster, conflicts = self._state.attempt, in_short(conflicts)
         assert roster is not None
         at_fault = [m for m in self._state.members_of(roster) if not m.is_in(self._state.running)]
         reason = "members differ in " + "; ".join(str(c) for c in conflicts)
@@ -76,10 +78,10 @@ class Removal:
         for member in list(self._state.members.values()):
             self.refuse(member, self._state.end.lost, now_s)
 
-    def complete(self, leaver: Member, now_s: float) -> None:
+    def complete(self, leaver: Member, why: str, now_s: float) -> None:
         """Nobody else needs to join. Who trains finishes; an attempt to change is called off."""
         self._state.end.completing = True
-        reason = f"{leaver.member_id} completed its work"
+        reason = f"{leaver.member_id} completed its work" + (f": {why}" if why else "")
         self._state.log("job_completing", reason)
         if self._state.agreement is not None and (
             self._state.running or self._state.stage.phase is Phase.PREPARE
@@ -95,8 +97,9 @@ class Removal:
         for member in [m for m in newcomers if m is not leaver]:
             self.refuse(member, refusals.finished(self._state.spec.job, reason), now_s)
 
-    def _finish(self, now_s: float) -> None:
-        self._state.to(Trigger.COMPLETED, self._state.stage.reason, now_s)
+    def end(self, trigger: Trigger, reason: str, now_s: float) -> None:
+        """Nobody is a member any more: the job is over."""
+        self._state.to(trigger, reason, now_s)
         self._state.running = self._state.agreement = None
         self._state.deadlines.stop()
         self._state.do(Finish(reason=self._state.stage.reason))

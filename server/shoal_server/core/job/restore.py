@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.progress import Progress, Tally
 from shoal_server.core.generations.roster import Generation, JobSpec, Record, Roster
 from shoal_server.core.job.job import Job
 from shoal_server.core.job.job_state import JobState
@@ -31,6 +31,13 @@ class Saved:
     progress: Progress = field(default_factory=Progress)
     lost: str | None = None
     """Of a job whose state is lost: where it was looked for."""
+    stopping: str = ""
+    """Of a job that was stopped, or was to be: why."""
+    failed: bool = False
+    tally: Tally | None = None
+    """None: written by a release that did not keep it."""
+    ended_s: float = 0.0
+    """When it was over; 0: it is not known."""
 
 
 def restored(
@@ -39,6 +46,7 @@ def restored(
     *,
     limits: Limits,
     digest_of: Callable[[Roster], str],
+    size_problem: Callable[[Roster], str] = lambda roster: "",
     now_s: float,
 ) -> Job:
     """The job with what was durable of it.
@@ -47,25 +55,44 @@ def restored(
     attend. They get the time of three leases for that before they count as disconnected: the
     replica that they ask first may be the one that hangs.
     """
-    job = Job(spec=spec, limits=limits, digest_of=digest_of, phase_since_s=now_s)
+    job = Job(
+        spec=spec,
+        limits=limits,
+        digest_of=digest_of,
+        size_problem=size_problem,
+        phase_since_s=now_s,
+    )
     state = job.state
     state.last_generation, state.stage.reason = saved.last_generation, "a new leader took over"
+    tally = saved.tally or state.tally
     state.progress = saved.progress
+    state.progress.tally = tally
+    if saved.finished:
+        state.stage.since_s = saved.ended_s or now_s
     if saved.lost is not None:
         state.end.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
         state.end.completing = True
         state.stage.phase, state.stage.reason = Phase.LOST, state.end.lost.what
         return job
+    state.end.stopping = saved.stopping
     if saved.finished:
-        state.end.completing = True
         state.stage.phase, state.stage.reason = Phase.FINISHED, saved.reason
+        if saved.stopping or saved.failed:
+            state.stage.phase = Phase.STOPPED if saved.stopping else Phase.FAILED
+        state.end.completing = state.stage.phase is Phase.FINISHED
         return job
     for member in saved.members:
         state.table.admit(member)
         state.table.unheard.add(member.member_id)
         state.table.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
+        if saved.stopping:
+            state.table.drain(member, saved.stopping, now_s)
     if saved.record is not None:
         _continue_generation(state, saved.record, saved.before, now_s)
+    elif saved.members and saved.progress.has_trained:
+        # Of what they trained in nothing can be read: they say which step they have come to.
+        state.table.settle(saved.members, settled=False)
+        state.deadlines.broken_since_s = now_s
     return job
 
 

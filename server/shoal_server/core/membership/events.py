@@ -218,6 +218,7 @@ class RefusalKind:
     STATE_LOST = "StateLost"
     BRING_UP = "BringUpFailed"
     DRAINED = "MemberDrained"
+    STOPPED = "JobStopped"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,8 +291,7 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """The job is over, which is durable before anything behind this happens. Its name is not used
-    again."""
+    """The job is over, which is durable before anything behind this happens."""
 
     reason: str
 

@@ -12,6 +12,12 @@ class Phase(Enum):
     ABORTED = "aborted"
     FINISHED = "finished"
     LOST = "lost"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+OVER = frozenset({Phase.FINISHED, Phase.LOST, Phase.STOPPED, Phase.FAILED})
+"""Nobody is a member, and nobody becomes one by joining."""
 
 
 class Trigger(Enum):
@@ -26,6 +32,9 @@ class Trigger(Enum):
     BACKED_OFF = "time to try again"
     COMPLETED = "the work is done"
     STATE_LOST = "nobody holds the state that the job had come to"
+    STOPPED = "an operator has stopped it"
+    ABANDONED = "all members are gone, and none came back"
+    RETRIED = "an operator lets it be joined again"
 
 
 TRANSITIONS: Mapping[tuple[Phase, Trigger], Phase] = {
@@ -46,6 +55,13 @@ TRANSITIONS: Mapping[tuple[Phase, Trigger], Phase] = {
     (Phase.RUNNING, Trigger.COMPLETED): Phase.FINISHED,
     (Phase.ABORTED, Trigger.COMPLETED): Phase.FINISHED,
     (Phase.ABORTED, Trigger.STATE_LOST): Phase.LOST,
+    (Phase.COLLECT, Trigger.STOPPED): Phase.STOPPED,
+    (Phase.ABORTED, Trigger.STOPPED): Phase.STOPPED,
+    (Phase.COLLECT, Trigger.ABANDONED): Phase.FAILED,
+    (Phase.ABORTED, Trigger.ABANDONED): Phase.FAILED,
+    (Phase.STOPPED, Trigger.RETRIED): Phase.COLLECT,
+    (Phase.FAILED, Trigger.RETRIED): Phase.COLLECT,
+    (Phase.LOST, Trigger.RETRIED): Phase.COLLECT,
 }
 
 

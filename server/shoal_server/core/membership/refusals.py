@@ -1,7 +1,7 @@
 """Every refusal the membership can give, worded in one place."""
 
 from shoal_server.core.generations.progress import Progress
-from shoal_server.core.generations.roster import Conflict, Generation, JobSpec, Step
+from shoal_server.core.generations.roster import Conflict, Generation, JobSpec, Step, in_short
 from shoal_server.core.membership.events import Event, Refusal, RefusalKind
 
 
@@ -54,6 +54,16 @@ def other_bounds(seen: JobSpec, expected: JobSpec) -> Refusal:
     )
 
 
+def roster_too_large(job: str, num_members: int, problem: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.SPEC,
+        what=f"a generation of {num_members} members of job {job} could not be kept in etcd",
+        seen=problem,
+        expected="a record that etcd takes",
+        fix="Use fewer members, or shorter names of hosts and members.",
+    )
+
+
 def empty_proposal(member_id: str) -> Refusal:
     return Refusal(
         kind=RefusalKind.SPEC,
@@ -70,6 +80,36 @@ def finished(job: str, reason: str) -> Refusal:
         expected="a job that still has work to do",
         fix="Run it again with `shoal run --fresh` (`shoal rm` takes it away), or give another"
         " job name.",
+    )
+
+
+def stopped(job: str, how: str, reason: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.STOPPED,
+        what=f"job {job} {how}",
+        seen=reason,
+        expected="a job that runs",
+        fix=f"`shoal retry {job}` lets it be joined again, from where its state is; `shoal run"
+        " --fresh` begins it anew.",
+    )
+
+
+def not_over(job: str, reason: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.SPEC,
+        what=f"job {job} is not over: it can be joined",
+        seen=reason,
+        expected="a job that failed, was stopped, or whose state is lost",
+    )
+
+
+def cleared(job: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.SPEC,
+        what=f"job {job} cannot go on from where it was",
+        seen="its generations, samples and parameters were removed: it has been over for too long",
+        expected="a job that was over for less than the coordinator's --retention-s",
+        fix=f"`shoal retry {job} --from-scratch` lets it begin at step 0.",
     )
 
 
@@ -117,6 +157,7 @@ def no_checkpoint(member_id: str, step: Step, others: str) -> Refusal:
 
 
 def conflict(job: str, conflicts: tuple[Conflict, ...]) -> Refusal:
+    conflicts = in_short(conflicts)
     return Refusal(
         kind=RefusalKind.CONFLICT,
         what=f"members of job {job} differ",

@@ -11,9 +11,15 @@ class Lease:
     def __init__(self, limits: ReplicationLimits) -> None:
         self._fenced_after_s = limits.fenced_after_s
         self.ends_s = -math.inf
+        self._is_over = False
 
     def renewed(self, sent_s: float) -> None:
-        self.ends_s = max(self.ends_s, sent_s + self._fenced_after_s)
+        if not self._is_over:
+            self.ends_s = max(self.ends_s, sent_s + self._fenced_after_s)
+
+    def end(self, now_s: float) -> None:
+        """For good: a renewal that is on its way changes nothing any more."""
+        self.ends_s, self._is_over = now_s, True
 
     def holds(self, now_s: float) -> bool:
         return now_s < self.ends_s

@@ -53,7 +53,9 @@ class ReplicationCore:
         self.me = me
         self.lease = Lease(limits)
         self.leading = Leading(limits)
-        self._copies = Copies(me)
+        self._runs: dict[Key, str] = {}
+        """Of each shard, which run of its job the record is of."""
+        self._copies = Copies(me, self._runs)
         self._watch = PrimaryWatch(limits.probe_s)
         self._claims = JournalClaims(me, limits)
         self._assignments: dict[Key, ShardAssignment] = {}
@@ -123,8 +125,8 @@ class ReplicationCore:
 
     @property
     def open_claims(self) -> list[Key]:
-        """What the journal has and others may have too."""
-        return self._claims.open
+        """What the journal has and others may have too, of jobs that there are."""
+        return [key for key in self._claims.open if key in self._assignments]
 
     def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
         """The record as this server wants it to be, from the newest one on."""
@@ -170,11 +172,15 @@ class ReplicationCore:
 
     def _assigned(self, event: ev.Assigned) -> Effects:
         key, new = event.key, event.assignment
+        if new is not None and self._runs.get(key, event.run) != event.run:
+            # What is here of the last run has nothing in common with this one's.
+            yield from self._assigned(ev.Assigned(key, None))
         old = self._assignments.get(key)
         if new is None:
             self._assignments.pop(key, None)
+            self._runs.pop(key, None)
         else:
-            self._assignments[key] = new
+            self._assignments[key], self._runs[key] = new, event.run
         if old is not None and self.me in old.backups:
             self._watch.unback(key, old.primary)
         if old is not None and (new is None or self.me not in new.holders):
@@ -190,8 +196,8 @@ class ReplicationCore:
             yield from self._to_lead(key, new)
         else:
             yield from self._to_back_up(key, new)
-        if new is not None and new.on_disk != self.me.server_id:
-            self._claims.take(key)
+        if new is not None:
+            self._claims.known(key, new)
         yield from self._wish(key)
 
     def _tell_of_drop(self, key: Key, old: ShardAssignment) -> Effects:
@@ -212,7 +218,7 @@ class ReplicationCore:
         """As long as the record names this disk, it may be all that is left of it one day: also
         where the disk takes nothing any more."""
         if led.assignment.on_disk == self.me.server_id:
-            self._claims.found(led.key)
+            self._claims.left(led.key)
 
     def _to_lead(self, key: Key, new: ShardAssignment) -> Effects:
         led, copy = self.leading.find(key), self._copies.find(key)
@@ -254,6 +260,7 @@ class ReplicationCore:
 
     def _begin(self, led: LedShard) -> Effects:
         self._claims.take(led.key)
+        led.run = self._runs.get(led.key, "")
         self.leading.begin(led)
         yield Lead(led.key, led.epoch)
         yield from self._tend(led)
@@ -317,6 +324,8 @@ class ReplicationCore:
         if led is None or event.version <= led.version:
             return
         led.version = event.version
+        if not event.is_kept:
+            led.not_kept(event.version)
         yield from self.leading.tell(led, event.version)
         if not led.followers:
             yield from self._release(led)
@@ -342,7 +351,7 @@ class ReplicationCore:
     def _on_disk(self, event: ev.OnDisk) -> Effects:
         led = self.leading.find(event.key)
         if led is not None:
-            led.on_disk(event.version)
+            self.leading.on_disk(led, event.version, self._now_s)
             yield from self._release(led)
             yield from self._wish(event.key)
 
@@ -445,13 +454,13 @@ class ReplicationCore:
     # --- after a restart ---
 
     def _journal_has(self, event: ev.JournalHas) -> Effects:
-        self._claims.found(event.key)
+        self._claims.found(event.key, event.epoch, event.version)
         yield from self._wish(event.key)
 
     def _servers_seen(self, event: ev.ServersSeen) -> Effects:
-        keys = self._claims.open
-        known = (self._assignments.get(key) for key in keys)
-        holders = frozenset(h for a in known if a is not None for h in (a.primary, *a.backups))
+        keys = self.open_claims
+        known = (self._assignments[key] for key in keys)
+        holders = frozenset(h for a in known for h in (a.primary, *a.backups))
         self._claims.seen(
             event.present, event.ended, holders, asked_s=event.asked_s, now_s=self._now_s
         )
@@ -467,13 +476,13 @@ class ReplicationCore:
             yield Note("acknowledges_again")
 
     def _lease_ended(self, event: ev.LeaseEnded) -> Effects:
-        self.lease.ends_s = self._now_s
+        self.lease.end(self._now_s)
         yield from self._passed()
 
     def _woken(self, event: ev.Woken) -> Effects:
         yield from self._watch.due(self._now_s)
         yield from self.leading.links.due(self._now_s)
-        for led in self.leading.full_again(self._now_s):
+        for led in [*self.leading.full_again(self._now_s), *self.leading.disk_news(self._now_s)]:
             yield from self._tend(led)
 
     def _passed(self) -> Effects:

@@ -26,6 +26,18 @@ class Request:
     """What it still works at. Whatever else it holds in the books goes back."""
     num_samples: int = 0
     """0: report only. The range it gets may be shorter, never longer."""
+    reserve: int = 0
+    """How many samples it would hold in all, to go on with while nobody answers."""
+    step_samples: int = 1
+    """Of one step: it is leased multiples of so many, unless an epoch ends."""
+    given_back: Sequence[SampleRange] = ()
+    """What it held and never began."""
+    completed_before: Sequence[SampleRange] = ()
+    """Reported once, maybe to books that did not last. What is booked already is not counted."""
+    begun: int = 0
+    """Of a member with a reserve: so many of the samples that it holds are begun ..."""
+    begins_per_s: int = 0
+    """... and at most so many more in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +46,12 @@ class Answer:
 
     range: SampleRange | None
     exhausted: bool
+    reserve_max: int = 0
+    """How many samples it may hold in all, so that the others have their share. 0: any number."""
+    not_held: Sequence[SampleRange] = ()
+    """What it claimed and does not hold: it is not to begin it."""
+    is_news: bool = True
+    """Whether anything was booked."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,8 @@ class AcceptedLoss:
     loss: ShardLoss
     by: str
     accepted_unix_s: float
+    samples_anew: bool = False
+    """Whether the samples of the job began anew with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,12 @@ class ShardAssignment:
     journal lets go of a shard while this names it. So where every process that held a shard is
     gone, there is one disk to lead it from again, and it lacks nothing.
     """
+    disk_epoch: int = 0
+    disk_version: int = 0
+    """That disk has at least this version, of this epoch. Written now and then: an older copy of
+    the disk that is put in its place is known by it."""
+    found_version: int = 0
+    """What a later process of that server found there instead, which is older; 0: nothing is."""
     content: ShardContent = ShardContent.NONE
     """PRESENT before anybody has seen its values or pushed to it."""
     loss: ShardLoss | None = None
@@ -106,6 +114,14 @@ class JobAssignments:
     run: str = ""
     """Drawn when the shards were placed: those of another run of the job are not these, whatever
     their numbers and epochs."""
+    job_run: str = ""
+    """That of the placement whose values the job's members had, where the coordinator restored the
+    job while they went on; empty: `run`."""
+
+    @property
+    def members_run(self) -> str:
+        """What the job's members go by. Who goes by another may not read or change these shards."""
+        return self.job_run or self.run
 
     def changed(
         self, shard_ids: Iterable[int], change: Callable[[ShardAssignment], ShardAssignment]
@@ -182,14 +198,31 @@ def emptied(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
     none of what it will be."""
     if assignment.primary != primary or assignment.content is ShardContent.NONE:
         return assignment
-    return replace(assignment, epoch=assignment.epoch + 1, content=ShardContent.NONE)
+    return replace(
+        assignment,
+        epoch=assignment.epoch + 1,
+        content=ShardContent.NONE,
+        disk_epoch=0,
+        disk_version=0,
+        found_version=0,
+    )
 
 
-def put_on_disk(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
-    """The primary's journal has all of the shard, and from here on every push."""
+def put_on_disk(assignment: ShardAssignment, primary: Holder, version: int) -> ShardAssignment:
+    """The primary's journal has all of the shard, up to this version at least, and from here on
+    every push."""
     if assignment.primary != primary:
         return assignment
-    return replace(assignment, on_disk=primary.server_id)
+    disk = assignment.epoch, version
+    if assignment.on_disk == primary.server_id:
+        disk = max(disk, (assignment.disk_epoch, assignment.disk_version))
+    return replace(
+        assignment,
+        on_disk=primary.server_id,
+        disk_epoch=disk[0],
+        disk_version=disk[1],
+        found_version=0,
+    )
 
 
 def led_from_disk(
@@ -212,14 +245,44 @@ def led_from_disk(
         epoch=assignment.epoch + 1,
         primary=server,
         on_disk=assignment.on_disk,
+        disk_epoch=assignment.disk_epoch,
+        disk_version=assignment.disk_version,
         content=ShardContent.PRESENT,
         accepted_loss=assignment.accepted_loss,
     )
 
 
+def is_older(assignment: ShardAssignment, epoch: int, version: int) -> bool:
+    """Whether what a journal has of the shard is less than it is known to have had."""
+    return (epoch, version) < (assignment.disk_epoch, assignment.disk_version)
+
+
+def found_older(
+    assignment: ShardAssignment, server: Holder, version: int, dead: "frozenset[Holder]"
+) -> ShardAssignment:
+    """A later process of the server on whose disk the shard is found an older copy there."""
+    is_mine = assignment.on_disk == server.server_id
+    primary = assignment.primary
+    # Another process of this server, which may live, has the disk as it should be.
+    is_other = primary.server_id == server.server_id and primary not in {server} | dead
+    if not is_mine or (is_other and assignment.content is not ShardContent.LOST):
+        return assignment
+    return replace(assignment, found_version=max(version, 1))
+
+
+def may_be_put_on_disk(assignment: ShardAssignment, server: Holder) -> bool:
+    """Whether the record names the disk of that server, or may do so before long: another process
+    of the server leads the shard, and what it wrote last may be on its way."""
+    primary = assignment.primary
+    is_other_process = primary.server_id == server.server_id and primary != server
+    return assignment.on_disk == server.server_id or is_other_process
+
+
 def off_disk(assignment: ShardAssignment, server: Holder) -> ShardAssignment:
     """What the server's journal had is gone, with its disk."""
-    return replace(assignment, on_disk="") if assignment.on_disk == server.server_id else assignment
+    if assignment.on_disk != server.server_id:
+        return assignment
+    return replace(assignment, on_disk="", disk_epoch=0, disk_version=0, found_version=0)
 
 
 def _without(holders: Sequence[Holder], gone: Holder) -> tuple[Holder, ...]:

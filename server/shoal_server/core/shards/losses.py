@@ -3,8 +3,9 @@
 Pure. That a shard is lost is found by `rebalance`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from shoal_server.core.shards.assignments import (
     AcceptedLoss,
@@ -37,6 +38,40 @@ class RestoreAttempt:
     """Why not, in a sentence."""
 
 
+class SamplesAfterLoss(Enum):
+    """What becomes of the books on samples when shards are given up."""
+
+    ANEW = "begin anew"
+    KEEP = "stay counted"
+
+
+def still_trained(
+    assignments: JobAssignments, given_up_ids: Collection[int]
+) -> list[ShardAssignment]:
+    """The shards that keep what was trained, or may get it back, when these are given up."""
+    return [
+        shard
+        for shard in assignments.shards
+        if shard.content is not ShardContent.NONE and shard.shard_id not in given_up_ids
+    ]
+
+
+def samples_after(
+    assignments: JobAssignments,
+    given_up_ids: Collection[int],
+    wish: SamplesAfterLoss | None,
+) -> SamplesAfterLoss | None:
+    """What becomes of the samples when these shards are given up; None: somebody has to say it.
+
+    Where nothing that was trained is left, training begins anew, and so do its samples: else the
+    job would end with values that have seen what was left of the samples only. Where a part is
+    left, nobody but who gives the rest up can know which is right.
+    """
+    if wish is not None:
+        return wish
+    return None if still_trained(assignments, given_up_ids) else SamplesAfterLoss.ANEW
+
+
 def lost(assignments: JobAssignments) -> list[ShardAssignment]:
     """The job's shards that are lost."""
     return [h for h in assignments.shards if h.content is ShardContent.LOST]
@@ -61,7 +96,7 @@ def with_losses(
         if shard.content is not ShardContent.LOST or last.content is ShardContent.LOST:
             return shard
         loss = ShardLoss(
-            version=versions.get(shard.shard_id, 0),
+            version=max(versions.get(shard.shard_id, 0), last.disk_version),
             lost_unix_s=now_unix_s,
             servers=tuple(h.server_id for h in (last.primary, *last.backups)),
             snapshot=snapshot[:MAX_SNAPSHOT_TEXT],
@@ -93,7 +128,9 @@ def after_failed_restore(
     return replace(wanted, shards=tuple(map(noted, wanted.shards)))
 
 
-def given_up(shard: ShardAssignment, by: str, now_unix_s: float) -> ShardAssignment:
+def given_up(
+    shard: ShardAssignment, by: str, now_unix_s: float, *, samples_anew: bool = False
+) -> ShardAssignment:
     """A lost shard begins anew: whoever comes may create it. The epoch rises, so that nobody
     takes the new one for the old; no disk has anything of the new one, so no journal brings the old
     one back."""
@@ -104,7 +141,9 @@ def given_up(shard: ShardAssignment, by: str, now_unix_s: float) -> ShardAssignm
         shard_id=shard.shard_id,
         epoch=shard.epoch + 1,
         primary=shard.primary,
-        accepted_loss=AcceptedLoss(loss=loss, by=by, accepted_unix_s=now_unix_s),
+        accepted_loss=AcceptedLoss(
+            loss=loss, by=by, accepted_unix_s=now_unix_s, samples_anew=samples_anew
+        ),
     )
 
 
@@ -119,13 +158,37 @@ def shards_in_short(shards: Iterable[ShardAssignment]) -> str:
     return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")
 
 
+def told_together(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
+    """Lost shards in words: one paragraph for all that went with the same servers, and that the
+    same would bring back."""
+    alike: dict[tuple[tuple[str, ...], str, str], list[ShardAssignment]] = {}
+    for shard in shards:
+        loss = shard.loss or ShardLoss(lost_unix_s=0.0)
+        alike.setdefault((loss.servers, shard.on_disk, loss.snapshot), []).append(shard)
+    told = []
+    for (servers, _, snapshot), gone in alike.items():
+        held_by = f" ({', '.join(servers)})" if servers else ""
+        what = (
+            f"{len(gone)} shards of job {job} were lost with every server that had them"
+            if len(gone) > 1
+            else f"shard {gone[0].shard_id} of job {job} was lost with every server that had it"
+        )
+        which = shards_in_short(gone) if len(gone) > 1 else known_version(gone[0].loss)
+        text = f"{what}{held_by}: {which}. {cure(job, gone[0])} {snapshot}"
+        told.append(text.strip())
+    return told
+
+
 def cure(job: str, shard: ShardAssignment) -> str:
     """What brings a lost shard back, or ends that it is waited for."""
-    disk = f"start server {shard.on_disk} again with its journal, or " if shard.on_disk else ""
+    newest = "the newest copy of " if shard.found_version else ""
+    disk = (
+        f"start server {shard.on_disk} again with {newest}its journal, or " if shard.on_disk else ""
+    )
     return (
         f"To bring it back, {disk}restore a snapshot: `shoal restore {job} --from URL`. It is not"
-        f" begun anew unless you give up what is lost: `shoal accept-loss {job}`. Samples that were"
-        f" trained on stay counted; to train from nothing, `shoal rm {job}`."
+        f" begun anew unless you give up what is lost: `shoal accept-loss {job}`, which says what"
+        f" becomes of the job's samples."
     )
 
 
@@ -134,6 +197,13 @@ def explained(job: str, shard: ShardAssignment) -> Explanation:
     loss = shard.loss
     held_by = f" on {', '.join(loss.servers)}" if loss and loss.servers else ""
     snapshot = f" {loss.snapshot}" if loss and loss.snapshot else ""
+    older = ""
+    if shard.found_version:
+        older = (
+            f"; the journal of server {shard.on_disk} is an older copy: it has version"
+            f" {shard.found_version}, and had come to version {shard.disk_version} of epoch"
+            f" {shard.disk_epoch} at least"
+        )
     details = {"job": job, "shard": str(shard.shard_id), "epoch": str(shard.epoch)}
     if loss and loss.version:
         details["at_least_version"] = str(loss.version)
@@ -143,10 +213,12 @@ def explained(job: str, shard: ShardAssignment) -> Explanation:
         details["snapshot"] = loss.snapshot
     if shard.on_disk:
         details["on_disk"] = shard.on_disk
+    if shard.found_version:
+        details["found_version"] = str(shard.found_version)
     return Explanation(
         what=f"shard {shard.shard_id} of job {job} was lost with every server that had it",
         seen=f"{known_version(loss)}{held_by}; epoch {shard.epoch} is led by server"
-        f" {shard.primary.server_id}, which has nothing of it",
+        f" {shard.primary.server_id}, which has nothing of it{older}",
         expected="a server that has its values",
         fix=f"{cure(job, shard)}{snapshot}",
         details={name: text for name, text in details.items() if text},

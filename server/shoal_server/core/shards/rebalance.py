@@ -140,13 +140,20 @@ def _rescue(
     if assignment.content is ShardContent.NONE:
         return fresh
     return replace(
-        fresh, content=ShardContent.LOST, on_disk=assignment.on_disk, loss=assignment.loss
+        fresh,
+        content=ShardContent.LOST,
+        on_disk=assignment.on_disk,
+        disk_epoch=assignment.disk_epoch,
+        disk_version=assignment.disk_version,
+        found_version=assignment.found_version,
+        loss=assignment.loss,
     )
 
 
 def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
     dead = {assignment.primary, *assignment.backups} <= servers.dead
-    return dead and assignment.on_disk not in servers.disks
+    is_on_disk = assignment.on_disk in servers.disks and not assignment.found_version
+    return dead and not is_on_disk
 
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:

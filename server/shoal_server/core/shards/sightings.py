@@ -25,10 +25,11 @@ class Sightings:
         self._gone_disks = Absences[str](longest_gap_s)
         self._suspect_until_s: dict[Holder, float] = {}
         self._away_s: Mapping[Holder, float] = {}
+        self._last: JobAssignments | None = None
+        """The record as it was when the servers were looked at last."""
 
     def judged(
         self,
-        last: JobAssignments,
         assignments: JobAssignments,
         seen: Servers,
         *,
@@ -36,8 +37,8 @@ class Sightings:
         now_s: float,
     ) -> Servers:
         """What is known of the servers that etcd listed when it was asked; `seen.dead` are those
-        known to have ended. `last`: the record as
-        it was when they were looked at before."""
+        known to have ended."""
+        last, self._last = self._last or assignments, assignments
         held_by = {holder for assignment in assignments.shards for holder in assignment.holders}
         self._away_s = self._gone.away_s(held_by - seen.present, now_s, asked_s=asked_s)
         dead = self._dead(seen)
@@ -48,6 +49,14 @@ class Sightings:
             suspects=self._suspects(last, assignments, seen, now_s),
             disks=self._disks(assignments, seen, asked_s, now_s),
         )
+
+    def wrote(self, wished: JobAssignments, stands: JobAssignments) -> None:
+        """The coordinator has written what it wished, where nobody else wrote meanwhile. What
+        others did is still to be looked at."""
+        if self._last is not None:
+            triples = zip(self._last.shards, wished.shards, stands.shards, strict=True)
+            shards = tuple(ours if ours == now else seen for seen, ours, now in triples)
+            self._last = replace(self._last, shards=shards)
 
     @property
     def is_due_soon(self) -> bool:

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Get, KeyValue, KeyValueStore
+from shoal_server.etcd.api import Get, Keyspace, KeyValue
 from shoal_server.etcd.mirror import Item, PrefixMirror
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records.assignments import Change, JobHead, StoredShard
@@ -26,7 +26,7 @@ class AssignmentMirror:
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: Keyspace,
         on_change: Callable[[str, Collection[int]], object],
         on_gone: Callable[[str], object],
         *,
@@ -75,6 +75,16 @@ class AssignmentMirror:
         """By shard."""
         head = self._heads.get(job)
         return NO_SHARDS if head is None else self._assignments.get((job, head.run), NO_SHARDS)
+
+    def run(self, job: str) -> str:
+        """That of the records of the job's shards; empty: there are none."""
+        head = self._heads.get(job)
+        return "" if head is None else head.run
+
+    def job_run(self, job: str) -> str:
+        """That which the job's members go by; empty: its shards are not placed."""
+        head = self._heads.get(job)
+        return "" if head is None else head.job_run or head.run
 
     def assembled(self, job: str) -> JobAssignments | None:
         """All of a job. Raises InternalError where a shard has no record that can be read."""

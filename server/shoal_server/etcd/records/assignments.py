@@ -13,7 +13,7 @@ from typing import TypeVar
 import structlog
 from google.protobuf.message import DecodeError, Message
 
-from shoal_proto.errors import InternalError, NotLeader, RetryError
+from shoal_proto.errors import InternalError, RetryError
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.shards.assignments import (
     AcceptedLoss,
@@ -28,8 +28,8 @@ from shoal_server.etcd.api import (
     Compare,
     Delete,
     Get,
+    Keyspace,
     KeyValue,
-    KeyValueStore,
     Operation,
     Put,
     Revision,
@@ -66,6 +66,7 @@ class JobHead:
     job: str
     copies: int
     run: str
+    job_run: str
     num_shards: int
 
 
@@ -106,7 +107,7 @@ class StoredAssignments:
 # --- reading ---
 
 
-async def read(store: KeyValueStore, job: str) -> StoredAssignments | None:
+async def read(store: Keyspace, job: str) -> StoredAssignments | None:
     """Raises InternalError for a job of which a record is missing or does not parse."""
     listed = await store.range(keys.assignments(job))
     found = parse_all(job, listed.items)
@@ -124,7 +125,7 @@ def parse_all(job: str, items: Collection[KeyValue]) -> JobAssignments | None:
     return assembled(head, {assignment.shard_id: assignment for assignment in shards})
 
 
-async def jobs(store: KeyValueStore) -> list[str]:
+async def jobs(store: Keyspace) -> list[str]:
     """Those whose shards are placed."""
     found = await store.keys(keys.ASSIGNMENTS)
     names = [key.removeprefix(keys.ASSIGNMENTS) for key in found]
@@ -140,7 +141,13 @@ def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssign
             expected=str(head.num_shards),
         )
     in_order = tuple(shards[shard_id] for shard_id in sorted(shards))
-    return JobAssignments(job=head.job, copies=head.copies, shards=in_order, run=head.run)
+    return JobAssignments(
+        job=head.job,
+        copies=head.copies,
+        shards=in_order,
+        run=head.run,
+        job_run=head.job_run,
+    )
 
 
 def parse(entry: Item | KeyValue) -> JobHead | StoredShard:
@@ -155,7 +162,11 @@ def parse_head(entry: Item | KeyValue) -> JobHead:
     if entry.key != expected or not message.run or message.format > FORMAT:
         raise _foreign(entry, message)
     return JobHead(
-        job=message.job, copies=message.copies, run=message.run, num_shards=message.num_shards
+        job=message.job,
+        copies=message.copies,
+        run=message.run,
+        job_run=message.job_run,
+        num_shards=message.num_shards,
     )
 
 
@@ -174,6 +185,9 @@ def parse_shard(entry: Item | KeyValue) -> StoredShard:
         joining=_from(message.joining) if message.HasField("joining") else None,
         successor=_from(message.successor) if message.HasField("successor") else None,
         on_disk=message.on_disk,
+        disk_epoch=message.disk_epoch,
+        disk_version=message.disk_version,
+        found_version=message.found_version,
         content=_content(message),
         loss=_loss_from(message.loss) if message.HasField("loss") else None,
         accepted_loss=_accepted_from(message.accepted_loss)
@@ -195,6 +209,7 @@ def encode_head(assignments: JobAssignments) -> bytes:
         copies=assignments.copies,
         num_shards=len(assignments.shards),
         run=assignments.run,
+        job_run=assignments.job_run,
         format=FORMAT,
     ).SerializeToString(deterministic=True)
 
@@ -213,6 +228,8 @@ def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> 
     if assignment.successor is not None:
         message.successor.CopyFrom(_holder(assignment.successor))
     message.on_disk = assignment.on_disk
+    message.disk_epoch, message.disk_version = assignment.disk_epoch, assignment.disk_version
+    message.found_version = assignment.found_version
     message.content = _CONTENTS[assignment.content]
     if assignment.loss is not None:
         message.loss.CopyFrom(_loss(assignment.loss))
@@ -220,14 +237,17 @@ def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> 
         accepted = assignment.accepted_loss
         message.accepted_loss.CopyFrom(
             pb.AcceptedLoss(
-                loss=_loss(accepted.loss), by=accepted.by, accepted_unix_s=accepted.accepted_unix_s
+                loss=_loss(accepted.loss),
+                by=accepted.by,
+                accepted_unix_s=accepted.accepted_unix_s,
+                samples_anew=accepted.samples_anew,
             )
         )
     return message.SerializeToString(deterministic=True)
 
 
 async def read_shards(
-    store: KeyValueStore, job: str, shard_ids: Collection[int]
+    store: Keyspace, job: str, shard_ids: Collection[int]
 ) -> dict[int, ShardAssignment]:
     """Who holds these shards, as of now; those that have no record are missing.
 
@@ -255,10 +275,9 @@ async def read_shards(
 
 
 async def place(
-    store: KeyValueStore,
+    store: Keyspace,
     assignments: JobAssignments,
     *,
-    fence: Sequence[Compare] = (),
     compares: Sequence[Compare] = (),
     operations: Sequence[Operation] = (),
     otherwise: Sequence[Operation] = (),
@@ -266,29 +285,28 @@ async def place(
     """Write the records of a run that has none yet: those of the shards first, then the head and
     `operations` in one transaction that decides.
 
-    `fence` must hold for each write, `compares` for the deciding one. Where these do not hold
-    any more, nothing is placed, what was written is taken away, and the result has the answers to
-    `otherwise`. Raises NotLeader where the fence fails before, and what the store raises; after an
-    unknown outcome of the deciding transaction, the caller reads back.
+    `compares` must hold for the deciding one. Where they do not hold any more, nothing is placed,
+    what was written is taken away, and the result has the answers to `otherwise`. Raises what the
+    store raises; after an unknown outcome of the deciding transaction, the caller reads back.
     """
     assert assignments.run, "records of a run without a name would be mistaken for another's"
     shards, size = assignments.shards, SHARDS_A_TRANSACTION
     first, *rest = (shards[start : start + size] for start in range(0, len(shards), size))
 
     async def write(batch: Sequence[ShardAssignment]) -> Compare:
-        return await _write(store, assignments, batch, fence)
+        return await _write(store, assignments, batch)
 
     # All records of a run go at once, whoever takes them away. So those that come after the first
     # are all there if that one still is.
     still_there = await write(first)
     await gather_bounded(write, rest, TRANSACTIONS_AT_ONCE)
     head = Put(keys.assignments_head(assignments.job), encode_head(assignments))
-    decided = await store.transact([*fence, still_there, *compares], [head, *operations], otherwise)
+    decided = await store.transact([still_there, *compares], [head, *operations], otherwise)
     if decided.succeeded:
         await _take_others_away(store, assignments, decided.revision)
     else:
         mine = keys.assignments_of_run(assignments.job, assignments.run)
-        await store.delete(mine, prefix=True)
+        await store.transact([], [Delete(mine, prefix=True)])
     return decided
 
 
@@ -298,10 +316,9 @@ def taken_away(job: str) -> Delete:
 
 
 async def _write(
-    store: KeyValueStore,
+    store: Keyspace,
     assignments: JobAssignments,
     batch: Sequence[ShardAssignment],
-    fence: Sequence[Compare],
 ) -> Compare:
     """Write some shards' records; what holds for as long as the first of them is there."""
     run = assignments.run
@@ -311,19 +328,15 @@ async def _write(
     ]
     while True:
         try:
-            result = await store.transact(fence, [*puts, Get(puts[0].key)])
+            result = await store.transact([], [*puts, Get(puts[0].key)])
         except RetryError as error:
             if error.details.get("outcome") != "unknown":
                 raise
             continue  # Nobody else writes these keys: once more does no harm.
-        if not result.succeeded:
-            raise NotLeader("another coordinator leads by now", details={"leader": ""})
         return created_at(puts[0].key, result.reads[0][0].create_revision)
 
 
-async def _take_others_away(
-    store: KeyValueStore, placed: JobAssignments, decided_at: Revision
-) -> None:
+async def _take_others_away(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
     """What placements that came to no end have left: with this one decided, they never will."""
     prefix = keys.assignments(placed.job)
     still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
@@ -342,10 +355,13 @@ async def _take_others_away(
 
 
 async def change(
-    store: KeyValueStore, shards: Sequence[StoredShard], targets: Sequence[ShardAssignment]
+    store: Keyspace,
+    shards: Sequence[StoredShard],
+    targets: Sequence[ShardAssignment],
+    operations: Sequence[Operation] = (),
 ) -> tuple[bool, list[KeyValue | Item]]:
     """Replace these records, at most SHARDS_A_TRANSACTION, in one transaction if all of them are
-    as they were read.
+    as they were read. `operations`, which read nothing, are made with it or not at all.
 
     Whether they were replaced, and the records that stand now; those that are gone are not among
     them. After an unknown outcome they count as not replaced, and the records tell; it is not made
@@ -354,7 +370,7 @@ async def change(
     puts = [stored.replaced(target) for stored, target in zip(shards, targets, strict=True)]
     gets = [Get(stored.key) for stored in shards]
     try:
-        result = await store.transact([s.is_unchanged for s in shards], puts, gets)
+        result = await store.transact([s.is_unchanged for s in shards], [*puts, *operations], gets)
     except RetryError as error:
         if error.details.get("outcome") != "unknown":
             raise
@@ -364,7 +380,7 @@ async def change(
     return False, [item for found in result.reads for item in found]
 
 
-async def _settled(store: KeyValueStore, stored: StoredShard) -> Sequence[KeyValue]:
+async def _settled(store: Keyspace, stored: StoredShard) -> Sequence[KeyValue]:
     """The record, once a write of unknown outcome was made, or can be made no more: it compares
     the revision that it read, which the same content, written once more, replaces."""
     while True:
@@ -433,5 +449,8 @@ def _loss_from(message: pb.ShardLoss) -> ShardLoss:
 
 def _accepted_from(message: pb.AcceptedLoss) -> AcceptedLoss:
     return AcceptedLoss(
-        loss=_loss_from(message.loss), by=message.by, accepted_unix_s=message.accepted_unix_s
+        loss=_loss_from(message.loss),
+        by=message.by,
+        accepted_unix_s=message.accepted_unix_s,
+        samples_anew=message.samples_anew,
     )

@@ -4,7 +4,7 @@ by them any more. Of all others that are gone, only time tells."""
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.api import Keyspace, KeyValueStore
 
 KEPT_S = 2 * DEAD_AFTER_S
 """After it, who is gone is taken for dead anyway."""
@@ -17,7 +17,7 @@ async def note(store: KeyValueStore, ended: Holder) -> None:
     await store.put(keys.ended_server(ended.server_id, ended.incarnation), b"{}", lease)
 
 
-async def read(store: KeyValueStore) -> frozenset[Holder]:
+async def read(store: Keyspace) -> frozenset[Holder]:
     """All that are known. Raises what the store raises."""
     found = set()
     for key in await store.keys(keys.ENDED_SERVERS):

@@ -8,7 +8,7 @@ import structlog
 from shoal_proto.errors import InternalError
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.api import Keyspace
 from shoal_server.etcd.json_fields import Fields, Unreadable
 
 log = structlog.get_logger(__name__)
@@ -56,7 +56,7 @@ def parse_all(records: Mapping[str, bytes]) -> list[Server]:
     return found
 
 
-async def read(store: KeyValueStore) -> list[Server]:
+async def read(store: Keyspace) -> list[Server]:
     """All that are registered now. Raises what the store raises."""
     snapshot = await store.range(keys.SERVERS)
     return parse_all({item.key: item.value for item in snapshot.items})

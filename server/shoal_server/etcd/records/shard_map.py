@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import structlog
 from google.protobuf.message import DecodeError
 
-from shoal_proto.errors import InternalError, NotLeader, RetryError
+from shoal_proto.errors import InternalError, RetryError
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.core.shards.assignments import Holder, JobAssignments
 from shoal_server.etcd import keys
@@ -24,8 +24,8 @@ from shoal_server.etcd.api import (
     Compare,
     Delete,
     Get,
+    Keyspace,
     KeyValue,
-    KeyValueStore,
     Put,
     Revision,
     created_at,
@@ -78,34 +78,26 @@ def stored(layout: ShardMap) -> StoredLayout:
     )
 
 
-async def write_chunks(
-    store: KeyValueStore, layout: StoredLayout, fence: Sequence[Compare] = ()
-) -> Compare:
-    """Write what does not decide yet; what holds for as long as it is all there.
-
-    Raises NotLeader where `fence` does not hold in etcd, and what the store raises.
-    """
-    conditions = [await _write_chunk(store, chunk, fence) for chunk in layout.chunks]
+async def write_chunks(store: Keyspace, layout: StoredLayout) -> Compare:
+    """Write what does not decide yet; what holds for as long as it is all there. Raises what the
+    store raises."""
+    conditions = [await _write_chunk(store, chunk) for chunk in layout.chunks]
     # All of them go at once, whoever takes them away: the first was there throughout.
     return conditions[0]
 
 
-async def _write_chunk(store: KeyValueStore, chunk: Put, fence: Sequence[Compare]) -> Compare:
+async def _write_chunk(store: Keyspace, chunk: Put) -> Compare:
     while True:
         try:
-            result = await store.transact(fence, [chunk, Get(chunk.key)])
+            result = await store.transact([], [chunk, Get(chunk.key)])
         except RetryError as error:
             if error.details.get("outcome") != "unknown":
                 raise
             continue  # Its key says what is in it: once more does no harm.
-        if not result.succeeded:
-            raise NotLeader("another coordinator leads by now", details={"leader": ""})
         return created_at(chunk.key, result.reads[0][0].create_revision)
 
 
-async def take_others_away(
-    store: KeyValueStore, decided: StoredLayout, decided_at: Revision
-) -> None:
+async def take_others_away(store: Keyspace, decided: StoredLayout, decided_at: Revision) -> None:
     """Those layouts that this one, decided at a revision, came in the place of, or came before."""
     prefix = keys.shard_map_chunks(decided.job)
     still_decided = unchanged_since(decided.head.key, decided_at)
@@ -120,37 +112,35 @@ async def take_others_away(
         log.warning("other_layouts_left", job=decided.job, reason=str(error))
 
 
-async def servers(store: KeyValueStore) -> dict[Holder, str]:
+async def servers(store: Keyspace) -> dict[Holder, str]:
     """The parameter servers present: their addresses."""
     return {server.holder: server.address for server in await registered.read(store)}
 
 
-async def read(store: KeyValueStore, job: str) -> ShardMap | None:
+async def read(store: Keyspace, job: str) -> ShardMap | None:
     """The layout as it was written, without holders. Raises InternalError for what is none."""
     return parse(job, (await store.range(keys.shard_map(job))).items)
 
 
-async def read_current(store: KeyValueStore, job: str) -> ShardMap | None:
+async def read_current(store: Keyspace, job: str) -> ShardMap | None:
     """The layout with each shard's primary, its epoch and its address. The address is the last one
     known, or empty, while that server is not registered."""
     found = await read(store, job)
     return None if found is None else await fill(store, found)
 
 
-async def read_held(
-    store: KeyValueStore, job: str
-) -> tuple[ShardMap, JobAssignments | None] | None:
+async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments | None] | None:
     """As `read_current`, with the records of who holds the shards, where there are any."""
     layout = await read(store, job)
     return None if layout is None else await _held(store, layout)
 
 
-async def fill(store: KeyValueStore, layout: ShardMap) -> ShardMap:
+async def fill(store: Keyspace, layout: ShardMap) -> ShardMap:
     """A layout with who holds its shards now."""
     return (await _held(store, layout))[0]
 
 
-async def _held(store: KeyValueStore, layout: ShardMap) -> tuple[ShardMap, JobAssignments | None]:
+async def _held(store: Keyspace, layout: ShardMap) -> tuple[ShardMap, JobAssignments | None]:
     listed = (await store.range(keys.assignments(layout.job))).items
     addresses = {holder.server_id: a for holder, a in (await servers(store)).items()}
     # Thousands of records, for a large model: nobody else on the event loop is to wait for them.
@@ -165,6 +155,7 @@ def _filled(
     found = assignments.parse_all(layout.job, listed)
     if found is None:
         return filled, None
+    filled.run = found.members_run
     holders = {assignment.shard_id: assignment for assignment in found.shards}
     for shard in filled.shards:
         assignment = holders.get(shard.shard_id)
@@ -213,7 +204,7 @@ class ShardMapReader:
     """Reads layouts, which hardly ever change, and keeps the last few: to be asked again costs one
     small read. What it gives is shared, and not to be changed."""
 
-    def __init__(self, store: KeyValueStore) -> None:
+    def __init__(self, store: Keyspace) -> None:
         self._store = store
         self._kept: OrderedDict[str, tuple[bytes, ShardMap]] = OrderedDict()
 

@@ -7,21 +7,19 @@ anybody may call them; what lies in etcd only a coordinator wrote.
 import json
 from collections.abc import Sequence
 
-from shoal_proto.errors import InternalError, NotLeader
+from shoal_proto.errors import InternalError
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, KeyValueStore, Put
+from shoal_server.etcd.api import Keyspace, Put
 from shoal_server.etcd.json_fields import Fields, Unreadable
 
 
-async def write(store: KeyValueStore, leadership: Sequence[Compare], urls: Sequence[str]) -> None:
-    """Raises NotLeader if `leadership` does not hold in etcd, and what the store raises."""
+async def write(store: Keyspace, urls: Sequence[str]) -> None:
+    """Raises what the store raises."""
     value = json.dumps({"urls": list(urls)}).encode()
-    result = await store.transact(leadership, [Put(keys.SNAPSHOT_ROOTS, value)])
-    if not result.succeeded:
-        raise NotLeader("another coordinator leads by now", details={"leader": ""})
+    await store.transact([], [Put(keys.SNAPSHOT_ROOTS, value)])
 
 
-async def read(store: KeyValueStore) -> Sequence[str]:
+async def read(store: Keyspace) -> Sequence[str]:
     """Empty before a coordinator has led. Raises InternalError for what is no record."""
     found = await store.get(keys.SNAPSHOT_ROOTS)
     if found is None:

@@ -1,7 +1,8 @@
 """The store on a real etcd cluster. See docs/decisions/0001-etcd-client.md for why it is ours."""
 
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
 
@@ -15,6 +16,7 @@ from shoal_server.etcd.api import (
     Compare,
     Get,
     KeyValue,
+    KeyValueStore,
     LeaseId,
     Operation,
     RangeResult,
@@ -22,12 +24,20 @@ from shoal_server.etcd.api import (
     TransactionResult,
     WatchBatch,
 )
+from shoal_server.etcd.prefixed import PrefixedStore
 from shoal_server.etcd.remote import wire
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.remote.connection import Attempt, Connections
 from shoal_server.etcd.remote.watch import read_snapshot, watch
 
 KEYS_A_PAGE = 5000
+
+
+@asynccontextmanager
+async def opened(config: EtcdConfig) -> AsyncIterator[KeyValueStore]:
+    """The store that the config names, at its prefix; closed at the end of the block."""
+    async with EtcdClient(config) as client:
+        yield PrefixedStore(client, config.prefix) if config.prefix else client
 
 
 class EtcdClient:

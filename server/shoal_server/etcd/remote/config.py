@@ -1,5 +1,6 @@
 """How to reach etcd."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,8 @@ def _password(kind: Any, tokens: Sequence[Any]) -> str:
 
 
 _ETCD = Group("etcd")
+_PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)*")
+MAX_PREFIX_LENGTH = 200
 
 
 def _option(name: str, metavar: str) -> Parameter:
@@ -51,6 +54,12 @@ class EtcdConfig:
         Parameter(env_var="SHOAL_ETCD", converter=_parsed, n_tokens=1),
     ] = ("127.0.0.1:2379",)
     """host:port of each member of one cluster. The next is tried when one fails."""
+    prefix: Annotated[str, _option("--prefix", "/NAME"), Parameter(env_var="SHOAL_ETCD_PREFIX")] = (
+        ""
+    )
+    """What every key of this cluster begins with, so that several share an etcd without seeing each
+    other: the same for all its coordinators and parameter servers. By default nothing: keys begin
+    with /shoal/v1/."""
     user: Annotated[str, _option("--etcd-user", "NAME")] = ""
     """User name. Without one: log in as nobody, or as whom the client certificate names."""
     password: Annotated[
@@ -75,6 +84,7 @@ class EtcdConfig:
             raise InvalidSpec("no etcd endpoint", expected="host:port[,host:port...]")
         for endpoint in self.endpoints:
             _check_endpoint(endpoint)
+        _check_prefix(self.prefix)
         if bool(self.user) != bool(self.password):
             missing = "password" if self.user else "user"
             raise InvalidSpec(
@@ -94,6 +104,22 @@ class EtcdConfig:
             )
         if not self.silence_s > 0:
             raise InvalidSpec("bad silence_s", seen=str(self.silence_s), expected="above 0")
+
+
+def _check_prefix(prefix: str) -> None:
+    if not _PREFIX.fullmatch(prefix) or len(prefix) > MAX_PREFIX_LENGTH:
+        raise InvalidSpec(
+            "bad --prefix",
+            seen=repr(prefix[:MAX_PREFIX_LENGTH]),
+            expected=f"names of letters, digits, '.', '_' and '-', each behind a slash, as in"
+            f" /team-a: at most {MAX_PREFIX_LENGTH} characters",
+        )
+    if "/shoal/v1/" in f"{prefix}/":
+        raise InvalidSpec(
+            "bad --prefix",
+            seen=repr(prefix),
+            expected="one without /shoal/v1, within which the keys of another cluster lie",
+        )
 
 
 def _check_endpoint(endpoint: str) -> None:

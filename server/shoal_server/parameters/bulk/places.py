@@ -4,7 +4,8 @@ import asyncio
 import mmap
 from collections import deque
 
-PLACE_BYTES = 1024 * 1024
+PLACE_BYTES = 2 * 1024 * 1024
+"""Most shards of parameters fit into one: their pushes then lie in one piece at the other end."""
 NUM_PLACES = 8
 
 

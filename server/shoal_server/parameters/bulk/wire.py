@@ -5,9 +5,12 @@ import socket
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import structlog
 
 from shoal_proto.bulk import Frame, FrameReader
 from shoal_proto.pieces import Buffer
+
+log = structlog.get_logger(__name__)
 
 SMALL_BYTES = 32 * 1024
 
@@ -24,6 +27,9 @@ class FrameConnection:
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(_unset)
         self._writing = asyncio.Lock()
+        self._rest: Buffer = b""
+        """Of a frame that `send_now` could not send whole."""
+        self._flushing: asyncio.Task[None] | None = None
         self._sent_s = self._loop.time()
 
     async def next_frame(self) -> Frame:
@@ -42,11 +48,34 @@ class FrameConnection:
         """Raises HungUp. Who is cancelled here may leave half a frame behind: close the socket."""
         async with self._writing:
             self._sent_s = self._loop.time()
+            rest, self._rest = self._rest, b""
             try:
-                for run in _runs(parts):
+                for run in _runs([rest, *parts] if rest else parts):
                     await self._loop.sock_sendall(self.socket, run)
             except OSError as error:
                 raise HungUp(repr(error)) from error
+
+    def send_now(self, frame: bytes) -> bool:
+        """Send a frame without a turn of the event loop. False, and then nothing of it is sent,
+        while something else is being sent, the kernel has no room, or the connection is broken."""
+        if self._writing.locked() or self._rest:
+            return False
+        try:
+            count = self.socket.send(frame)
+        except OSError:
+            # Whoever sends or reads next hears of what is more than no room.
+            return False
+        self._sent_s = self._loop.time()
+        if count < len(frame):
+            self._rest = memoryview(frame)[count:]
+            self._flushing = self._loop.create_task(self._flush(), name="flush")
+        return True
+
+    async def _flush(self) -> None:
+        try:
+            await self.send()
+        except HungUp as hung_up:
+            log.debug("frame_not_flushed", reason=str(hung_up))
 
     @property
     def silent_s(self) -> float:

@@ -47,6 +47,14 @@ class AssignmentTable:
         """By shard."""
         return self._records.of_job(job)
 
+    def run(self, job: str) -> str:
+        """That of the records of the job's shards; empty: there are none."""
+        return self._records.run(job)
+
+    def job_run(self, job: str) -> str:
+        """That which the job's members go by; empty: its shards are not placed."""
+        return self._records.job_run(job)
+
     @property
     def jobs(self) -> Iterator[str]:
         """Jobs whose shards are placed."""

@@ -1,7 +1,8 @@
 """Who may still push: members whose incarnation is the one that etcd names."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import structlog
 
@@ -17,6 +18,18 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 
+class Runs(Protocol):
+    """Which run of a job its shards are of."""
+
+    def job_run(self, job: str) -> str:
+        """As far as this server knows; empty: its shards are not placed."""
+        ...
+
+    def refresh(self, job: str) -> Awaitable[None]:
+        """Learn the newest. Raises what the store raises."""
+        ...
+
+
 class Fence:
     """Knows the members by a watch; asks etcd for those it does not know.
 
@@ -26,9 +39,14 @@ class Fence:
     """
 
     def __init__(
-        self, store: KeyValueStore, on_finished: Callable[[str], object] = lambda job: None
+        self,
+        store: KeyValueStore,
+        on_finished: Callable[[str], object] = lambda job: None,
+        runs: Runs | None = None,
     ) -> None:
+        """`runs`: without it, tokens of any run are taken."""
         self._store = store
+        self._runs = runs
         self._on_finished = on_finished
         self._incarnations: PrefixMirror[str] = PrefixMirror(
             store, keys.MEMBERS, _incarnation_of, on_delete=self._gone
@@ -50,7 +68,8 @@ class Fence:
     async def check(self, token: Token) -> str:
         """The session of the token's holder: its job, name and the public id of its process.
 
-        Raises Fenced if that incarnation is not a member (any more).
+        Raises Fenced if that incarnation is not a member (any more), or goes by the shard map of
+        another run of the job.
         """
         if not (is_name(token.job) and is_name(token.member_id) and token.incarnation):
             raise MalformedMessage(
@@ -65,7 +84,26 @@ class Fence:
             current = await self._incarnations.look_up(name)
             if current != token.incarnation:
                 raise await self._fenced(token, current)
+        await self._check_run(token)
         return f"{key}#{public_id(token.incarnation)}"
+
+    async def _check_run(self, token: Token) -> None:
+        """A process that outlived the records of its run may be taken for a member of the next one,
+        until somebody has noticed. What it computes is of values that are nobody's any more."""
+        runs = self._runs
+        if runs is None or not token.run or token.run == runs.job_run(token.job):
+            return
+        # The record may be newer than what the watch has told.
+        await runs.refresh(token.job)
+        expected = runs.job_run(token.job)
+        if expected and token.run != expected:
+            raise Fenced(
+                f"member {token.member_id} goes by the shards of another run of job {token.job}",
+                seen=f"a call for shards of run {token.run}",
+                expected=f"run {expected}",
+                fix="Join again to go on.",
+                details={"run": expected},
+            )
 
     def is_live(self, session: str) -> bool:
         """Whether a session's incarnation is known as not fenced. Any thread."""

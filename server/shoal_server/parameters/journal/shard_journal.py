@@ -75,6 +75,8 @@ class ShardJournal:
         self._on_failure = on_failure
         self._led: dict[Key, _Led] = {}
         self._for_others: set[Key] = set()
+        self._ends: dict[Key, Future[None]] = {}
+        """Of shards that were let go of last: done once that is on disk."""
         self._tasks = SupervisedTasks()
 
     async def __aenter__(self) -> "ShardJournal":
@@ -125,6 +127,7 @@ class ShardJournal:
         except ShoalError as error:
             self._interrupt(led, error)
             return
+        self._ends.pop(key, None)
         if self._led.get(key) is led:
             self._go_on(led, version)
         elif key not in self._led:
@@ -178,13 +181,25 @@ class ShardJournal:
 
     async def _put(self, replica: ShardReplica, cut: ShardCut) -> int:
         """Bring a shard to the disk as it was at the cut; the version of it."""
+        ends = self._ended(_key(replica))
 
         def put() -> int:
             with cut:
+                if ends is not None:
+                    # What another run of the job left, with higher numbers, would be taken for
+                    # newer than this.
+                    ends.result()
                 self._journal.put_image(replica.job, replica.epoch, cut)
                 return cut.version
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, put)
+
+    def _ended(self, key: Key) -> "Future[None] | None":
+        """Done once what was let go of is gone from the disk, too; None if nothing was."""
+        ends = self._ends.get(key)
+        if ends is not None and ends.done() and ends.exception() is not None:
+            ends = self._ends[key] = self._journal.forget(*key)
+        return ends
 
     def _note(self, replica: ShardReplica, version: int, result: "Future[None]") -> None:
         error = result.exception()
@@ -263,7 +278,7 @@ class ShardJournal:
         """Forget the job's shards that are not led here, but these."""
         for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:
             self._for_others.discard(key)
-            self._journal.forget(*key)
+            self._ends[key] = self._journal.forget(*key)
 
 
 def _new_pauses() -> ExponentialBackOff:

@@ -8,7 +8,7 @@ default to the last bit. It also lets a block sit out a step.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -32,4 +32,15 @@ class ShardOptimizer(Stateful, Protocol):
 
         `momentum` stands in for SGD's own; the others do not look at it.
         """
+        ...
+
+
+@runtime_checkable
+class StepsWhole(Protocol):
+    """An optimizer that can update all blocks at once, with fewer calls of its kernel and the same
+    result to the last bit."""
+
+    def step_whole(self, gradient: Tensor, lr: float, momentum: float | None = None) -> bool:
+        """Update every block in place; `gradient` has them one after the other. False, and then
+        nothing has changed, where they have to be updated one by one."""
         ...

@@ -21,7 +21,7 @@ def check_spec(spec: OptimizerSpec, num_groups: int) -> None:
             expected=", ".join(KINDS),
         )
     check_schedule(spec.schedule)
-    check_policy(spec.staleness, spec.kind)
+    check_policy(spec.staleness)
     if len(spec.groups) < num_groups:
         raise InvalidSpec(
             "each parameter group needs its hyper-parameters",

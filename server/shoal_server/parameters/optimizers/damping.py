@@ -7,6 +7,11 @@ delay it is 2 / curvature (Levin and May 1976, "A note on difference-delay equat
 times 1 / (2 s + 1) of it. So for SGD the effective rate, lr / (1 - momentum), is divided by
 2 s + 1: momentum is lowered first, since delay stands in for it; where none is left, the rate is.
 
+DiLoCo's outer step is SGD on rounds instead of gradients, and each of s + 1 members pushes its own,
+where the rate and momentum are meant for the mean of all. A round may go all the way to where its
+loss is least, as a gradient of curvature 1 would; delayed by s, that bears no effective rate above
+2 sin(pi / (2 (2 s + 1))). So it is at most 1 / (s + 1): each round's share of their mean.
+
 The steps of Adam and Adagrad do not grow with the gradient. For them the rate is divided by
 sqrt(1 + s): the square-root rule by which adaptive rates follow the size of a batch (Malladi et al.
 2022, arXiv:2205.10287), s + 1 members' gradients standing for one.
@@ -19,7 +24,6 @@ from typing import NamedTuple
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
 
-KINDS = ("sgd", "adagrad", "adam", "adamw")
 LEAST_MOMENTUM = 1e-6
 """Not 0: with it the momentum buffer goes on to follow the gradients."""
 
@@ -35,6 +39,8 @@ def damping(kind: str, hyper: HyperParameters, staleness: int) -> Damping:
     """What a gradient of that staleness, in updates, is stepped on with."""
     if not staleness:
         return Damping(1.0, hyper.momentum)
+    if kind == "outer":
+        return _outer(hyper, staleness)
     if kind != "sgd":
         return Damping(1.0 / math.sqrt(1 + staleness), hyper.momentum)
     slower = 2 * staleness + 1
@@ -43,3 +49,12 @@ def damping(kind: str, hyper: HyperParameters, staleness: int) -> Damping:
     least = min(LEAST_MOMENTUM, hyper.momentum)
     left = max(1 - (1 - hyper.momentum) * slower, least)
     return Damping(min((1 - left) / ((1 - hyper.momentum) * slower), 1.0), left)
+
+
+def _outer(hyper: HyperParameters, staleness: int) -> Damping:
+    asked = hyper.lr / (1 - hyper.momentum)
+    effective = min(asked / (2 * staleness + 1), 1 / (1 + staleness))
+    # Momentum is lowered first; what is below the rate without any is the rate's part.
+    left = 1 - hyper.lr / effective if effective > hyper.lr else 0.0
+    left = max(left, min(LEAST_MOMENTUM, hyper.momentum))
+    return Damping(effective * (1 - left) / hyper.lr, left)

@@ -33,7 +33,7 @@ class Outer:
         lr: float,
         momentum: float | None = None,
     ) -> None:
-        momentum = self._hyper.momentum
+        momentum = self._hyper.momentum if momentum is None else momentum
         for b, gradient in zip(blocks, gradients, strict=True):
             ahead = gradient.to(wide(gradient.dtype))
             if self._buffers:

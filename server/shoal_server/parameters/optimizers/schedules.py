@@ -32,7 +32,7 @@ class RunningSchedule:
     @property
     def lr(self) -> float:
         """Of the next update."""
-        return float(self._lr[0])
+        return float(self._lr[0]) if self._phases else self._base
 
     def advance(self, num_updates: int) -> None:
         """So many updates have been applied now: one more than at the last call."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
-from shoal_server.parameters.optimizers.tensors import beside, copy_state
+from shoal_server.parameters.optimizers.tensors import beside, copy_state, in_runs
 
 
 class Sgd:
@@ -17,8 +17,12 @@ class Sgd:
         self._momentum: Tensor | None = None
         self._buffers: Sequence[Tensor] = ()
         self._steps = [0] * len(blocks)
+        self._runs = in_runs(blocks)
+        self._run_sizes = [run.numel() for run in self._runs]
+        self._run_buffers: Sequence[Tensor] = ()
         if hyper.momentum != 0.0:
             self._momentum, self._buffers = beside(blocks)
+            self._run_buffers = torch.split(self._momentum, self._run_sizes)
 
     def step(
         self,
@@ -27,37 +31,58 @@ class Sgd:
         lr: float,
         momentum: float | None = None,
     ) -> None:
+        rates = self._rates(lr, momentum)
+        values = [self._blocks[b] for b in blocks]
         if self._momentum is None:
-            self._run(blocks, gradients, (lr, 0.0), is_first_step=False)
+            self._run(values, gradients, (), rates, is_first_step=False)
             return
-        rates = (lr, self._hyper.momentum if momentum is None else momentum)
         # The kernel takes "first step" for all its tensors at once; blocks start one by one.
         for is_first_step in (True, False):
             chosen = [i for i, b in enumerate(blocks) if (self._steps[b] == 0) is is_first_step]
             if chosen:
-                of_chosen = [blocks[i] for i in chosen]
-                self._run(of_chosen, [gradients[i] for i in chosen], rates, is_first_step)
+                self._run(
+                    [values[i] for i in chosen],
+                    [gradients[i] for i in chosen],
+                    [self._buffers[blocks[i]] for i in chosen],
+                    rates,
+                    is_first_step,
+                )
         for b in blocks:
             self._steps[b] += 1
 
+    def step_whole(self, gradient: Tensor, lr: float, momentum: float | None = None) -> bool:
+        if self._momentum is not None and len(set(self._steps)) > 1:
+            return False
+        gradients = torch.split(gradient, self._run_sizes)
+        is_first_step = self._momentum is not None and self._steps[0] == 0
+        rates = self._rates(lr, momentum)
+        self._run(self._runs, gradients, self._run_buffers, rates, is_first_step)
+        if self._momentum is not None:
+            self._steps = [count + 1 for count in self._steps]
+        return True
+
+    def _rates(self, lr: float, momentum: float | None) -> tuple[float, float]:
+        """The learning rate and the momentum."""
+        if self._momentum is None:
+            return lr, 0.0
+        return lr, self._hyper.momentum if momentum is None else momentum
+
     def _run(
         self,
-        blocks: Sequence[int],
+        values: Sequence[Tensor],
         gradients: Sequence[Tensor],
+        buffers: Sequence[Tensor],
         rates: tuple[float, float],
         is_first_step: bool,
     ) -> None:
-        """`rates` are the learning rate and the momentum."""
         lr, momentum = rates
-        values = [self._blocks[b] for b in blocks]
-        buffers = [self._buffers[b] for b in blocks] if self._buffers else []
         if values[0].dtype.itemsize < 4:
             self._run_unfused(values, gradients, buffers, rates, is_first_step)
             return
         torch._fused_sgd_(
-            values,
+            list(values),
             list(gradients),
-            buffers,
+            list(buffers),
             weight_decay=self._hyper.weight_decay,
             momentum=momentum,
             lr=lr,
@@ -69,9 +94,9 @@ class Sgd:
 
     def _run_unfused(
         self,
-        values: list[Tensor],
+        values: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        buffers: list[Tensor],
+        buffers: Sequence[Tensor],
         rates: tuple[float, float],
         is_first_step: bool,
     ) -> None:
@@ -82,7 +107,7 @@ class Sgd:
         if buffers and not is_first_step:
             slots = list(buffers)
         sgd(
-            values,
+            list(values),
             list(gradients),
             slots,
             foreach=False,

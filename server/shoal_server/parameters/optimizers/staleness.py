@@ -22,7 +22,6 @@ from torch import Tensor
 
 from shoal_proto.errors import InvalidSpec, StalePush
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, StalenessPolicy
-from shoal_server.parameters.optimizers.damping import KINDS as DAMPED
 from shoal_server.parameters.optimizers.damping import damping
 from shoal_server.parameters.optimizers.tensors import beside, copy_state, wide
 
@@ -120,20 +119,13 @@ class Staleness:
         copy_state(self.state(), state)
 
 
-def check_policy(policy: StalenessPolicy, optimizer: str) -> None:
-    """Raise InvalidSpec for a policy that there is not, that is out of range, or that the kind of
-    optimizer does not have."""
+def check_policy(policy: StalenessPolicy) -> None:
+    """Raise InvalidSpec for a policy that there is not, or that is out of range."""
     if policy.kind not in KINDS:
         raise InvalidSpec(
             "no such staleness policy",
             seen=repr(policy.kind),
             expected=", ".join(map(repr, KINDS[1:])),
-        )
-    if policy.kind == "damp" and optimizer not in DAMPED:
-        raise InvalidSpec(
-            "this optimizer is not slowed down for stale gradients",
-            seen=f"staleness 'damp' with {optimizer!r}",
-            expected=f"'damp' with one of {', '.join(map(repr, DAMPED))}",
         )
     if not (0 <= policy.strength < math.inf and 0 <= policy.decay < 1):
         raise InvalidSpec(

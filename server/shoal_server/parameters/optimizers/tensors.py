@@ -8,6 +8,9 @@ from torch import Tensor
 
 from shoal_proto.errors import InternalError
 
+VECTOR_ELEMENTS = 64
+"""A multiple of what any vector register has of any dtype."""
+
 
 class Stateful(Protocol):
     """Keeps tensors from one update to the next."""
@@ -31,9 +34,22 @@ def beside(
     return flat, torch.split(flat, sizes)
 
 
+def in_runs(blocks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same memory in as few tensors as a vector kernel rounds in the same way: it treats only
+    what is beyond the last whole vector in another way. The blocks lie one after the other."""
+    runs: list[Tensor] = []
+    start = num_elements = 0
+    for i, block in enumerate(blocks):
+        num_elements += block.numel()
+        if block.numel() % VECTOR_ELEMENTS or i == len(blocks) - 1:
+            runs.append(blocks[start].as_strided((num_elements,), (1,)))
+            start, num_elements = i + 1, 0
+    return runs
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What to compute with: in 16 bits, squares vanish and small changes are lost."""
-    return max(dtype, torch.float32, key=lambda candidate: candidate.itemsize)
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def copy_state(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

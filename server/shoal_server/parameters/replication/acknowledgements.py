@@ -32,6 +32,19 @@ class Acknowledgements:
         self._loop = asyncio.get_running_loop()
         driver.carry_out({Acknowledge: self._acknowledge, Refuse: self._refuse})
 
+    def is_there(
+        self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
+    ) -> bool:
+        """Whether `wait` would return at once."""
+        core = self._driver.core
+        led = core.led((replica.job, replica.shard_id))
+        return (
+            led is not None
+            and led.epoch == replica.epoch
+            and core.may_acknowledge(self._loop.time())
+            and led.is_as_safe(version, _LEVELS.get(level, Level.REPLICATED))
+        )
+
     async def wait(
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
     ) -> None:

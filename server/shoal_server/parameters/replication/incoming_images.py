@@ -12,7 +12,7 @@ from shoal_server.core.replication.protocol.effects import Adopt, BeginImage, Dr
 from shoal_server.core.replication.protocol.events import ChunkStored, ImageFailed, ImageRestored
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.outgoing_links import LARGE
+from shoal_server.parameters.replication.giving_way import LARGE, giving_way
 from shoal_server.parameters.replication.wire.frames import Arrived
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
@@ -100,7 +100,7 @@ class IncomingImages:
             while not builder.is_whole:
                 arrived = await coming.chunks.get()
                 index = builder.next_chunk
-                await self._run(LARGE, partial(_add, builder, arrived))
+                await giving_way(self._run, partial(_add, builder, arrived))
                 if not builder.is_whole:
                     self._driver.tell(ChunkStored(coming.key, coming.image, index))
             coming.state = await self._run(LARGE, builder.finish)

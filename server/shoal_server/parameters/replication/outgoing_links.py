@@ -32,18 +32,16 @@ from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.comparison.digest import PieceDigest
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.giving_way import LARGE, giving_way
 from shoal_server.parameters.replication.peer_link import PeerLink
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.replica import ShardReplica
-from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
+from shoal_server.parameters.shard.workers import Runner
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
-
-LARGE = INLINE_BYTES + 1
-"""Bytes of work that is always done by a thread."""
 
 
 @dataclass(slots=True)
@@ -144,7 +142,7 @@ class OutgoingLinks:
         kept = self._cuts.get(request.image)
         if kept is None or kept.cut is None:
             raise InternalError("an image is not wanted any more", seen=f"image {request.image}")
-        return await self._run(LARGE, partial(kept.cut.chunk, request.index))
+        return await giving_way(self._run, partial(kept.cut.chunk, request.index))
 
     def tell(self, event: LinkOpened | LinkBroke | Replied) -> None:
         if isinstance(event, LinkBroke):

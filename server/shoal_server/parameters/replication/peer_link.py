@@ -79,6 +79,8 @@ class PeerLink:
         self._wake = asyncio.Event()
         self._wake_images = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._idle: WatchedStream | None = None
+        """The stream for pushes, while nothing is being written to it."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link-to-{self._to.server_id}")
@@ -92,9 +94,20 @@ class PeerLink:
         if isinstance(request, ImageStart | Chunk):
             self._images.append(request)
             self._wake_images.set()
-        else:
+        elif not self._send_now(request):
             self._pushes.append(request)
             self._wake.set()
+
+    def _send_now(self, request: Request) -> bool:
+        """Whether a small push was told of without a turn of the event loop: somebody waits for
+        it to be acknowledged."""
+        if self._idle is None or self._pushes or not isinstance(request, Record):
+            return False
+        record = self._owner.record(request)
+        if record is None or not frames.is_inline(record):
+            return False
+        message, *_ = frames.of_record(*request.key, request.epoch, record)
+        return isinstance(message, pb.FollowRequest) and self._idle.send_now(message)
 
     def compare(self, digest: pb.FollowRequest) -> None:
         """Behind what was sent before."""
@@ -139,7 +152,11 @@ class PeerLink:
                 for frame in self._frames(self._pushes.popleft()):
                     await stream.send(frame)
             self._wake.clear()
-            await self._await_or_beat(self._wake, stream)
+            self._idle = stream
+            try:
+                await self._await_or_beat(self._wake, stream)
+            finally:
+                self._idle = None
 
     def _frames(self, request: Request | pb.FollowRequest) -> Iterator[frames.Frame]:
         if isinstance(request, pb.FollowRequest):

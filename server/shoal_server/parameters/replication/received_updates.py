@@ -12,7 +12,7 @@ from shoal_server.core.replication.protocol.events import CopyFailed, Settled
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.outgoing_links import LARGE
+from shoal_server.parameters.replication.giving_way import LARGE
 from shoal_server.parameters.replication.wire.frames import Arrived
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory

@@ -29,6 +29,12 @@ class RecordLog:
         # Of what was not kept at all.
         self._trimmed = max(self._trimmed, version)
 
+    def skip(self, version: int) -> None:
+        """That version is not kept, nor anything before it: nobody needs it."""
+        self._records.clear()
+        self.num_bytes = 0
+        self._trimmed = version
+
     def get(self, version: int) -> UpdateRecord:
         """Raises InternalError for one that is not kept."""
         index = version - self._trimmed - 1

@@ -1,7 +1,7 @@
 """The Replication service: what a primary's server tells this one of the copies kept here."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
 import structlog
@@ -34,12 +34,27 @@ MAX_ANSWERS = 4096
 Caller = tuple[Holder, int]
 
 
+SendNow = Callable[[pb.FollowReply], bool]
+"""Sends an answer without waiting, if that can be; whether it was sent."""
+
+
+def _never(reply: pb.FollowReply) -> bool:
+    """By gRPC."""
+    return False
+
+
 class _Answers:
     """The answers of one link, in order, until one of its streams is over."""
 
-    def __init__(self) -> None:
+    def __init__(self, send_now: SendNow) -> None:
+        self._send_now = send_now
         self.queue = BoundedQueue[pb.FollowReply](MAX_ANSWERS)
         self.is_over = asyncio.Event()
+
+    def put(self, reply: pb.FollowReply) -> None:
+        """Behind those that were put before. Somebody waits for it: it goes at once if it can."""
+        if len(self.queue) or not self._send_now(reply):
+            self.queue.put_now(reply)
 
     def end(self) -> None:
         self.is_over.set()
@@ -78,9 +93,10 @@ class ReplicationServicer:
         return self.follow(requests)
 
     async def follow(
-        self, requests: AsyncIterator[Arriving]
+        self, requests: AsyncIterator[Arriving], send_now: SendNow = _never
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Take in what a primary tells; what is received is acknowledged in the replies."""
+        """Take in what a primary tells; what is received is acknowledged in the replies, or by
+        `send_now` where that takes one."""
         first = await anext(requests, pb.FollowRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("hello"):
             raise MalformedMessage(
@@ -88,18 +104,21 @@ class ReplicationServicer:
             )
         hello = first.hello
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
-        stream = self._images(caller, requests) if hello.for_images else self._link(hello, requests)
+        if hello.for_images:
+            stream = self._images(caller, requests)
+        else:
+            stream = self._link(hello, requests, send_now)
         async with aclosing(stream) as out:
             async for reply in out:
                 yield reply
 
     async def _link(
-        self, hello: pb.Hello, requests: AsyncIterator[Arriving]
+        self, hello: pb.Hello, requests: AsyncIterator[Arriving], send_now: SendNow
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """A link's first stream: the link is there as long as it is."""
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
         self._compare(hello)
-        answers = self._callers[caller] = _Answers()
+        answers = self._callers[caller] = _Answers(send_now)
         self._driver.tell(CallerCame(*caller))
         reason = "the stream ended"
         try:
@@ -127,7 +146,7 @@ class ReplicationServicer:
                 seen=f"link {caller[1]} of server {caller[0].server_id}",
                 expected="a link whose first stream is open",
             )
-        beats = _Answers()
+        beats = _Answers(_never)
         try:
             async with aclosing(self._carried(caller, beats, requests)) as out:
                 async for reply in out:
@@ -228,4 +247,4 @@ class ReplicationServicer:
                 why=reply.why.value,
                 detail=reply.detail,
             )
-        answers.queue.put_now(replies.encode(reply))
+        answers.put(replies.encode(reply))

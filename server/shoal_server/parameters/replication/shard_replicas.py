@@ -17,7 +17,13 @@ from shoal_proto.routes import Route
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import Note, Probe
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import Holder, ShardAssignment, emptied
+from shoal_server.core.shards.assignments import (
+    Holder,
+    ShardAssignment,
+    ShardContent,
+    emptied,
+    may_be_put_on_disk,
+)
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.bulk.offers import Offers
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
@@ -136,6 +142,10 @@ class ShardReplicas:
         """Who holds each shard of a job, as of the newest record seen."""
         return self._record.of_job(job)
 
+    def job_run(self, job: str) -> str:
+        """Which run of the job its members go by; empty: its shards are not placed."""
+        return self._record.job_run(job)
+
     @property
     def jobs(self) -> Iterator[str]:
         """Jobs that have a record."""
@@ -182,7 +192,9 @@ class ShardReplicas:
     def _changed(self, job: str, shard_ids: Collection[int]) -> None:
         for shard_id in shard_ids:
             assignment = self.assignment(job, shard_id)
-            self._driver.tell(ev.Assigned((job, shard_id), assignment))
+            self._driver.tell(ev.Assigned((job, shard_id), assignment, self._record.run(job)))
+            if assignment is not None and assignment.on_disk == self.me.server_id:
+                _tell_if_older(job, assignment)
         self._let_journal_go(job)
 
     def _record_gone(self, job: str) -> None:
@@ -270,11 +282,13 @@ class ShardReplicas:
         shard_journal = self._roles.shard_journal
         assert shard_journal is not None
         shard_journal.keep(recovered)
-        self._roles.recovered.update(recovered)
-        for key in recovered:
-            self._driver.tell(ev.JournalHas(key))
+        known = set(self.jobs)
+        # The others may be read once more.
+        self._roles.recovered.update({k: found for k, found in recovered.items() if k[0] in known})
+        for key, found in recovered.items():
+            self._driver.tell(ev.JournalHas(key, found.epoch, found.state.version))
         for job in {job for job, _ in recovered}:
-            if job in set(self.jobs):
+            if job in known:
                 self._let_journal_go(job)
             else:
                 # It may be over. Or this is another etcd than the one that knows of it.
@@ -299,11 +313,11 @@ class ShardReplicas:
         self._driver.tell(ev.ServersSeen(present, asked_s, ended))
 
     def _let_journal_go(self, job: str) -> None:
-        """Of what the record names another disk for."""
+        """Of what the record names another disk for, or none."""
         shard_journal = self._roles.shard_journal
         if shard_journal is not None and shard_journal.keeps_for_others:
-            on_disk = {shard_id: h.on_disk for shard_id, h in self._record.of_job(job).items()}
-            mine = {shard_id for shard_id, disk in on_disk.items() if disk == self.me.server_id}
+            known = self._record.of_job(job).items()
+            mine = {shard_id for shard_id, a in known if may_be_put_on_disk(a, self.me)}
             shard_journal.let_go(job, but=mine)
             claimed = set(self.open_claims)
             for key in [k for k in self._roles.recovered if k not in claimed]:
@@ -321,6 +335,18 @@ class ShardReplicas:
             peer, address, options=PEER_OPTIONS, within_s=self._timeouts.silence_s / 2
         )
         self._driver.tell(ev.Probed(peer, is_there))
+
+
+def _tell_if_older(job: str, assignment: ShardAssignment) -> None:
+    if assignment.found_version and assignment.content is not ShardContent.LOST:
+        log.error(
+            "journal_is_older",
+            job=job,
+            shard_id=assignment.shard_id,
+            seen=f"version {assignment.found_version}",
+            expected=f"at least version {assignment.disk_version} of epoch {assignment.disk_epoch}",
+            fix="Stop this server, put the newest copy of its journal back, and start it again.",
+        )
 
 
 def _note(note: Note) -> None:

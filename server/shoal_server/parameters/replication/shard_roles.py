@@ -3,10 +3,13 @@
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_server.core.replication.protocol.effects import (
     Adopt,
     Drop,
@@ -37,6 +40,24 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Led:
+    """See `Leading`."""
+
+    replica: ShardReplica
+    acknowledgements: Acknowledgements
+    tell_applied: Callable[[], None]
+
+    def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
+        return self.acknowledgements.is_there(self.replica, version, level)
+
+    async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
+        await self.acknowledgements.wait(self.replica, version, level)
+
+    def check_lease(self) -> None:
+        self.acknowledgements.check_lease()
+
+
 class ShardRoles:
     """Lives on the event loop."""
 
@@ -55,6 +76,7 @@ class ShardRoles:
         self._loop = asyncio.get_running_loop()
         self._applied: deque[tuple[ShardReplica, UpdateRecord]] = deque()
         self._applied_lock = threading.Lock()
+        self._loop_thread = threading.get_ident()
         self._tasks = SupervisedTasks()
         self.shard_journal: ShardJournal | None = None
         self.recovered: dict[Key, Recovered[AnyShard]] = {}
@@ -85,8 +107,20 @@ class ShardRoles:
         with self._applied_lock:
             is_first = not self._applied
             self._applied.append((replica, record))
-        if is_first:
+        if is_first and threading.get_ident() == self._loop_thread:
+            self._loop.call_soon(self._tell_all)
+        elif is_first:
             self._loop.call_soon_threadsafe(self._tell_all)
+
+    def _is_kept(self, replica: ShardReplica) -> bool:
+        """Whether anybody needs the data of a push that is about to be applied. It is told of right
+        behind it on the event loop, where nobody comes to need it meanwhile; in a thread somebody
+        may."""
+        return threading.get_ident() != self._loop_thread or self._is_needed(replica)
+
+    def _is_needed(self, replica: ShardReplica) -> bool:
+        led = self._driver.core.led((replica.job, replica.shard_id))
+        return self.shard_journal is not None or led is None or bool(led.followers)
 
     def _tell_all(self) -> None:
         while self._applied:
@@ -97,10 +131,15 @@ class ShardRoles:
                 replica
             ):
                 continue
-            replica.log.append(record)
+            is_kept = self._is_needed(replica)
+            if is_kept:
+                replica.log.append(record)
+            else:
+                replica.log.skip(record.push.version)
             if self.shard_journal is not None:
                 self.shard_journal.tell(replica, record)
-            self._driver.tell(Applied((replica.job, replica.shard_id), record.push.version))
+            key, version = (replica.job, replica.shard_id), record.push.version
+            self._driver.tell(Applied(key, version, is_kept))
 
     # --- leading ---
 
@@ -110,9 +149,8 @@ class ShardRoles:
         replica.epoch, replica.role = effect.epoch, Role.PRIMARY
         replica.is_forming, replica.is_handing_over = True, False
         replica.log = RecordLog(replica.state.version)
-        replica.wait = partial(self._acknowledgements.wait, replica)
-        replica.check_lease = self._acknowledgements.check_lease
-        replica.state.subscribe(partial(self._pushed, replica))
+        replica.leading = _Led(replica, self._acknowledgements, self._tell_all)
+        replica.state.subscribe(partial(self._pushed, replica), partial(self._is_kept, replica))
         if self.shard_journal is not None:
             self.shard_journal.lead(replica)
         log.info("shard_led", job=replica.job, shard_id=replica.shard_id, epoch=replica.epoch)

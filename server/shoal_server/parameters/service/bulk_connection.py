@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError, Message
@@ -14,7 +15,7 @@ from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.status import to_detail
 from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
-from shoal_proto.v1.replication_pb2 import FollowRequest
+from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest
 from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
@@ -23,6 +24,7 @@ from shoal_server.parameters.replication.wire.frames import Arriving
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
 from shoal_server.parameters.service.tables_servicer import TablesServicer
 from shoal_server.parameters.shard.reply_writer import CopyOut
+from shoal_server.serving.message_bounds import MessageBounds
 from shoal_server.serving.rpc import refusal_of
 from shoal_server.serving.tasks import cancel
 
@@ -44,6 +46,16 @@ def _unreadable(frame: Frame, error: DecodeError, expected: str) -> MalformedMes
         seen=f"{frame.num_bytes} bytes ({error})",
         expected=expected,
     )
+
+
+M = TypeVar("M", bound=Message)
+_BOUNDS = MessageBounds()
+
+
+def _checked(message: M) -> M:
+    """A message as a call over gRPC would let it through. Raises InvalidSpec."""
+    _BOUNDS.check(message)
+    return message
 
 
 def _frame(reply: Message | bytes) -> bytes:
@@ -115,27 +127,30 @@ class BulkServerConnection:
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         try:
             if opening.kind is Kind.PUSH:
-                push = PushRequest.FromString(bytes(opening.body))
+                push = _checked(PushRequest.FromString(bytes(opening.body)))
                 return self._calls.parameters.push(call.requests(push), call)
             if opening.kind is Kind.PULL:
                 return self._calls.parameters.pull(
-                    PullRequest.FromString(bytes(opening.body)), call
+                    _checked(PullRequest.FromString(bytes(opening.body))), call
                 )
             if opening.kind is Kind.TABLE_PUSH:
-                rows = TablePushRequest.FromString(bytes(opening.body))
+                rows = _checked(TablePushRequest.FromString(bytes(opening.body)))
                 return self._calls.tables.push(rows, call.pieces())
             if opening.kind is Kind.TABLE_LOOKUP:
-                asked = TableLookupRequest.FromString(bytes(opening.body))
+                asked = _checked(TableLookupRequest.FromString(bytes(opening.body)))
                 return self._calls.tables.look_up(asked, call.pieces(), call)
         except DecodeError as error:
             raise _unreadable(opening, error, f"the request of a {opening.kind.name}") from error
         if opening.kind is Kind.FOLLOW and self._is_peer:
-            return _one_by_one(self._calls.replication.follow(call.told()))
+            return _one_by_one(self._calls.replication.follow(call.told(), self._send_now))
         raise MalformedMessage(
             "a frame that begins no call of this connection",
             seen=opening.kind.name,
             expected="PUSH, PULL, TABLE_PUSH or TABLE_LOOKUP, or FOLLOW of a server",
         )
+
+    def _send_now(self, reply: FollowReply) -> bool:
+        return self._wire.send_now(_frame(reply))
 
     async def _fail(self, error: ShoalError) -> None:
         """Tell the client, if it still listens; nothing more is sent after it."""
@@ -186,7 +201,7 @@ class _BulkCall:
                 yield OnlyPiece(ReadPiece(frame.shard_id, frame.offset_bytes, data, frame.checksum))
             elif frame.kind is Kind.MESSAGE:
                 try:
-                    yield FollowRequest.FromString(bytes(frame.body))
+                    yield _checked(FollowRequest.FromString(bytes(frame.body)))
                 except DecodeError as error:
                     raise _unreadable(frame, error, "FollowRequest") from error
             else:

@@ -58,6 +58,11 @@ class ShardAnswer:
     outcome: PushOutcome
     values: Values | None = None
 
+    @property
+    def told_version(self) -> int:
+        """The newest version that it tells of."""
+        return max(self.outcome.version, self.values.version if self.values else 0)
+
 
 IncomingDensePush = IncomingPush[DensePushPart, AnyPiece, ShardAnswer]
 
@@ -125,7 +130,15 @@ class DensePushKind:
             # Never on the event loop: to read it takes longer than to apply as many bytes.
             num_bytes += INLINE_BYTES
         applied = asyncio.ensure_future(part.replica.work(self._run, num_bytes, work))
+        if applied.done() and self._is_safe(part.replica, applied.result()):
+            return applied
         return asyncio.ensure_future(self._once_safe(part.replica, applied))
+
+    def _is_safe(self, replica: ShardReplica, answer: ShardAnswer | ShoalError) -> bool:
+        """Whether nothing has to be waited for."""
+        if isinstance(answer, ShoalError):
+            return True
+        return replica.leading.is_acknowledged(answer.told_version, self._header.acknowledgement)
 
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]
@@ -134,9 +147,10 @@ class DensePushKind:
         answer = await applied
         if isinstance(answer, ShoalError):
             return answer
-        told = max(answer.outcome.version, answer.values.version if answer.values else 0)
         try:
-            await replica.wait_acknowledged(told, self._header.acknowledgement)
+            await replica.leading.wait_acknowledged(
+                answer.told_version, self._header.acknowledgement
+            )
         except ShoalError as error:
             return error
         return answer

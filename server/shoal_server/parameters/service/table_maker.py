@@ -105,7 +105,7 @@ class TableMaker:
             if replica is None or not replica.is_journaled:
                 continue
             try:
-                await replica.wait_acknowledged(
+                await replica.leading.wait_acknowledged(
                     replica.state.version, Acknowledgement.ACKNOWLEDGEMENT_DURABLE
                 )
             except ShoalError as error:

@@ -191,7 +191,9 @@ class TablePushKind:
         if isinstance(result, ShoalError):
             return result
         try:
-            await part.replica.wait_acknowledged(result.version, self._header.acknowledgement)
+            await part.replica.leading.wait_acknowledged(
+                result.version, self._header.acknowledgement
+            )
         except ShoalError as error:
             return error
         return TablePushOutcome(

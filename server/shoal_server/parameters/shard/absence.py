@@ -14,10 +14,13 @@ def why_absent(job: str, assignment: ShardAssignment, *, is_kept: bool) -> Shoal
         return not_ready(job, assignment.shard_id, "a worker that creates it")
     if assignment.content is ShardContent.LOADING:
         return not_ready(job, assignment.shard_id, "a snapshot that is being restored")
-    if is_kept:
-        return not_ready(job, assignment.shard_id, "its server, which reads it from its journal")
+    if is_kept and not assignment.found_version:
+        server_id = assignment.primary.server_id
+        expected = f"server {server_id}, which reads it from its journal or waits to know that no"
+        return not_ready(job, assignment.shard_id, f"{expected} other process has more of it")
     if assignment.backups:
-        return not_ready(job, assignment.shard_id, "one of its backups to lead it")
+        backups = ", ".join(backup.server_id for backup in assignment.backups)
+        return not_ready(job, assignment.shard_id, f"one of its backups, {backups}, to lead it")
     return _lost(job, assignment)
 
 

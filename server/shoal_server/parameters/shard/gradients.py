@@ -35,28 +35,30 @@ class BlockSplitter:
 
         Raises ShapeMismatch if it is longer or shorter than these.
         """
-        sizes = [self._sizes[b] for b in blocks]
-        expected_bytes = sum(sizes) * self._dtype.itemsize
+        flat = self.flat(blocks, data)
+        return torch.split(flat, [self._sizes[b] for b in blocks]) if blocks else ()
+
+    def flat(self, blocks: Sequence[int], data: Buffer) -> Tensor:
+        """A view of all of the data. Raises ShapeMismatch if it is longer or shorter than the named
+        blocks."""
+        expected_bytes = sum([self._sizes[b] for b in blocks]) * self._dtype.itemsize
         if len(data) != expected_bytes:
             raise ShapeMismatch(
                 f"the gradient for shard {self._spec.shard_id} has another length",
                 seen=f"{len(data)} bytes",
                 expected=f"{expected_bytes} bytes of {self._spec.dtype}",
             )
-        if not sizes:
-            return ()
-        return torch.split(torch.frombuffer(data, dtype=self._dtype), sizes)
+        if not expected_bytes:
+            return torch.empty(0, dtype=self._dtype)
+        return torch.frombuffer(data, dtype=self._dtype)
 
     def check_finite(self, blocks: Sequence[int], data: Buffer) -> None:
         """Raise NonFiniteGradient, with the parameter's name, or ShapeMismatch."""
-        gradients = self.cut(blocks, data)
-        if not gradients:
-            return
+        flat = self.flat(blocks, data)
         # A sum is finite only if all are, and far cheaper than asking each one; a sum that is not
         # may also be an overflow of finite numbers.
-        flat = torch.frombuffer(data, dtype=self._dtype)
         if not math.isfinite(flat.sum(dtype=wide(self._dtype)).item()):
-            self._refuse_non_finite(blocks, gradients)
+            self._refuse_non_finite(blocks, self.cut(blocks, data))
 
     def _refuse_non_finite(self, blocks: Sequence[int], gradients: Sequence[Tensor]) -> None:
         for b, gradient in zip(blocks, gradients, strict=True):

@@ -23,8 +23,42 @@ MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
 """Of one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
 
 
-class WaitAcknowledged(Protocol):
-    async def __call__(self, version: int, level: Acknowledgement.ValueType) -> None: ...
+class Leading(Protocol):
+    """What goes with a shard that this server leads. Lives on the event loop."""
+
+    def tell_applied(self) -> None:
+        """Pass on at once what was applied."""
+        ...
+
+    def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
+        """Whether a version is as safe as that already."""
+        ...
+
+    async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
+        """Return once it is. Raises what makes it impossible."""
+        ...
+
+    def check_lease(self) -> None:
+        """Raise Unavailable while this server may have been taken for dead."""
+        ...
+
+
+class NotLed:
+    """Of a shard that this server does not lead."""
+
+    def tell_applied(self) -> None:
+        """Nobody is told."""
+
+    def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
+        return False
+
+    async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
+        raise InternalError(
+            "a push of a shard that is not led here", seen=f"version {version}, to be {level}"
+        )
+
+    def check_lease(self) -> None:
+        """What was let in before is refused by its epoch."""
 
 
 class RecordLog(Protocol):
@@ -35,6 +69,8 @@ class RecordLog(Protocol):
     def append(self, record: UpdateRecord) -> None: ...
 
     def trim(self, version: int) -> None: ...
+
+    def skip(self, version: int) -> None: ...
 
     def get(self, version: int) -> UpdateRecord: ...
 
@@ -54,11 +90,8 @@ class ShardReplica:
         self.state = state
         self.role = role
         self.epoch = epoch
-        self.wait: WaitAcknowledged = _led_nowhere
-        """Waits until a version is as safe as a level asks for, once this server leads the
-        shard."""
-        self.check_lease: Callable[[], None] = _always
-        """Raises Unavailable while this server may have been taken for dead."""
+        self.leading: Leading = NotLed()
+        """From when this server leads the shard first."""
         self.log: RecordLog | None = None
         """What was applied and a backup may still have to be told of, while it is led here."""
         self.check_disk: Callable[[], None] = _always
@@ -89,6 +122,7 @@ class ShardReplica:
                 return run(num_bytes, work)
             finally:
                 self.state.leave()
+                self.leading.tell_applied()
         num_bytes = max(num_bytes, workers.INLINE_BYTES + 1)
         self._num_queued += 1
         queued = asyncio.ensure_future(self.in_turn(run, num_bytes, work))
@@ -130,7 +164,7 @@ class ShardReplica:
     def check_room(self) -> None:
         """Raise Overloaded while a backup, or the disk, is too far behind to take more; Unavailable
         while nothing would be acknowledged."""
-        self.check_lease()
+        self.leading.check_lease()
         self.check_disk()
         if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
             raise Overloaded(
@@ -154,13 +188,9 @@ class ShardReplica:
             fix="Start every `shoal ps` with --journal DIRECTORY, or push with another level.",
         )
 
-    async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
-        """Return once a version is as safe as the level asks for. Raises what ended the wait."""
-        await self.wait(version, level)
-
     async def wait_safe(self, version: int) -> None:
         """Return once every backup in step has the version: from then on it does not vanish."""
-        await self.wait(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
+        await self.leading.wait_acknowledged(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
 
     def deposed(self) -> WrongEpoch:
         return WrongEpoch(
@@ -173,10 +203,6 @@ class ShardReplica:
 
 def _always() -> None:
     """Where there is nothing to check."""
-
-
-async def _led_nowhere(version: int, level: Acknowledgement.ValueType) -> None:
-    raise InternalError("a push of a shard that is not led here", seen=f"version {version}")
 
 
 def work_bytes_of(push: PushRecord, num_bytes: int) -> int:

@@ -8,6 +8,7 @@ from shoal_proto.pieces import Buffer
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.parameters.optimizers import new_optimizer
+from shoal_server.parameters.optimizers.base import StepsWhole
 from shoal_server.parameters.optimizers.schedules import RunningSchedule
 from shoal_server.parameters.optimizers.staleness import Staleness
 from shoal_server.parameters.optimizers.tensors import Stateful
@@ -26,6 +27,8 @@ class UpdateRule:
         self._schedule = RunningSchedule(spec.schedule, hyper.lr)
         self._staleness = Staleness(spec.staleness, spec.kind, hyper, blocks)
         self._cutter = cutter
+        self._whole = self._optimizer if isinstance(self._optimizer, StepsWhole) else None
+        self._all_blocks = list(range(len(blocks)))
         self._parts: Mapping[str, Stateful] = {
             "optimizer/": self._optimizer,
             "schedule/": self._schedule,
@@ -53,14 +56,29 @@ class UpdateRule:
         changed.
         """
         blocks = record.blocks
-        parts = self._cutter.cut(self._spans(blocks), data)
+        if not self._step_whole(record, data):
+            parts = self._cutter.cut(self._spans(blocks), data)
+            self._step_by_block(record, parts)
+        # A new shard has version 1.
+        self._schedule.advance(record.version - 1)
+
+    def _step_whole(self, record: PushRecord, data: Buffer) -> bool:
+        """Whether all blocks were updated at once."""
+        if self._whole is None or self.needs_base or not record.blocks:
+            return False
+        if list(record.blocks) != self._all_blocks:
+            return False
+        gradient = self._cutter.flat(self._all_blocks, data)
+        momentum = self._staleness.momentum(record.staleness)
+        return self._whole.step_whole(gradient, record.lr, momentum)
+
+    def _step_by_block(self, record: PushRecord, parts: Sequence[Tensor]) -> None:
+        blocks = record.blocks
         if blocks:
             gradients, bases = parts[: len(blocks)], parts[len(blocks) :]
             gradients = self._staleness.correct(blocks, gradients, bases, record.staleness)
             momentum = self._staleness.momentum(record.staleness)
             self._optimizer.step(blocks, gradients, record.lr, momentum)
-        # A new shard has version 1.
-        self._schedule.advance(record.version - 1)
 
     def _spans(self, blocks: Sequence[int]) -> Sequence[int]:
         return (*blocks, *blocks) if self.needs_base else blocks

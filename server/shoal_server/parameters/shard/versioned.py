@@ -146,6 +146,11 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
 BodyT = TypeVar("BodyT", bound=ShardBody[Any, Any])
 
 
+def _always() -> bool:
+    """Where a listener keeps all that it is told."""
+    return True
+
+
 def _unlimited(num_bytes: int) -> None:
     """Where memory has no limit."""
 
@@ -160,6 +165,7 @@ class VersionedShard(Generic[BodyT]):
         self._pushes = self._duplicates = self._refused = 0
         self._staleness_counts = [0] * STALENESS_BUCKETS
         self._listener: UpdateListener | None = None
+        self._is_kept: Callable[[], bool] = _always
         self._body_lock = threading.RLock()
         """For what reads or writes the body; taken before the other one. It is never held for
         longer than a push, or one chunk of a cut, takes."""
@@ -262,8 +268,8 @@ class VersionedShard(Generic[BodyT]):
             step=to_message(push.scope),
         )
         self.body.describe_push(push, record)
-        # A listener needs the gradient for longer than the push takes.
-        is_copied = push.is_borrowed and self._listener is not None
+        # Who keeps the gradient needs it for longer than its sender lends it.
+        is_copied = push.is_borrowed and self._listener is not None and self._is_kept()
         data = bytes(push.gradient) if is_copied else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch
         take_memory(self.body.growth_bytes(batch, push.at_unix_s))
@@ -337,10 +343,14 @@ class VersionedShard(Generic[BodyT]):
         with self._body_lock:
             return work(self._version)
 
-    def subscribe(self, listener: UpdateListener | None) -> None:
-        """From now on `listener` is told of every push, in place of the one before it."""
+    def subscribe(
+        self, listener: UpdateListener | None, is_kept: Callable[[], bool] = _always
+    ) -> None:
+        """From now on `listener` is told of every push, in place of the one before it. Where
+        `is_kept` says that it keeps none, it may be told of a gradient that is its sender's again
+        once it returns."""
         with self._lock:
-            self._listener = listener
+            self._listener, self._is_kept = listener, is_kept
 
     def enter_epoch(self, epoch: int) -> None:
         """Pushes of any other epoch are refused from now on, with WrongEpoch."""
@@ -357,7 +367,7 @@ class VersionedShard(Generic[BodyT]):
         with self._body_lock:
             with self._lock:
                 if listener is not None:
-                    self._listener = listener
+                    self._listener, self._is_kept = listener, _always
                 spec = self.body.spec_message(self.spec).SerializeToString(deterministic=True)
             frozen, version = self._sessions.freeze(), self._version
             content, small = self.body.cut()

@@ -10,7 +10,7 @@ const TONES = {
   running: "good", training: "good", ready: "good", serving: "good", committed: "info",
   collect: "warn", prepare: "info", preparing: "info", "bringing-up": "info", joining: "info",
   waiting: "warn", settling: "warn", aborted: "bad", disconnected: "bad", halted: "bad", draining: "info", paused: "info", unreachable: "bad",
-  gone: "bad", lost: "bad", set_aside: "bad",
+  gone: "bad", lost: "bad", quarantined: "bad",
 };
 
 // --- making and updating the document ---
@@ -162,7 +162,7 @@ function memberRow({ member, health, losses }, now_s, shows) {
   const seen_s = now_s - member.last_seen_unix_s;
   const step = Math.max(member.step, (health && health.step) || 0);
   const error = health && health.last_error;
-  const device = [member.host, (health && health.device) || member.device].filter(Boolean);
+  const device = [member.process.host, (health && health.device) || member.process.device].filter(Boolean);
   const said = (name) => (health ? health[name] : undefined);
   return h("tr", { class: member.state, role: "row" },
     cell("Rank", "num", member.rank === null ? "–" : String(member.rank)),
@@ -257,9 +257,9 @@ function samples(job) {
         + `at most ${count(s.repeated_max)} trained on twice`)));
 }
 
-function staleness(shard) {
-  const pushes = shard.staleness_counts.reduce((a, b) => a + b, 0);
-  const sum = shard.staleness_counts.reduce((a, n, i) => a + n * i, 0);
+function staleness({ staleness_counts }) {
+  const pushes = staleness_counts.reduce((a, b) => a + b, 0);
+  const sum = staleness_counts.reduce((a, n, i) => a + n * i, 0);
   return pushes ? significant(sum / pushes) : "–";
 }
 
@@ -286,10 +286,11 @@ function server(entry, shards) {
         "Refused", "Mean staleness", "Lag", "Copies", "Parameters"].map(column))),
       h("tbody", null, own.map((s) => h("tr", null,
         h("th", { scope: "row", class: "num" }, String(s.shard_id)),
-        [String(s.epoch), count(s.version), bytes(s.num_bytes), count(s.pushes), count(s.duplicates),
-          count(s.refused), staleness(s), s.copies.length ? count(s.lag) : "–"].map((text) =>
+        [String(s.epoch), count(s.version), bytes(s.num_bytes), count(s.pushes.applied),
+          count(s.pushes.duplicates), count(s.pushes.refused), staleness(s.pushes),
+          s.replication.copies.length ? count(s.replication.lag) : "–"].map((text) =>
           h("td", { class: "num" }, text)),
-        h("td", null, s.copies.map((c) => c.server_id + (c.joining ? " (joining)" : "")).join(", ") || "none"),
+        h("td", null, s.replication.copies.map((c) => c.server_id + (c.joining ? " (joining)" : "")).join(", ") || "none"),
         h("td", { class: "why" }, s.parameters.join(", ")))))))));
 }
 
@@ -298,15 +299,15 @@ function shards(state) {
     return section("Shards", "", h("p", { class: "empty error" }, state.shards_error));
   }
   if (!state.shards || state.shards.shards.length === 0) return null;
-  const { servers, lost, accepted_losses } = state.shards;
+  const { servers, lost, lost_in_words, accepted_losses } = state.shards;
   return section("Shards",
     `${plural(state.shards.shards.length, "shard")} on ${plural(servers.length, "server")},`
       + (lost.length ? ` ${count(lost.length)} lost,` : "")
       + ` skew ${significant(state.shards.skew)}`,
-    lost.map((s) => h("p", { class: "empty error", role: "alert" }, `Lost: ${s.told}`)),
+    lost_in_words.map((told) => h("p", { class: "empty error", role: "alert" }, `Lost: ${told}`)),
     accepted_losses.map((s) => h("p", { class: "empty" },
       `Loss of shard ${s.shard_id} (${s.version ? `at least version ${count(s.version)}` : "no version known"})`
-        + ` accepted by ${s.by} `, ago(s.accepted_unix_s, state.now_unix_s))),
+        + ` accepted by ${s.by}; samples ${s.samples_anew ? "began anew" : "stayed counted"} `, ago(s.accepted_unix_s, state.now_unix_s))),
     servers.map((entry) => server(entry, state.shards.shards)));
 }
 

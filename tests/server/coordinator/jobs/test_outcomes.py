@@ -10,10 +10,10 @@ import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, served
 
 from shoal_client.membership.shown_roster import ShownRoster
-from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.digest import roster_digest
 from shoal_proto.errors import Unavailable
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -39,7 +39,7 @@ class Raw:
     async def attending(self) -> AsyncIterator["AsyncIterator[pb.Notice]"]:
         spec = pb.JobSpec(job="j", min_members=1, max_members=8, desired_members=self.desired)
         request = pb.AttendRequest(
-            protocol=PROTOCOL_VERSION,
+            protocol=OWN_PROTOCOLS.newest,
             token=self.token,
             spec=spec,
             info=pb.MemberInfo(host="h", address="127.0.0.1"),

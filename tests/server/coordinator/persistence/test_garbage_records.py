@@ -14,7 +14,7 @@ from support.processes.served_process import ServedProcess, awaited
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.process import Supervisor
-from shoal_proto.errors import JobSetAside, UnknownGeneration, UnknownJob
+from shoal_proto.errors import JobQuarantined, UnknownGeneration, UnknownJob
 from shoal_proto.v1.membership_pb2 import GetGenerationRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.etcd import keys
@@ -65,11 +65,11 @@ def coordinator(written: str, supervisor: Supervisor, folder: Path) -> Coordinat
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=[each.what for each in GARBAGE])
-def test_only_its_own_job_is_set_aside(coordinator: CoordinatorProcess, garbage: Garbage) -> None:
+def test_only_its_own_job_is_quarantined(coordinator: CoordinatorProcess, garbage: Garbage) -> None:
     """Who asks for it hears of the key; one that does no harm to the job goes unnoticed."""
     coordinators = Coordinators([coordinator.grpc])
     try:
-        with pytest.raises((JobSetAside, UnknownGeneration, UnknownJob)) as raised:
+        with pytest.raises((JobQuarantined, UnknownGeneration, UnknownJob)) as raised:
             coordinators.call(
                 lambda channel: MembershipStub(channel).GetGeneration,
                 GetGenerationRequest(job=garbage.job, generation=77),
@@ -77,7 +77,7 @@ def test_only_its_own_job_is_set_aside(coordinator: CoordinatorProcess, garbage:
             )
     finally:
         coordinators.close()
-    assert isinstance(raised.value, JobSetAside) == garbage.is_fatal, raised.value
+    assert isinstance(raised.value, JobQuarantined) == garbage.is_fatal, raised.value
     if garbage.is_fatal:
         assert raised.value.details == {"job": garbage.job, "key": garbage.key}
 
@@ -96,11 +96,11 @@ def test_other_jobs_train(coordinator: CoordinatorProcess) -> None:
             member.close()
 
 
-def test_people_see_which_job_is_set_aside_and_why(coordinator: CoordinatorProcess) -> None:
+def test_people_see_which_job_is_quarantined_and_why(coordinator: CoordinatorProcess) -> None:
     jobs = {each["job"]: each for each in http.get(f"{coordinator.http}/api/v1/jobs").json()}
     for garbage in GARBAGE:
         if garbage.is_fatal:
-            assert jobs[garbage.job]["phase"] == "set_aside"
+            assert jobs[garbage.job]["phase"] == "quarantined"
             assert garbage.key in jobs[garbage.job]["reason"]
     assert http.get(f"{coordinator.http}/metrics", timeout=CALL_S).status_code == 200
 

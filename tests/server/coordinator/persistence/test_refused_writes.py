@@ -8,7 +8,7 @@ from support.clusters.coordinator_world import propose, served
 
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
-from shoal_proto.errors import JobSetAside, RefusedError
+from shoal_proto.errors import JobQuarantined, RefusedError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.etcd import keys
@@ -30,7 +30,7 @@ class SmallStore(MemoryStore):
         return await super().transact(compares, then, otherwise)
 
 
-async def test_only_the_job_whose_record_is_too_large_is_set_aside() -> None:
+async def test_only_the_job_whose_record_is_too_large_is_quarantined() -> None:
     async with served(SmallStore()) as world:
         trainers = await world.training("a", "b")
         member = Member(
@@ -43,12 +43,12 @@ async def test_only_the_job_whose_record_is_too_large_is_set_aside() -> None:
         client = MemberSession(member)
         world.clients.append(client)
         await asyncio.to_thread(client.join)
-        with pytest.raises(JobSetAside, match="request is too large"):
+        with pytest.raises(JobQuarantined, match="request is too large"):
             await asyncio.to_thread(propose, client)
             await asyncio.to_thread(client.await_generation, 0, 10.0)
         assert not world.coordinator.term.deposed.is_set()
         (shown,) = [view for view in world.coordinator.view.jobs() if view.job == "huge"]
-        assert (shown.phase, "request is too large" in shown.reason) == ("set_aside", True)
+        assert (shown.phase, "request is too large" in shown.reason) == ("quarantined", True)
         job = world.coordinator.registry.find("j").job
         assert (job.phase.value, sorted(job.members)) == ("running", ["a", "b"])
         assert all(not trainer.is_broken(1) for trainer in trainers)

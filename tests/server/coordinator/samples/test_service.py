@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.progress.samples import Lease, SampleRange, Samples
+from shoal_client.progress.samples import Lease, Reserve, SampleRange, Samples
 from shoal_proto.errors import (
     CorruptError,
     DeadlineExceeded,
@@ -24,9 +24,10 @@ from shoal_proto.errors import (
 from shoal_proto.v1 import samples_pb2, samples_pb2_grpc
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.samples.service import SamplesService
+from shoal_server.core.samples.ledger import Ledger
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Operation, TransactionResult
+from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.rpc import bind, new_server
 
@@ -51,7 +52,7 @@ class Store(MemoryStore):
         if self.away:
             raise Unavailable("etcd is away")
         result = await super().transact(compares, then, otherwise)
-        if self.lose_next_answer:
+        if self.lose_next_answer and any(isinstance(each, Put) for each in then):
             self.lose_next_answer = False
             raise DeadlineExceeded("the answer was lost", details={"outcome": "unknown"})
         return result
@@ -116,6 +117,13 @@ class Worker:
 
     async def lease(self, num_samples: int, done: Sequence[SampleRange] = ()) -> Lease:
         return await asyncio.to_thread(self.samples.lease, num_samples, done, timeout_s=2.0)
+
+    async def held(self, num_samples: int, done: Sequence[SampleRange] = ()) -> Lease:
+        """As one that goes on while nobody answers: what it is told is durable."""
+        reserve = Reserve(num_samples=100, step_samples=1)
+        return await asyncio.to_thread(
+            self.samples.lease, num_samples, done, reserve=reserve, timeout_s=2.0
+        )
 
     async def must(self, num_samples: int, done: Sequence[SampleRange] = ()) -> SampleRange:
         lease = await self.lease(num_samples, done)
@@ -202,6 +210,50 @@ async def test_a_coordinators_death_repeats_samples_and_loses_none(world: World)
         assert dead.summary(JOB) is not None
     assert dead.summary(JOB) is None, "the deposed one has closed its books"
     assert (await world.books()).exhausted
+
+
+async def test_with_a_reserve_a_coordinators_death_repeats_nothing(world: World) -> None:
+    """Its member is not answered before etcd has the books; so what it says again is news to the
+    successor, or is known there."""
+    await world.join("a", "1")
+    async with world.serving() as (_, old_address):
+        worker = Worker(old_address, "a")
+        first = (await worker.held(40)).range
+        assert first is not None
+        world.store.away = True
+        lost = asyncio.create_task(worker.held(40, [first]))
+        done, _ = await asyncio.wait({lost}, timeout=0.2)
+        assert not done, "answered before it was durable"
+        async with world.serving(beside=True) as (service, address):
+            worker.coordinators.move_on(old_address, NotLeader("", details={"leader": address}))
+            with pytest.raises(RetryError):
+                await lost
+            world.store.away = False
+            second = (await worker.held(60)).range
+            assert second == SampleRange(0, 40, 80), "the answer to what it had asked"
+            third = (await worker.held(60, [second])).range
+            assert third == SampleRange(0, 80, 100)
+            assert (await worker.held(0, [third])).exhausted
+            counts = service.summary(JOB)
+    assert counts is not None
+    assert (counts.completed, counts.repeated_max) == (100, 0)
+
+
+async def test_who_waits_for_books_that_are_closed_is_sent_to_the_next_leader(
+    world: World,
+) -> None:
+    """This coordinator does not lead any more."""
+    await world.join("a", "1")
+    async with world.serving() as (service, address):
+        worker = Worker(address, "a")
+        await worker.held(10)
+        world.store.away = True
+        waits = asyncio.create_task(worker.held(10))
+        await asyncio.wait({waits}, timeout=0.1)
+        await service.hand_over()
+        world.store.away = False
+        lease = await waits
+    assert lease.range == SampleRange(0, 10, 20)
 
 
 async def test_members_that_died_with_the_coordinator_lose_their_ranges(world: World) -> None:
@@ -367,3 +419,18 @@ async def until_written(world: World) -> None:
     async with asyncio.timeout(5):
         async for _ in world.store.watch(keys.sample_ledger(JOB), 1):  # type: ignore[arg-type]
             return
+
+
+async def test_books_that_nobody_has_opened_go_into_a_snapshot_too(world: World) -> None:
+    """A coordinator that has just begun to lead knows the cursor of a job without having leased
+    any of its samples; of a job without books it says so."""
+    await world.join("a", "1")
+    async with world.serving() as (_, address):
+        worker = Worker(address, "a")
+        await worker.must(10, [await worker.must(30)])
+    async with world.serving() as (service, _):
+        books = await service.books(JOB)
+        assert books is not None
+        assert Ledger.from_json(books).counts().completed == 30
+        assert await service.books("other") is None
+        assert service.summary(JOB) is None

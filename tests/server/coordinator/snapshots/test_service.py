@@ -21,6 +21,7 @@ from shoal_client.parameters.tables import TableClient
 from shoal_proto.errors import (
     AccessDenied,
     InvalidSpec,
+    JobFinished,
     JobInUse,
     NoServers,
     ProposalConflict,
@@ -41,7 +42,10 @@ from shoal_proto.v1.replication_pb2 import SessionImage
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
+from shoal_server.core.driver.job_write import StateRecord
+from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.limits import Limits
 from shoal_server.core.samples.ledger import Ledger
 from shoal_server.core.shards.assignments import ShardContent
@@ -208,6 +212,31 @@ def test_it_is_not_restored_under_members_but_over_what_they_left(
     assert elements(back.values) == {-2.0}
     # What was taken before the job was restored is no state that it can be in again.
     assert snapshots.take().manifest.lineage != snapshots.library.find(1).lineage
+
+
+def test_nothing_is_restored_into_a_job_that_is_finished(opened: ExitStack, tmp_path: Path) -> None:
+    """It would be let go of at once; and what it has is left as it is."""
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    snapshots.take()
+    servers.expel("m")
+    spec = JobSpec(job="job")
+    over = StateRecord(spec=spec, last_generation=Generation(1), finished=True, reason="done")
+    servers.run(servers.store.put(keys.job_state("job"), state_to_json(over)))
+    with pytest.raises(JobFinished, match="shoal rm job"):
+        snapshots.restore()
+    servers.run(servers.store.delete(keys.job_state("job")))
+    snapshots.restore()
+
+
+def test_a_snapshot_of_a_job_that_is_not_there_leaves_nothing(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers = opened.enter_context(ParameterServers(1))
+    snapshots = opened.enter_context(closing(Snapshots(servers, tmp_path)))
+    with pytest.raises(SnapshotFailed, match="has no shards"):
+        snapshots.take()
+    assert servers.run(servers.store.keys(keys.JOBS)) == ()
 
 
 def test_a_server_that_dies_meanwhile_leaves_no_snapshot_and_no_pause(

@@ -3,12 +3,23 @@
 import os
 
 import pytest
-from support.sim.failover import simulate_failover, simulate_outage
+from support.sim.failover import (
+    simulate_crash_loop,
+    simulate_failover,
+    simulate_outage,
+    simulate_pause,
+    simulate_slow_start,
+    simulate_state_lost,
+)
 from support.sim.schedule import simulate
 
 NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
 NUM_FAILOVERS = 130
 NUM_OUTAGES = 60
+NUM_CRASH_LOOPS = 20
+NUM_PAUSES = 20
+NUM_SLOW_STARTS = 40
+NUM_LOST = 30
 MISSED_ENDS = (416, 553, 852, 1227, 1336)
 """A leader dies right after it aborted a generation that some had gone over to already."""
 
@@ -29,3 +40,27 @@ def test_a_change_outlives_its_leader_without_loss_or_delay(seed: int) -> None:
 def test_a_change_outlives_a_long_time_without_a_leader(seed: int) -> None:
     """Nobody is late for what nobody could tell it: every member goes on with the next leader."""
     simulate_outage(seed)
+
+
+@pytest.mark.parametrize("seed", range(NUM_CRASH_LOOPS))
+def test_training_goes_on_while_leaders_die_one_after_the_other(seed: int) -> None:
+    """None lives long enough to know who is there, and none takes anybody for lost."""
+    simulate_crash_loop(seed)
+
+
+@pytest.mark.parametrize("seed", range(NUM_PAUSES))
+def test_a_pause_is_waited_for_whoever_leads(seed: int) -> None:
+    """For longer than any limit by which members wait for each other."""
+    simulate_pause(seed)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SLOW_STARTS))
+def test_a_change_before_the_first_step_stops_at_that_step(seed: int) -> None:
+    """Also behind a break, and where members come from a checkpoint."""
+    simulate_slow_start(seed)
+
+
+@pytest.mark.parametrize("seed", range(NUM_LOST))
+def test_nobody_begins_anew_what_had_been_trained(seed: int) -> None:
+    """Where all who held the state are gone, and the leader who knew."""
+    simulate_state_lost(seed)

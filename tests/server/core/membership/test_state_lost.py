@@ -339,6 +339,7 @@ def test_a_new_leader_waits_for_a_member_that_may_hold_the_state() -> None:
     job.tick(1.0)
     assert job.attempt is None
     attend(job, "a", 1.1, has_state=True)
+    job.handle(events.StepReported(**who("a"), step=Step(40), has_state=True), 1.2)
     assert job.attempt is not None
     assert job.attempt.source_member_id == "a"
 

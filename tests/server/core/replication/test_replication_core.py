@@ -1,6 +1,7 @@
 """What one server decides about its shards, event by event."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -41,6 +42,7 @@ from shoal_server.core.replication.protocol.messages import (
     Why,
 )
 from shoal_server.core.replication.replication_core import ReplicationCore
+from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
 
 KEY = ("job", 0)
@@ -61,8 +63,8 @@ def record(
 class World:
     """The core of one server, and what it wanted done."""
 
-    def __init__(self) -> None:
-        self.core = ReplicationCore(ME, LIMITS)
+    def __init__(self, limits: ReplicationLimits = LIMITS) -> None:
+        self.core = ReplicationCore(ME, limits)
         self.now_s = 0.0
         self.links: dict[Holder, int] = {}
         self.tell(ev.LeaseRenewed(0.0))
@@ -104,6 +106,14 @@ class World:
         self.assigned(record(B, ME))
         self.tell(ev.CallerCame(B, 7))
         self.told(ImageStart(KEY, 1, 1, 5, version, 1))
+        self.told(Chunk(KEY, 5, 0))
+        self.tell(ev.ImageRestored(KEY, 5))
+
+    def adopted(self, run: str) -> None:
+        """It follows B, of that run of the job, from version 3 on."""
+        self.tell(ev.Assigned(KEY, record(B, ME), run))
+        self.tell(ev.CallerCame(B, 7))
+        self.told(ImageStart(KEY, 1, 1, 5, 3, 1, run=run))
         self.told(Chunk(KEY, 5, 0))
         self.tell(ev.ImageRestored(KEY, 5))
 
@@ -149,6 +159,25 @@ def test_nothing_is_acknowledged_beyond_the_lease(level: ev.Level) -> None:
     assert only(Refuse, world.asks(1, level)) == [Refuse("asked", Refusal.FENCED)]
     world.tell(ev.LeaseRenewed(world.now_s - 1.0))
     assert only(Acknowledge, world.asks(1, level)) == [Acknowledge("asked")]
+
+
+def test_pushes_outlast_ten_minutes_without_etcd() -> None:
+    """By the limits that servers have; and who sees the server missing all that time, because it
+    alone is cut off, does not take it for dead before it has stopped."""
+    limits = ReplicationLimits()
+    world = World(limits)
+    world.led()
+    absences = Absences[Holder](limits.longest_gap_s)
+    acknowledged_s = dead_s = 0.0
+    while not dead_s:
+        world.now_s += 1.0
+        world.tell(ev.Woken())
+        if only(Acknowledge, world.asks(1)):
+            acknowledged_s = world.now_s
+        if absences.away_s([ME], world.now_s)[ME] >= limits.dead_after_s:
+            dead_s = world.now_s
+    assert acknowledged_s > 660.0
+    assert dead_s - acknowledged_s > acknowledged_s / 10
 
 
 def test_a_backup_counts_until_the_record_has_let_it_go() -> None:
@@ -225,6 +254,17 @@ def test_pushes_go_on_from_what_the_backup_has() -> None:
     world.opened(B)
     assert requests(world.answered(B, Holds(KEY, 1, 1, 1, 3))) == [Continue(KEY, 1, 3)]
     assert requests(world.answered(B, Installed(KEY, 1, 0, 3))) == [Record(KEY, 1, 4)]
+
+
+def test_what_was_not_kept_is_in_the_image_of_who_comes_later() -> None:
+    """A push of before there were followers is not to be had again, even where its copy lacks
+    that one alone."""
+    world = World()
+    world.led(joining=B)
+    world.tell(ev.Applied(KEY, 2, is_kept=False))
+    world.opened(B)
+    effects = world.answered(B, Holds(KEY, 1, copy_epoch=1, born=1, version=1))
+    assert (requests(effects), only(CutImage, effects)) == ([], [CutImage(KEY, 1)])
 
 
 @pytest.mark.parametrize(
@@ -376,7 +416,7 @@ def test_a_shard_is_led_from_disk_once_nobody_can_have_more(
     world = World()
     last = record(B, C, on_disk="a")
     world.assigned(last)
-    world.tell(ev.JournalHas(KEY))
+    world.tell(ev.JournalHas(KEY, 1, 3))
     world.tell(ev.ServersSeen(frozenset(), world.now_s))
     while away_s > 1.0:
         world.now_s, away_s = world.now_s + 1.0, away_s - 1.0
@@ -385,3 +425,100 @@ def test_a_shard_is_led_from_disk_once_nobody_can_have_more(
     effects = world.tell(ev.ServersSeen(frozenset(), world.now_s, ended))
     assert bool(only(Write, effects)) == leads
     assert (world.core.revised(KEY, last, world.now_s).primary == ME) == leads
+
+
+def test_a_shard_is_led_from_disk_also_where_its_last_process_named_that_late() -> None:
+    """Its write was on its way to etcd when this process began."""
+    world = World()
+    last = Holder("a", "0")
+    world.assigned(record(last))
+    world.tell(ev.JournalHas(KEY, 1, 3))
+    world.assigned(record(last, disk_epoch=1))
+    named = record(last, on_disk="a", disk_epoch=1, disk_version=3)
+    world.assigned(named)
+    effects = world.tell(ev.ServersSeen(frozenset(), world.now_s, frozenset({last})))
+    assert only(Write, effects) == [Write(KEY)]
+    assert world.core.revised(KEY, named, world.now_s).primary == ME
+
+
+def test_an_older_copy_of_the_disk_is_not_led_and_told() -> None:
+    world = World()
+    last = record(B, on_disk="a", disk_epoch=1, disk_version=10)
+    world.assigned(last)
+    world.tell(ev.JournalHas(KEY, 1, 9))
+    effects = world.tell(ev.ServersSeen(frozenset(), world.now_s, frozenset({B})))
+    assert only(Write, effects) == [Write(KEY)]
+    told = replace(last, found_version=9)
+    assert world.core.revised(KEY, last, world.now_s) == told
+    world.assigned(told)
+    assert only(Write, world.tell(ev.Written(KEY))) == []
+
+
+def test_how_far_a_shard_is_on_disk_is_written_now_and_then() -> None:
+    world = World()
+    world.core.leading.keeps_journal = True
+    world.led()
+    first = world.core.led(KEY)
+    assert first is not None
+    version = first.version
+    assert only(Write, world.tell(ev.OnDisk(KEY, version))) == [Write(KEY)]
+    known = world.core.revised(KEY, record(), world.now_s)
+    assert (known.on_disk, known.disk_epoch, known.disk_version) == ("a", 1, version)
+    world.assigned(known)
+    world.tell(ev.Written(KEY))
+    assert only(Write, world.tell(ev.OnDisk(KEY, version + 5))) == []
+    world.now_s += LIMITS.disk_told_s
+    world.tell(ev.LeaseRenewed(world.now_s))
+    assert world.core.wakes_s() <= world.now_s
+    assert only(Write, world.tell(ev.Woken())) == [Write(KEY)]
+    assert world.core.revised(KEY, known, world.now_s).disk_version == version + 5
+
+
+# --- another run of the job ---
+
+
+def test_what_is_here_of_another_run_is_let_go_of() -> None:
+    """Numbers and epochs may be the same."""
+    world = World()
+    world.adopted("one")
+    effects = world.tell(ev.Assigned(KEY, record(B, ME), "two"))
+    assert only(Drop, effects) == [Drop(KEY)]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        Offer(KEY, 1, 1, "one"),
+        Continue(KEY, 1, 3, "one"),
+        ImageStart(KEY, 1, 1, 6, 3, 1, run="one"),
+    ],
+    ids=lambda told: type(told).__name__,
+)
+def test_a_primary_of_another_run_is_refused(told: Request) -> None:
+    world = World()
+    world.adopted("two")
+    effects = [*world.told(told), *world.tell(ev.Refreshed(KEY))]
+    (refused,) = replies(effects)
+    assert isinstance(refused, Refused)
+    assert refused.why is Why.OTHER_HOLDERS
+
+
+def test_a_primary_names_its_run() -> None:
+    world = World()
+    world.tell(ev.Assigned(KEY, record(ME, B), "two"))
+    world.tell(ev.Created(KEY, 1, 1))
+    (offer,) = requests(world.opened(B))
+    assert offer == Offer(KEY, 1, 1, "two")
+    (start,) = requests([*world.answered(B, Holds(KEY, 1)), *world.tell(ev.ImageCut(KEY, 1, 1, 0))])
+    assert isinstance(start, ImageStart)
+    assert start.run == "two"
+
+
+def test_a_backup_that_knows_only_of_the_last_run_deposes_nobody() -> None:
+    """Its epoch is higher, and says nothing of this run's."""
+    world = World()
+    world.tell(ev.Assigned(KEY, record(B, ME, epoch=9), "one"))
+    world.tell(ev.CallerCame(B, 7))
+    (refused,) = replies([*world.told(Offer(KEY, 1, 1, "two")), *world.tell(ev.Refreshed(KEY))])
+    assert isinstance(refused, Refused)
+    assert refused.newest_epoch == 0

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from support.sim.replication.schedule import simulate_replication
+from support.sim.replication.world import ReplicationWorld
 
 NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
 
@@ -13,3 +14,17 @@ NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
 def test_no_schedule_of_faults_loses_an_acknowledged_update(seed: int) -> None:
     """Once faults stop, every shard that somebody has is led, copied and answers."""
     simulate_replication(seed)
+
+
+def test_a_shard_is_lost_whose_disk_is_empty_and_whose_last_process_ended_unseen() -> None:
+    """It ran on another machine: only time tells that it is dead."""
+    world = ReplicationWorld(1, num_servers=2, num_shards=1, copies=1)
+    (key,) = world.keys
+    assert world.run(10.0, until=lambda: world.store.records[key].on_disk == "s0")
+    world.kill(world.current["s0"])
+    world.wipe("s0")
+    world.start("s0", is_replacement=True)
+    dead_after_s = world.setting.limits.dead_after_s
+    world.run(dead_after_s / 2)
+    assert not world.lost()
+    assert world.run(2 * dead_after_s, until=lambda: bool(world.lost())), world.store.records

@@ -1,26 +1,31 @@
 """The simulation steps the core that ships: a fault that is put into it is found."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 from support.sim.replication.schedule import simulate_replication
 
+from shoal_server.core.replication.backing import journal_claims
 from shoal_server.core.replication.backing.copies import Copies, CopyPhase
 from shoal_server.core.replication.backing.journal_claims import JournalClaims
 from shoal_server.core.replication.leading.followers import Follower
 from shoal_server.core.replication.leading.led_shard import LedShard
 from shoal_server.core.replication.lease import Lease
 from shoal_server.core.replication.protocol.effects import Effect
+from shoal_server.core.replication.protocol.events import Assigned
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards import rebalance
-from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
+from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+from shoal_server.core.shards.rebalance import Servers
 from shoal_server.core.shards.sightings import Sightings
 
-MAX_SEEDS = 150
+MAX_SEEDS = 400
 
 Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
 
 
 def no_fence_after_the_lease(patch: Patch) -> None:
@@ -71,19 +76,21 @@ def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
 
 def a_version_is_durable_before_the_record_names_the_disk(patch: Patch) -> None:
     """Then nobody would look there for it."""
-    patch.setattr(LedShard, "durable_version", property(lambda led: led._disk))
+    patch.setattr(LedShard, "durable_version", property(lambda led: led._disk.version))
 
 
 def a_disk_is_led_from_while_its_last_process_may_live(patch: Patch) -> None:
     """The id of a server says nothing of its processes."""
     real = JournalClaims.revised
 
-    def revised(claims: JournalClaims, key: Key, a: ShardAssignment) -> ShardAssignment:
+    def revised(
+        claims: JournalClaims, key: Key, a: ShardAssignment, now_s: float
+    ) -> ShardAssignment:
         known = claims._dead
         if a.primary.server_id == claims._me.server_id:
             claims._dead = known | {a.primary, *a.backups}
         try:
-            return real(claims, key, a)
+            return real(claims, key, a, now_s)
         finally:
             claims._dead = known
 
@@ -94,11 +101,9 @@ def a_process_is_dead_once_another_has_its_id(patch: Patch) -> None:
     """The same, as the coordinator sees it."""
     real = Sightings._dead
 
-    def dead(sightings: Sightings, assignments: object, seen: object, *times: float) -> object:
-        found = real(sightings, assignments, seen, *times)  # type: ignore[arg-type]
-        held_by = {h for each in assignments.shards for h in each.holders}  # type: ignore[attr-defined]
-        ids = {holder.server_id for holder in seen.present}  # type: ignore[attr-defined]
-        return found | {h for h in held_by - seen.present if h.server_id in ids}  # type: ignore[attr-defined]
+    def dead(sightings: Sightings, seen: Servers) -> frozenset[Holder]:
+        ids = {holder.server_id for holder in seen.present}
+        return real(sightings, seen) | {h for h in sightings._away_s if h.server_id in ids}
 
     patch.setattr(Sightings, "_dead", dead)
 
@@ -133,7 +138,60 @@ def a_copy_follows_whoever_calls(patch: Patch) -> None:
     )
 
 
-FAULTS: Sequence[Callable[[Patch], None]] = (
+def a_copy_that_has_something_else_goes_on(patch: Patch) -> None:
+    """Of a primary that was deposed: what nobody else had received is in no other copy."""
+
+    def continues(led: LedShard, copy_epoch: int, born: int, version: int) -> bool:
+        return born == led.born and led._trimmed <= version <= led.version
+
+    patch.setattr(LedShard, "continues", continues)
+
+
+def an_absence_goes_on_though_nobody_looked(patch: Patch) -> None:
+    """Who was away may have been back meanwhile, and have acknowledged."""
+
+    def init(absences: Absences[Holder], longest_gap_s: float = 0.0) -> None:
+        absences._longest_gap_s = math.inf
+        absences._asked_s, absences._since_s = -math.inf, {}
+
+    patch.setattr(Absences, "__init__", init)
+
+
+def who_ends_acknowledges_to_the_last(patch: Patch) -> None:
+    """Others take it for dead as soon as it has said so."""
+    patch.setattr(ReplicationCore, "_lease_ended", lambda core, event: iter(()))
+
+
+def an_older_copy_of_a_disk_is_led(patch: Patch) -> None:
+    """It lacks what was durable."""
+    patch.setattr(journal_claims, "is_older", lambda assignment, epoch, version: False)
+
+
+def what_was_held_in_another_run_is_kept(patch: Patch) -> None:
+    """The next run's epochs may be the same."""
+    real = ReplicationCore._assigned
+
+    def assigned(core: ReplicationCore, event: Assigned) -> Iterator[Effect]:
+        if event.key in core._runs:
+            core._runs[event.key] = event.run
+        return real(core, event)
+
+    patch.setattr(ReplicationCore, "_assigned", assigned)
+
+
+# Two more break none of the invariants. Handing a shard over before its successor is level: what
+# that lacks was acknowledged to nobody, since it counts; it is sent again, and the copy that the
+# old primary keeps is one that has something else. Counting an answer of another epoch: what comes
+# over a link comes in order, so behind an offer of this epoch there is none.
+
+FOCUS: Mapping[Fault, Sequence[str]] = {
+    a_copy_that_has_something_else_goes_on: ["deposed unheard"],
+    an_absence_goes_on_though_nobody_looked: ["away twice"],
+    an_older_copy_of_a_disk_is_led: ["save disk", "roll back", "kill all"],
+}
+"""Faults that meet it more often than those of all kinds do."""
+
+FAULTS: Sequence[Fault] = (
     no_fence_after_the_lease,
     a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step,
     a_lost_backup_counts_for_nothing_before_that_is_written,
@@ -144,22 +202,41 @@ FAULTS: Sequence[Callable[[Patch], None]] = (
     a_lost_shard_begins_anew,
     what_a_new_primary_has_is_said_to_be_on_its_followers,
     a_copy_follows_whoever_calls,
+    a_copy_that_has_something_else_goes_on,
+    an_absence_goes_on_though_nobody_looked,
+    who_ends_acknowledges_to_the_last,
+    an_older_copy_of_a_disk_is_led,
+    what_was_held_in_another_run_is_kept,
 )
+RARE = (
+    a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step,
+    a_version_is_durable_before_the_record_names_the_disk,
+    an_absence_goes_on_though_nobody_looked,
+    a_copy_follows_whoever_calls,
+    a_backup_leads_before_it_has_settled,
+    a_process_is_dead_once_another_has_its_id,
+    a_copy_that_has_something_else_goes_on,
+)
+"""Those that take seconds to find."""
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_simulation_finds(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, marks=pytest.mark.long if f in RARE else (), id=f.__name__) for f in FAULTS],
+)
+def test_the_simulation_finds(fault: Fault, monkeypatch: Patch) -> None:
     """Within some seeds an invariant does not hold; without the fault the same seed is passed."""
+    only = FOCUS.get(fault, ())
     with monkeypatch.context() as patch:
         fault(patch)
-        found = next((seed for seed in range(MAX_SEEDS) if _fails(seed)), None)
+        found = next((seed for seed in range(MAX_SEEDS) if _fails(seed, only)), None)
     assert found is not None, f"not found in {MAX_SEEDS} seeds"
-    simulate_replication(found)
+    simulate_replication(found, only)
 
 
-def _fails(seed: int) -> bool:
+def _fails(seed: int, only: Sequence[str]) -> bool:
     try:
-        simulate_replication(seed)
+        simulate_replication(seed, only)
     except AssertionError:
         return True
     return False

@@ -1,15 +1,23 @@
 """The sample ledger, by example and against a slow twin that keeps one entry a sample."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal_server.core.samples.ledger import MAX_CLOSED_COUNTS, MAX_HELD_RANGES, Ledger
-from shoal_server.core.samples.requests import Request, SampleRange, StaleRequest, TooManyRanges
+from shoal_server.core.samples.requests import (
+    Answer,
+    Request,
+    SampleRange,
+    StaleRequest,
+    TooManyRanges,
+)
 from shoal_server.core.samples.spans import Spans
 
 
@@ -28,6 +36,22 @@ class Worker:
     ) -> SampleRange | None:
         self.sequence += 1
         return self.ledger.answer(self.request(num_samples, done, held)).range
+
+    def reserve(
+        self,
+        num_samples: int,
+        held: Sequence[SampleRange] = (),
+        *,
+        back: Sequence[SampleRange] = (),
+        reserve: int = 100,
+        step: int = 5,
+    ) -> Answer:
+        """What it is answered, as one that goes on while nobody answers."""
+        self.sequence += 1
+        request = self.request(num_samples, (), held)
+        return self.ledger.answer(
+            replace(request, reserve=reserve, step_samples=step, given_back=tuple(back))
+        )
 
     def request(
         self, num_samples: int, done: Sequence[SampleRange], held: Sequence[SampleRange]
@@ -173,6 +197,90 @@ def test_a_member_that_hoards_ranges_gets_no_more() -> None:
     with pytest.raises(TooManyRanges):
         a.ask(1, held=held)
     assert ledger.counts() == before
+
+
+def test_who_comes_first_leaves_the_others_their_share() -> None:
+    """Members hold in proportion to what they would hold, whole units of it."""
+    ledger = Ledger(dataset_size=90, num_epochs=1)
+    quick, slow = Worker(ledger, "quick"), Worker(ledger, "slow")
+    assert slow.reserve(0, reserve=50).range is None
+    first = quick.reserve(100, reserve=100)
+    assert first.range == SampleRange(0, 0, 60)
+    assert slow.reserve(100, reserve=50).range == SampleRange(0, 60, 90)
+
+
+def test_who_holds_more_than_its_share_is_told_so_once_others_lack_samples() -> None:
+    """What it gives back is leased to them, and counts as trained on by nobody yet."""
+    ledger = Ledger(dataset_size=90, num_epochs=1)
+    first, later = Worker(ledger, "first"), Worker(ledger, "later")
+    held = first.reserve(100).range
+    assert held == SampleRange(0, 0, 90)
+    assert first.reserve(0, [held]).reserve_max >= 90
+    assert later.reserve(10).range is None
+    assert first.reserve(0, [held]).reserve_max == 45
+    back, kept = SampleRange(0, 45, 90), SampleRange(0, 0, 45)
+    first.reserve(0, [kept], back=[back])
+    assert later.reserve(100).range == back
+    assert ledger.counts().repeated_max == 0
+
+
+def test_short_epochs_are_open_as_far_as_members_hold_samples_ahead() -> None:
+    """Twice what they would hold; without a reserve, one epoch ahead."""
+    ledger = Ledger(dataset_size=10, num_epochs=50)
+    held: list[SampleRange] = []
+    worker = Worker(ledger, "a")
+    while (granted := worker.reserve(10, held, reserve=60).range) is not None:
+        held.append(granted)
+    assert [r.epoch for r in held] == list(range(6))
+
+
+def test_a_member_is_told_what_of_its_claims_the_books_do_not_have() -> None:
+    """They were replaced, for instance: it is not to begin what is another's by now."""
+    ledger = Ledger(dataset_size=20, num_epochs=1)
+    a, b = Worker(ledger, "a"), Worker(ledger, "b")
+    held, other = a.reserve(5).range, b.reserve(5).range
+    assert (held, other) == (SampleRange(0, 0, 5), SampleRange(0, 5, 10))
+    answer = a.reserve(0, [SampleRange(0, 0, 8)])
+    assert answer.not_held == (SampleRange(0, 5, 8),)
+    assert a.reserve(0, [SampleRange(0, 0, 5)]).not_held == ()
+
+
+def test_of_a_lost_member_only_what_it_can_have_begun_counts_as_returned() -> None:
+    """All that it held goes out again; most of its reserve nobody has trained on."""
+    for silent_s, counted in ((0.0, 20), (3.0, 35), (100.0, 50), (inf, 50)):
+        ledger = Ledger(dataset_size=100, num_epochs=1)
+        worker = Worker(ledger, "a")
+        held = worker.reserve(50, reserve=50).range
+        assert held is not None
+        request = replace(worker.request(0, [], [held]), reserve=50, begun=15, begins_per_s=5)
+        ledger.answer(replace(request, sequence=worker.sequence + 1))
+        assert ledger.give_back("a", "1", silent_s=silent_s) == 50
+        assert ledger.counts().returned == counted
+        assert Worker(ledger, "b").must(100) == SampleRange(0, 0, 100)
+
+
+def test_what_was_reported_before_is_booked_once_more_or_not_at_all() -> None:
+    """Books that a dead coordinator left may lack it; it counts then, and is not repeated."""
+    ledger = Ledger(dataset_size=10, num_epochs=1)
+    worker = Worker(ledger, "a")
+    first = worker.must(5)
+    stored = ledger.to_json()
+    second = worker.must(5, [first])
+    for books in (ledger, Ledger.from_json(stored)):
+        request = replace(
+            worker.request(0, [], [second]), sequence=9, completed_before=[first], reserve=10
+        )
+        books.answer(request)
+        assert books.counts().completed == 5
+        assert books.counts().repeated_max == 0
+
+
+def test_a_request_that_books_nothing_is_no_news() -> None:
+    ledger = Ledger(dataset_size=5, num_epochs=1)
+    a, b = Worker(ledger, "a"), Worker(ledger, "b")
+    assert a.reserve(5).is_news
+    assert b.reserve(5).is_news, "a member that was not there before"
+    assert not b.reserve(5).is_news
 
 
 def test_only_the_newest_closed_epochs_are_told_one_by_one() -> None:
@@ -369,3 +477,58 @@ def test_spans_are_a_set_of_numbers(
     assert edges == sorted(set(edges)), "touching spans are one"
     found = {i for a, b in spans.within(*probe) for i in range(a, b)}
     assert found == numbers & set(range(*probe))
+
+
+def shared_out(num_members: int, num_steps: int, asked_steps: int, step: int = 32) -> list[int]:
+    """Steps that each member gets of one epoch, where they ask in turns and finish at one pace."""
+    ledger = Ledger(dataset_size=num_steps * step, num_epochs=1)
+    workers = [Worker(ledger, f"w{i}") for i in range(num_members)]
+    done: dict[str, list[SampleRange]] = {w.member_id: [] for w in workers}
+    steps = Counter[str]({w.member_id: 0 for w in workers})
+    while not ledger.exhausted:
+        for worker in workers:
+            worker.sequence += 1
+            request = worker.request(asked_steps * step, done[worker.member_id], ())
+            reserving = replace(request, step_samples=step, reserve=asked_steps * step)
+            granted = ledger.answer(reserving, num_members).range
+            done[worker.member_id] = [granted] if granted else []
+            if granted is not None:
+                assert granted.start % step == 0
+                steps[worker.member_id] += -(-(granted.stop - granted.start) // step)
+    return sorted(steps.values())
+
+
+@pytest.mark.parametrize(
+    ("num_members", "num_steps", "asked_steps", "expected"),
+    [
+        (1, 10, 100, [10]),
+        (2, 10, 100, [5, 5]),
+        (3, 10, 100, [3, 3, 4]),
+        (3, 10, 2, [2, 4, 4]),
+        (4, 10, 100, [2, 2, 2, 4]),
+        (8, 5, 100, [0, 0, 0, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_what_is_less_than_members_would_hold_is_shared_out(
+    num_members: int, num_steps: int, asked_steps: int, expected: list[int]
+) -> None:
+    """Whoever asks first for more than there is gets its share and no more, in whole steps, also
+    before the others have asked; only where there are fewer steps than members do some get none."""
+    assert shared_out(num_members, num_steps, asked_steps) == expected
+
+
+def test_who_waits_for_samples_is_known() -> None:
+    """From when it is told to ask again until it has some; not while it works at something."""
+    ledger = Ledger(dataset_size=20, num_epochs=1)
+    works, waits = Worker(ledger, "works"), Worker(ledger, "waits")
+    held = works.must(20)
+    assert works.ask(20, held=[held]) is None
+    assert not ledger.waits("works")
+    assert waits.ask(20) is None
+    assert ledger.waits("waits")
+    assert ledger.held_samples == {"works": 20, "waits": 0}
+    ledger.give_back("works")
+    assert waits.ask(20) == held
+    assert not ledger.waits("waits")
+    waits.ask(20, [held])
+    assert not ledger.waits("waits")

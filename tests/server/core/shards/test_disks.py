@@ -1,10 +1,16 @@
 """On whose disk a shard is, and who may lead it from there."""
 
+from dataclasses import replace
+
 import pytest
 
 from shoal_server.core.shards.assignments import (
     Holder,
     ShardAssignment,
+    ShardContent,
+    emptied,
+    found_older,
+    is_older,
     led_from_disk,
     off_disk,
     put_on_disk,
@@ -20,8 +26,43 @@ def led_by(primary: Holder, *backups: Holder) -> ShardAssignment:
 
 def test_only_the_primary_says_that_it_has_the_shard_on_disk() -> None:
     shard = ShardAssignment(shard_id=0, epoch=1, primary=B, backups=(C,))
-    assert put_on_disk(shard, B).on_disk == "b"
-    assert put_on_disk(shard, C) == shard
+    assert put_on_disk(shard, B, 7).on_disk == "b"
+    assert put_on_disk(shard, C, 7) == shard
+
+
+def test_what_is_known_of_a_disk_only_grows() -> None:
+    """But for another disk, and for a later epoch: versions may go on from less there."""
+    shard = put_on_disk(ShardAssignment(shard_id=0, epoch=2, primary=B), B, 7)
+    assert (shard.disk_epoch, shard.disk_version) == (2, 7)
+    assert put_on_disk(shard, B, 5) == shard
+    later = put_on_disk(replace(shard, epoch=4), B, 5)
+    assert (later.disk_epoch, later.disk_version) == (4, 5)
+    other = put_on_disk(replace(shard, primary=C), C, 3)
+    assert (other.on_disk, other.disk_version) == ("c", 3)
+    assert off_disk(shard, B).disk_version == 0
+    assert emptied(replace(shard, content=ShardContent.PRESENT), B).disk_version == 0
+
+
+@pytest.mark.parametrize(
+    ("epoch", "version", "older"),
+    [(4, 9, True), (3, 20, True), (4, 10, False), (5, 1, False)],
+    ids=["fewer updates", "an earlier epoch", "all that is known of", "a later epoch"],
+)
+def test_an_older_copy_of_a_disk_is_known(epoch: int, version: int, older: bool) -> None:
+    shard = replace(led_by(B), disk_epoch=4, disk_version=10)
+    assert is_older(shard, epoch, version) == older
+
+
+def test_who_found_an_older_copy_says_so() -> None:
+    """Not where another process of the same server, which may live, has the disk as it should
+    be."""
+    shard = replace(led_by(B), disk_epoch=4, disk_version=10)
+    assert found_older(shard, NEW, 3, frozenset()).found_version == 3
+    assert found_older(shard, C, 3, frozenset()) == shard
+    led = replace(led_by(OLD), disk_epoch=4, disk_version=10)
+    assert found_older(led, NEW, 3, frozenset()) == led
+    assert found_older(led, NEW, 3, frozenset({OLD})).found_version == 3
+    assert put_on_disk(replace(shard, found_version=3), B, 11).found_version == 0
 
 
 @pytest.mark.parametrize("primary", [OLD, B], ids=["it led itself", "another led, and is dead"])

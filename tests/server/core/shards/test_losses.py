@@ -92,10 +92,44 @@ def test_what_is_given_up_begins_anew_and_no_disk_brings_the_old_one_back() -> N
     assert losses.given_up(TRAINED, "ann", 2.0) == TRAINED
 
 
+NOT_CREATED = replace(TRAINED, shard_id=5, content=ShardContent.NONE)
+OTHER_LOST = replace(LOST, shard_id=4)
+
+
+@pytest.mark.parametrize(
+    ("shards", "left"),
+    [
+        ([LOST], []),
+        ([LOST, NOT_CREATED], []),
+        ([LOST, losses.given_up(OTHER_LOST, "ann", 2.0)], []),
+        ([LOST, replace(TRAINED, shard_id=4)], [4]),
+        ([LOST, replace(TRAINED, shard_id=4, content=ShardContent.LOADING)], [4]),
+        ([LOST, OTHER_LOST], [4]),
+    ],
+    ids=["all", "all that was made", "the last", "a part", "a part that is loaded", "one of two"],
+)
+def test_samples_begin_anew_with_values_that_do(
+    shards: list[ShardAssignment], left: list[int]
+) -> None:
+    """Without anything left that was trained, nobody need say so. With a part left, or one that a
+    journal may bring back, somebody has to, and whoever says it is obeyed."""
+    given_up = {LOST.shard_id}
+    assert [s.shard_id for s in losses.still_trained(job(*shards), given_up)] == left
+    expected = None if left else losses.SamplesAfterLoss.ANEW
+    assert losses.samples_after(job(*shards), given_up, None) is expected
+    for wish in losses.SamplesAfterLoss:
+        assert losses.samples_after(job(*shards), given_up, wish) is wish
+
+
 @pytest.mark.parametrize(
     "shard",
-    [TRAINED, LOST, losses.given_up(LOST, "ann", 2.5)],
-    ids=["there", "lost", "given up"],
+    [
+        TRAINED,
+        LOST,
+        losses.given_up(LOST, "ann", 2.5),
+        losses.given_up(LOST, "ann", 2.5, samples_anew=True),
+    ],
+    ids=["there", "lost", "given up", "given up with the samples"],
 )
 def test_the_record_has_all_of_it(shard: ShardAssignment) -> None:
     """Also where it takes the place of one of the shard when it was lost."""
@@ -104,3 +138,23 @@ def test_the_record_has_all_of_it(shard: ShardAssignment) -> None:
     key = shard_assignment("job", "r", shard.shard_id)
     read = records.parse_shard(KeyValue(key, value, create_revision=1, mod_revision=1, version=1))
     assert read.assignment == shard
+
+
+def test_shards_that_went_together_are_told_together() -> None:
+    """One paragraph says once what would bring them back; another one what went elsewhere."""
+    gone = [
+        replace(LOST, shard_id=i, loss=ShardLoss(lost_unix_s=1.5, version=7, servers=("a", "b")))
+        for i in range(64)
+    ]
+    elsewhere = replace(LOST, shard_id=64, on_disk="c")
+    together, alone = losses.told_together("job", [*gone, elsewhere])
+    assert together.startswith(
+        "64 shards of job job were lost with every server that had them (a, b):"
+        " shard 0 (at least version 7), shard 1"
+    )
+    assert "and 56 more" in together
+    assert together.count("shoal restore") == 1
+    assert alone.startswith(
+        "shard 64 of job job was lost with every server that had it: no version"
+    )
+    assert "start server c again" in alone

@@ -19,6 +19,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import PushReply, ShardData
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.shard.dense import DensePush, DenseShard, Values, new_dense_shard
+from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.reply_writer import in_messages
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 from shoal_server.parameters.shard.versioned import STALENESS_BUCKETS
@@ -213,3 +214,14 @@ def test_concurrent_pushes_are_serialised_and_reads_are_whole() -> None:
     final = shard.read(shard.body.values)
     assert final.version == num_threads * num_pushes + 1
     assert torch.equal(read(final), torch.full((num_elements,), float(num_threads * num_pushes)))
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_borrowed_gradient_is_copied_only_for_who_keeps_it(is_kept: bool) -> None:
+    """Its sender makes use of its memory again once the push is answered."""
+    told: list[UpdateRecord] = []
+    shard, lent = new_shard(), bytearray(gradient(-1.0))
+    shard.subscribe(told.append, lambda: is_kept)
+    shard.push(a_push(gradient=lent, is_borrowed=True), is_live)
+    lent[:] = bytes(len(lent))
+    assert (bytes(told[0].data) == gradient(-1.0)) is is_kept

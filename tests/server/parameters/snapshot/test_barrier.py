@@ -222,8 +222,10 @@ class Client:
         if self.next <= self.num_steps and len(in_flight) < self.window and pick % 3 == 0:
             self.begin()
         elif self.parts:
-            part = self.parts[pick % len(self.parts)]
-            if part.advance(breaks=pick % 7 == 0):
+            # Which part, and whether it breaks, is drawn apart: of seven one would always break.
+            turn, at = divmod(pick, len(self.parts))
+            part = self.parts[at]
+            if part.advance(breaks=turn % 7 == 0):
                 self.parts.remove(part)
 
     def begin(self) -> None:
@@ -274,6 +276,12 @@ class Coordinator:
     windows=[(4, True), (4, True)],
     warm_up=[],
     picks=[0, 0, 0, 0, 1, 1, 187, 1, 1, 1, 21, 350, 514],
+)
+@example(
+    num_servers=2,
+    windows=[(1, False), (4, False), (4, False)],
+    warm_up=[1, 2, 256, 518],
+    picks=[0],
 )
 @given(
     num_servers=st.integers(1, 3),

@@ -24,7 +24,7 @@ class SimCoordinator:
         self._copies = copies
         self._client = StoreClient(setting.store, self.process)
         self._sightings = Sightings(setting.limits.dead_after_s, setting.limits.longest_gap_s)
-        self._last: JobAssignments | None = None
+        self._run = ""
         self.process.act(0.01, self._look)
 
     def _look_later(self) -> None:
@@ -49,14 +49,17 @@ class SimCoordinator:
 
     def _decide(self, stored: dict[Key, Stored], seen: Servers, asked_s: float) -> None:
         ordered = sorted(stored)
+        run = stored[ordered[0]].run
+        if run != self._run:
+            limits = self._setting.limits
+            self._run = run
+            self._sightings = Sightings(limits.dead_after_s, limits.longest_gap_s)
         before = JobAssignments(
-            job="j", copies=self._copies, shards=tuple(stored[key][0] for key in ordered)
+            job="j", copies=self._copies, shards=tuple(stored[key].assignment for key in ordered)
         )
-        judged = self._sightings.judged(
-            self._last or before, before, seen, asked_s=asked_s, now_s=self.process.now_s
-        )
+        judged = self._sightings.judged(before, seen, asked_s=asked_s, now_s=self.process.now_s)
         after = rebalance(before, judged, {})
-        self._last = after
+        self._sightings.wrote(after, after)
         waits = 1
 
         def ended() -> None:
@@ -65,13 +68,11 @@ class SimCoordinator:
             if not waits:
                 self._look_later()
 
-        for key, (old, revision), new in zip(
-            ordered, (stored[key] for key in ordered), after.shards, strict=True
-        ):
-            if new != old:
+        for key, new in zip(ordered, after.shards, strict=True):
+            if new != stored[key].assignment:
                 waits += 1
                 self._setting.note(self.process.name, f"wants {new}")
                 self._client.replace(
-                    key, new, revision, lambda made, stands: ended(), lambda unknown: ended()
+                    key, new, stored[key], lambda made, stands: ended(), lambda unknown: ended()
                 )
         ended()

@@ -10,7 +10,11 @@ from support.sim.replication.shard import ArrivingImage, Copy, Image, OnDiskCopy
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.messages import ImageStart, Key, Record, Request
-from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
+from shoal_server.core.shards.assignments import (
+    ShardAssignment,
+    ShardContent,
+    may_be_put_on_disk,
+)
 
 if TYPE_CHECKING:
     from support.sim.replication.server import SimServer
@@ -58,7 +62,8 @@ class ServerCopies:
         return usual_s + self._chance.random() * self._setting.slow_s if long else usual_s
 
     def _new(self, key: Key, epoch: int) -> Copy:
-        return Copy(key, epoch, Lane(self._server.process))
+        run = self._server.registration.run_of(key)
+        return Copy(key, run, epoch, Lane(self._server.process))
 
     # --- leading ---
 
@@ -178,7 +183,7 @@ class ServerCopies:
             self._server.process.act(self._takes_s(), lambda: self._server.tell(failed))
             return
         place = effect.key, effect.image
-        self._arriving[place] = ArrivingImage(request.num_chunks, request.version)
+        self._arriving[place] = ArrivingImage(request.run, request.num_chunks, request.version)
         self._arriving_lanes[place] = Lane(self._server.process)
 
     def _store_chunk(self, effect: fx.StoreChunk) -> None:
@@ -210,9 +215,17 @@ class ServerCopies:
         assert before is None or not before.leads, f"{effect} over what is led here"
         self._drop(effect.key)
         copy = self.found[effect.key] = self._new(effect.key, effect.epoch)
+        assert copy.run == image.run, f"{effect} of run {image.run}, not {copy.run}"
         copy.fill(image.updates)
         assert copy.version == effect.version, f"{effect} of version {copy.version}"
         self._setting.ledger.follows(self._server.me, copy)
+
+    def is_restoring(self, key: Key) -> bool:
+        """Whether an image is there whole, and is still being made into a copy."""
+        return any(
+            place[0] == key and image.num_stored == image.num_chunks and not image.is_restored
+            for place, image in self._arriving.items()
+        )
 
     # --- the journal ---
 
@@ -234,17 +247,21 @@ class ServerCopies:
                 return
             version = copy.num_applied
             chain = tuple(copy.chain[: version + 1])
-            disk.shards[copy.key] = OnDiskCopy(tuple(copy.updates[:version]), chain)
+            disk.shards[copy.key] = OnDiskCopy(
+                copy.run, copy.epoch, tuple(copy.updates[:version]), chain
+            )
             self._server.post(ev.OnDisk(copy.key, version))
 
         self._server.process.act(self._chance.random() * FLUSH_S, flush)
 
     def let_journal_go(self, key: Key, record: ShardAssignment) -> None:
-        """What the record names another disk for is kept no longer, unless it is led here."""
+        """What the record names another disk for, or none, is kept no longer, unless it is led
+        here."""
         disk, copy = self._server.disk, self.found.get(key)
         leads = copy is not None and copy.leads
-        if disk is not None and record.on_disk != self._server.me.server_id and not leads:
+        if disk is not None and not may_be_put_on_disk(record, self._server.me) and not leads:
             disk.shards.pop(key, None)
+            self._server.recovered.pop(key, None)
 
     def _load_journal(self, effect: fx.LoadJournal) -> None:
         key = effect.key
@@ -255,6 +272,7 @@ class ServerCopies:
             if kept is None or key in self.found:
                 return
             copy = self.found[key] = self._new(key, effect.epoch)
+            assert copy.run == kept.run, f"{effect} of run {kept.run}, not {copy.run}"
             copy.fill(kept.updates)
             self._server.tell(ev.Created(key, effect.epoch, copy.version))
 

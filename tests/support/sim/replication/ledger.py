@@ -44,10 +44,12 @@ class Ledger:
         self._records = records
         self._disks = disks
         self._find = find
-        self.promises: defaultdict[Key, Promise] = defaultdict(Promise)
-        self._led: dict[tuple[Key, int], list[int]] = {}
-        """The chain of whoever leads a shard in an epoch, by then."""
-        self._acknowledged_by: dict[tuple[Key, int], Holder] = {}
+        self.run = "1"
+        """Of the job, as it stands in etcd."""
+        self._promises: defaultdict[tuple[str, Key], Promise] = defaultdict(Promise)
+        self._led: dict[tuple[str, Key, int], list[int]] = {}
+        """The chain of whoever leads a shard in an epoch of a run, by then."""
+        self._acknowledged_by: dict[tuple[str, Key, int], Holder] = {}
         self._chunks_taken: dict[tuple[Holder, int], int] = {}
         self.may_be_dead: Callable[[Holder], bool] = lambda holder: True
         """Whether it has been away for so long, or is dead."""
@@ -55,10 +57,14 @@ class Ledger:
         """Whether others may take it for dead by now."""
         self.num_acknowledged = 0
 
+    def _promise(self, key: Key) -> Promise:
+        """Of the run that stands."""
+        return self._promises[self.run, key]
+
     # --- the record ---
 
     def recorded(self, key: Key, old: ShardAssignment | None, new: ShardAssignment) -> None:
-        promise = self.promises[key]
+        promise = self._promise(key)
         if old is not None and new.epoch == old.epoch:
             assert new.primary == old.primary, f"{key}: two primaries in epoch {new.epoch}"
         if old is not None and new.epoch != old.epoch:
@@ -79,46 +85,56 @@ class Ledger:
         promise.replicated = promise.durable
         if new.content is ShardContent.PRESENT:
             assert new.primary.server_id == old.on_disk, f"{key}: {new.primary} has nothing of it"
+            disk = self._disks.get(old.on_disk)
+            kept = disk.shards.get(key) if disk is not None else None
+            # Else it was written late, by a process that ended before its disk was lost.
+            on_disk = (kept.epoch, len(kept.updates)) if kept is not None else None
+            assert on_disk is None or on_disk >= (old.disk_epoch, old.disk_version), (
+                f"{key}: {new.primary} leads an older copy of its disk, {on_disk}; {old}"
+            )
 
     def given_up(self, key: Key) -> None:
         """An operator accepted that the shard is lost."""
-        self.promises[key] = Promise()
+        self._promises[self.run, key] = Promise()
 
     def disk_lost(self, server_id: str) -> None:
+        """It is gone, or an older copy was put in its place."""
         for key, record in self._records.items():
             if record.on_disk == server_id:
-                self.promises[key].durable = EMPTY
+                self._promise(key).durable = EMPTY
 
     # --- what is promised ---
 
     def opened(self, copy: Copy) -> None:
-        promise, row = self.promises[copy.key], (1, copy.chain[1])
+        promise, row = self._promises[copy.run, copy.key], (1, copy.chain[1])
         assert promise.opened in (EMPTY, row), f"{copy.key} was created anew"
         promise.opened = row
 
-    def acknowledged(self, who: Holder, key: Key, epoch: int, row: Row, level: Level) -> None:
+    def acknowledged(self, who: Holder, copy: Copy, epoch: int, version: int, level: Level) -> None:
         """Somebody is told of a version, and so of all before it."""
         self.num_acknowledged += 1
+        key, row = copy.key, (version, copy.chain[version])
         assert not self.is_fenced(who), f"{who} acknowledges {key} although it may be dead"
         if level is Level.APPLIED:
             return
-        before = self._acknowledged_by.setdefault((key, epoch), who)
+        led = copy.run, key, epoch
+        before = self._acknowledged_by.setdefault(led, who)
         assert before == who, f"{key}: {who} and {before} acknowledge in epoch {epoch}"
-        promise = self.promises[key]
-        promise.replicated = self._longer(key, epoch, promise.replicated, row)
+        promise = self._promises[copy.run, key]
+        promise.replicated = self._longer(led, promise.replicated, row)
         if level is Level.DURABLE:
-            promise.durable = self._longer(key, epoch, promise.durable, row)
+            promise.durable = self._longer(led, promise.durable, row)
         self.check(key)
 
-    def _longer(self, key: Key, epoch: int, before: Row, row: Row) -> Row:
-        chain = self._led[key, epoch]
+    def _longer(self, led: tuple[str, Key, int], before: Row, row: Row) -> Row:
+        chain, key = self._led[led], led[1]
         shorter = min(before, row)
         assert chain[shorter[0]] == shorter[1], f"{key}: {row} does not go on from {before}"
         return max(before, row)
 
     def check(self, key: Key) -> None:
         """Whoever may lead next has all that was promised, in order."""
-        record, promise = self._records.get(key), self.promises[key]
+        record, promise = self._records.get(key), self._promise(key)
         if record is None:
             return
         for holder in (record.primary, *record.backups):
@@ -141,18 +157,19 @@ class Ledger:
 
     def leads(self, who: Holder, copy: Copy) -> None:
         key = copy.key
-        self._led[key, copy.epoch] = copy.chain
-        if self._records[key].primary == who and self._records[key].epoch == copy.epoch:
-            replicated = self.promises[key].replicated
+        self._led[copy.run, key, copy.epoch] = copy.chain
+        record = self._records[key]
+        if copy.run == self.run and (record.primary, record.epoch) == (who, copy.epoch):
+            replicated = self._promise(key).replicated
             assert copy.has(*replicated), f"{who} leads {key} without {replicated[0]} updates"
 
     def leads_no_longer(self, copy: Copy) -> None:
-        self._led[copy.key, copy.epoch] = list(copy.chain)
+        self._led[copy.run, copy.key, copy.epoch] = list(copy.chain)
 
     def follows(self, who: Holder, copy: Copy) -> None:
         """It is a copy of that epoch, up to here."""
         assert not copy.leads, f"{who} leads {copy.key}, and something is installed on it"
-        chain = self._led.get((copy.key, copy.epoch))
+        chain = self._led.get((copy.run, copy.key, copy.epoch))
         assert chain is not None, f"nobody led {copy.key} in epoch {copy.epoch}"
         assert copy.version < len(chain) and chain[copy.version] == copy.chain[-1], (
             f"{copy.key} at {who} is another one than its primary's of epoch {copy.epoch},"

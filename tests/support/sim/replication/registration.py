@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from support.sim.replication.setting import LEASE_TTL_S, Setting
+from support.sim.replication.setting import Setting
 from support.sim.replication.store import StoreClient, Stored, decode, key_of
 
 from shoal_server.core.replication.protocol import events as ev
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.1
 CLAIM_EACH_S = 0.5
-GIVES_UP_AFTER_S = 3 * LEASE_TTL_S
 
 
 async def read_servers(memory: MemoryStore) -> Servers:
@@ -41,13 +40,14 @@ class ServerRegistration:
         self._server = server
         self._setting = setting
         self._process = server.process
+        self._ttl_s = setting.lease_ttl_s
         self._lease = NO_LEASE
         self._refused_s = 0.0
         self.was_registered = False
         self.is_leaving = False
         self.client = StoreClient(setting.store, server.process)
         self.records: dict[Key, ShardAssignment] = {}
-        self._revisions: dict[Key, int] = {}
+        self._stored: dict[Key, Stored] = {}
 
     # --- the key ---
 
@@ -56,7 +56,7 @@ class ServerRegistration:
 
         async def grant(memory: MemoryStore) -> LeaseId:
             left_s = await memory.keep_alive(self._lease)
-            return self._lease if left_s > 0.0 else await memory.grant(LEASE_TTL_S)
+            return self._lease if left_s > 0.0 else await memory.grant(self._ttl_s)
 
         self.client.ask(grant, self._claim, lambda _: self._process.act(RETRY_S, self.register))
 
@@ -83,7 +83,7 @@ class ServerRegistration:
                 self._registered(sent_s)
                 return
             self._refused_s += CLAIM_EACH_S
-            if self._refused_s >= GIVES_UP_AFTER_S:
+            if self._refused_s >= 3 * self._ttl_s:
                 self._setting.note(self._process.name, "ends: another process has its id")
                 server.die()
             else:
@@ -94,7 +94,7 @@ class ServerRegistration:
     def _registered(self, sent_s: float) -> None:
         self._refused_s = 0.0
         self._server.tell(ev.LeaseRenewed(sent_s))
-        self._process.act(LEASE_TTL_S / 3, self._renew)
+        self._process.act(self._ttl_s / 3, self._renew)
         if not self.was_registered:
             self.was_registered = True
             self._server.registered()
@@ -110,7 +110,7 @@ class ServerRegistration:
 
     def _listed(self) -> None:
         store = self._setting.store
-        store.listed_until_s[self._server.me] = store.clock.now_s + LEASE_TTL_S
+        store.listed_until_s[self._server.me] = store.clock.now_s + self._ttl_s
 
     def _renew(self) -> None:
         sent_s, lease = self._process.now_s, self._lease
@@ -124,11 +124,23 @@ class ServerRegistration:
         def answered(left_s: float) -> None:
             if left_s > 0.0:
                 self._server.tell(ev.LeaseRenewed(sent_s))
-                self._process.act(LEASE_TTL_S / 3, self._renew)
+                self._process.act(self._ttl_s / 3, self._renew)
             else:
                 self.register()
 
-        self.client.ask(work, answered, lambda _: self._process.act(LEASE_TTL_S / 3, self._renew))
+        self.client.ask(work, answered, lambda _: self._process.act(self._ttl_s / 3, self._renew))
+
+    def end(self, ended: Callable[[], None]) -> None:
+        """Say that this process is about to end, and take its key away."""
+        key = keys.server(self._server.me.server_id)
+
+        async def work(memory: MemoryStore) -> None:
+            await ended_servers.note(memory, self._server.me)
+            item = await memory.get(key)
+            if item is not None and item.lease == self._lease:
+                await memory.delete(key)
+
+        self.client.ask(work, lambda outcome: ended(), lambda unknown: ended())
 
     def announce_leaving(self, *, leaving: bool) -> None:
         self.is_leaving = leaving
@@ -164,11 +176,16 @@ class ServerRegistration:
         return self.note_stored(key_of(item.key), decode(item))
 
     def note_stored(self, key: Key, stored: Stored) -> bool:
-        assignment, revision = stored
-        if revision <= self._revisions.get(key, 0):
+        last = self._stored.get(key)
+        if last is not None and stored.revision <= last.revision:
             return False
-        self.records[key], self._revisions[key] = assignment, revision
+        self.records[key], self._stored[key] = stored.assignment, stored
         return True
+
+    def run_of(self, key: Key) -> str:
+        """Of the job, as far as is known here."""
+        stored = self._stored.get(key)
+        return stored.run if stored is not None else ""
 
     def newest(self, item: KeyValue) -> tuple[Key, ShardAssignment]:
         key = key_of(item.key)
@@ -184,16 +201,19 @@ class ServerRegistration:
         """Until the record is as it should be. One write of which nobody knows whether it was made,
         or will be, is made void: whatever stands is written once more."""
 
+        run = self.run_of(key)
+
         def attempt(stored: Stored, may_be_made: bool) -> None:
-            assignment, revision = stored
-            wanted = revised(assignment)
-            if wanted == assignment and not may_be_made:
+            wanted = revised(stored.assignment)
+            if stored.run != run or (wanted == stored.assignment and not may_be_made):
                 end(stored)
                 return
 
             def answered(made: bool, stands: Stored | None) -> None:
-                assert stands is not None, f"the record of {key} is gone"
-                if made:
+                if stands is None:
+                    # The job was begun anew.
+                    finished()
+                elif made:
                     end(stands)
                 else:
                     if self._setting.chance.random() < 0.5:
@@ -203,7 +223,7 @@ class ServerRegistration:
             def failed(is_unknown: bool) -> None:
                 self._process.act(RETRY_S, lambda: read(may_be_made or is_unknown))
 
-            self.client.replace(key, wanted, revision, answered, failed)
+            self.client.replace(key, wanted, stored, answered, failed)
 
         def read(may_be_made: bool) -> None:
             def answered(stored: Stored | None) -> None:
@@ -217,10 +237,10 @@ class ServerRegistration:
 
         def tell(stored: Stored) -> None:
             if self.note_stored(key, stored):
-                known(key, stored[0])
+                known(key, stored.assignment)
 
         def end(stored: Stored) -> None:
             tell(stored)
             finished()
 
-        attempt((self.records[key], self._revisions[key]), may_be_made=False)
+        attempt(self._stored[key], may_be_made=False)

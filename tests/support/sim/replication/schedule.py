@@ -2,7 +2,9 @@
 
 import random
 import traceback
+from collections.abc import Sequence
 
+from support.sim.replication.links import SILENCE_S
 from support.sim.replication.server import SimServer
 from support.sim.replication.store import ETCD
 from support.sim.replication.world import ReplicationWorld
@@ -13,7 +15,8 @@ FAULTS = (
     + ["cut from etcd", "cut from worker", "isolate", "drain", "slow"] * 2
     + ["cut all from etcd", "kill all", "etcd", "coordinator", "pause coordinator", "wipe"]
     + ["cut coordinator", "full", "replace", "disk", "newcomer", "old pair"]
-    + ["replace", "lag", "slow"] * 2
+    + ["replace", "lag", "slow", "leave", "save disk", "roll back"] * 2
+    + ["anew", "away twice", "deposed unheard", "kill sender"]
 )
 STORY_LINES = 250
 
@@ -21,14 +24,15 @@ STORY_LINES = 250
 class Faults:
     """Drawn from a seed of their own."""
 
-    def __init__(self, world: ReplicationWorld, seed: int) -> None:
+    def __init__(self, world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
         self._world = world
+        self._names = only or FAULTS
         self._chance = random.Random(f"faults {seed}")
         self._newcomers = 0
 
     def strike(self) -> None:
         """One random fault, or a server that comes."""
-        name = self._chance.choice(FAULTS).replace(" ", "_")
+        name = self._chance.choice(self._names).replace(" ", "_")
         living = self._world.living
         if not living:
             name = "restart"
@@ -101,9 +105,69 @@ class Faults:
     def _old_pair(self, server: SimServer) -> None:
         """All holders of one shard are cut off from etcd, and from nobody else."""
         for_s = self._for_s()
+        for holder in self._holders():
+            self._world.cut(holder, ETCD, for_s)
+
+    def _holders(self) -> list[str]:
+        """Of one shard, the primary first."""
         record = self._world.store.records[self._chance.choice(self._world.keys)]
-        for holder in record.holders:
-            self._world.cut(f"{holder.server_id}#{holder.incarnation}", ETCD, for_s)
+        return [f"{holder.server_id}#{holder.incarnation}" for holder in record.holders]
+
+    def _away_twice(self, server: SimServer) -> None:
+        """All holders of one shard are cut off from etcd, are back for a while, and are cut off
+        again: the coordinator is paused meanwhile."""
+        world, holders = self._world, self._holders()
+        lease_s = world.setting.lease_ttl_s
+        seen_s, paused_s = lease_s + 1.5, world.setting.limits.dead_after_s + 1.0
+
+        def cut(for_s: float) -> None:
+            for holder in holders:
+                world.cut(holder, ETCD, for_s)
+
+        cut(seen_s + 0.3)
+        world.clock.later(seen_s, lambda: world.pause(world.coordinator.process, paused_s))
+        again_s = seen_s + paused_s - lease_s - 0.5
+        world.clock.later(again_s, lambda: cut(lease_s + 3.0))
+
+    def _deposed_unheard(self, server: SimServer) -> None:
+        """A primary is cut off from all but workers while its backup takes over; a coordinator that
+        knows nothing of that gives it shards again before it has heard."""
+        world, (primary, *others) = self._world, self._holders()
+        for_s = SILENCE_S + 2.0 + self._chance.random()
+        for name in (ETCD, *others):
+            world.cut(primary, name, for_s)
+        replaced_s = for_s - self._chance.random()
+        world.clock.later(replaced_s, lambda: world.replace_coordinator(kill=True))
+
+    def _kill_sender(self, server: SimServer) -> None:
+        """A primary is killed whose last backup is behind; as soon as that restores an image,
+        whoever sent it is killed too."""
+        world, (primary, *backups) = self._world, self._holders()
+        world.setting.slow_s = 6.0
+        if backups and self._chance.random() < 0.5:
+            world.cut(primary, backups[-1], 1.5)
+        elif backups:
+            world.network.slow_down(primary, backups[-1], 0.6)
+        give_up_s = world.clock.now_s + 12.0
+        world.clock.later(1.0, lambda: self._kill_named(primary))
+
+        def look() -> None:
+            for key in world.keys:
+                holder = world.store.records[key].primary
+                others = (each for each in world.living if each.me != holder)
+                if any(each.copies.is_restoring(key) for each in others):
+                    self._kill(world.setting.servers[holder])
+                    return
+            if world.clock.now_s < give_up_s:
+                world.clock.later(0.05, look)
+
+        look()
+        world.clock.later(12.0, lambda: setattr(world.setting, "slow_s", 0.0))
+
+    def _kill_named(self, name: str) -> None:
+        for each in self._world.living:
+            if each.process.name == name:
+                self._kill(each)
 
     def _cut_all_from_etcd(self, server: SimServer) -> None:
         for_s = self._for_s()
@@ -161,6 +225,22 @@ class Faults:
         self._world.setting.note(server.process.name, f"leaving: {leaving}")
         server.registration.announce_leaving(leaving=leaving)
 
+    def _leave(self, server: SimServer) -> None:
+        server.leave(self._chance.choice([0.5, 4.0, 12.0]))
+        server_id = server.me.server_id
+        self._world.clock.later(self._for_s() + 1.0, lambda: self._start(server_id))
+
+    def _save_disk(self, server: SimServer) -> None:
+        self._world.save_disk(server.me.server_id)
+
+    def _roll_back(self, server: SimServer) -> None:
+        self._world.kill(server)
+        self._world.roll_back(server.me.server_id)
+        self._world.clock.later(self._for_s(), lambda: self._start(server.me.server_id))
+
+    def _anew(self, server: SimServer) -> None:
+        self._world.begin_anew()
+
     def _newcomer(self, server: SimServer) -> None:
         if self._newcomers < 2:
             self._newcomers += 1
@@ -170,9 +250,13 @@ class Faults:
 SLOWEST_S = 60.0
 
 
-def _run(world: ReplicationWorld, seed: int) -> None:
+class Unforeseen(Exception):
+    """Something raised what no invariant did."""
+
+
+def _run(world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
     chance = random.Random(f"times {seed}")
-    faults = Faults(world, seed)
+    faults = Faults(world, seed, only)
     world.run(chance.choice([0.5, 2.0, 4.0]))
     for _ in range(chance.randint(2, 9)):
         world.run(chance.choice([0.0, 0.02, 0.3, 1.0, 2.5, 5.0]) * (0.5 + chance.random()))
@@ -195,8 +279,11 @@ def _run(world: ReplicationWorld, seed: int) -> None:
     assert rested, f"at rest no longer: {world.unrest()}"
 
 
-def simulate_replication(seed: int) -> ReplicationWorld:
-    """One run. Raises AssertionError with the story."""
+def simulate_replication(seed: int, only: Sequence[str] = ()) -> ReplicationWorld:
+    """One run, in which all kinds of faults strike, or only these.
+
+    Raises AssertionError, or Unforeseen, with the story.
+    """
     chance = random.Random(f"sizes {seed}")
     world = ReplicationWorld(
         seed,
@@ -205,12 +292,15 @@ def simulate_replication(seed: int) -> ReplicationWorld:
         copies=chance.choice([1, 2, 2, 2, 3]),
         think_s=chance.choice([0.1, 0.4, 1.0]),
         journals=chance.random() < 0.6,
+        lease_ttl_s=chance.choice([2.0, 6.0]),
     )
     try:
-        _run(world, seed)
+        _run(world, seed, only)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\nseed {seed}\n{told(world)}") from error
     except Exception as error:
-        what = f"{error}" if isinstance(error, AssertionError) else traceback.format_exc()
-        raise AssertionError(f"{what}\nseed {seed}\n{told(world)}") from error
+        text = f"{traceback.format_exc()}\nseed {seed}\n{told(world)}"
+        raise Unforeseen(text) from error
     return world
 
 

@@ -11,12 +11,13 @@ from support.sim.replication.registration import ServerRegistration
 from support.sim.replication.setting import Setting
 from support.sim.replication.shard import Disk, Update
 
+from shoal_server.core.replication.backing.disowning import Disowning
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.events import Level
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.replication.replication_core import ReplicationCore
-from shoal_server.core.shards.assignments import Holder, ShardAssignment, off_disk
+from shoal_server.core.shards.assignments import Holder, ShardAssignment
 from shoal_server.etcd.api import KeyValue
 
 Answer = Callable[[str], None]
@@ -44,8 +45,9 @@ class SimServer:
         self.waiting: dict[Any, tuple[Key, int, int, Level, Answer]] = {}
         """By token: who is to hear of which version, in which epoch and how safe."""
         self.ended = ended
-        self._compared: set[Key] = set()
-        """Shards of which it was seen whether the disk has what it should have."""
+        self.is_ending = False
+        """It has said so: it acknowledges nothing any more."""
+        self._disowning = Disowning(me, setting.limits)
         self._records = self.registration.records
         self._wakes_at_s = float("inf")
         self._posted: deque[ev.Event] = deque()
@@ -60,8 +62,8 @@ class SimServer:
         }
 
     def start(self) -> None:
-        for key in self.recovered:
-            self.tell(ev.JournalHas(key))
+        for key, kept in self.recovered.items():
+            self.tell(ev.JournalHas(key, kept.epoch, len(kept.updates)))
         self.setting.store.watch(self.process, self.heard_record)
         self.process.act(0.05, self.registration.register)
         self.process.act(0.1, self._look_at_servers)
@@ -119,15 +121,18 @@ class SimServer:
         key: Key,
         epoch: int,
         *,
+        run: str,
         update: Update | None,
         level: Level,
         answer: Answer,
     ) -> None:
-        """`update`: None for a pull."""
+        """`update`: None for a pull. `run`: of the job, that the worker goes by."""
         copy = self.copies.found.get(key)
-        if copy is None or not copy.takes_pushes or copy.epoch != epoch:
+        is_other = run != self.registration.run_of(key)
+        if is_other or copy is None or not copy.takes_pushes or copy.epoch != epoch:
             answer("not here")
             return
+        assert copy.run == run, f"{key}: a push of run {run} to a copy of run {copy.run}"
 
         def apply() -> None:
             if not copy.takes_pushes or copy.epoch != epoch:
@@ -156,15 +161,35 @@ class SimServer:
             if copy.leads:
                 self.post(ev.DiskFailed(key))
 
-    def create(self, key: Key, update: Update) -> None:
-        self.copies.create(key, update, self._records.get(key))
+    def create(self, key: Key, update: Update, run: str) -> None:
+        if run == self.registration.run_of(key):
+            self.copies.create(key, update, self._records.get(key))
+
+    def leave(self, within_s: float) -> None:
+        """End in order: once nothing is here any more, or when that takes too long."""
+        if not self.is_ending:
+            self.registration.announce_leaving(leaving=True)
+            self._look_whether_empty(self.process.now_s + within_s)
+
+    def _look_whether_empty(self, give_up_s: float) -> None:
+        others = any(each is not self for each in self.setting.servers.values())
+        keeps = self.disk is not None and any(
+            record.on_disk == self.me.server_id for record in self._records.values()
+        )
+        is_bare = not self.copies.found and not keeps
+        if others and not is_bare and self.process.now_s < give_up_s:
+            self.process.act(LOOK_EACH_S / 3, lambda: self._look_whether_empty(give_up_s))
+            return
+        self.is_ending = True
+        self.setting.note(self.process.name, "ends in order")
+        self.tell(ev.LeaseEnded())
+        self.registration.end(self.die)
 
     def _acknowledge(self, effect: fx.Acknowledge) -> None:
         key, epoch, version, level, answer = self.waiting.pop(effect.token)
         copy = self.copies.found.get(key)
         assert copy is not None, f"{self.me} acknowledges {key}, and has nothing of it"
-        row = (version, copy.chain[version])
-        self.setting.ledger.acknowledged(self.me, key, epoch, row, level)
+        self.setting.ledger.acknowledged(self.me, copy, epoch, version, level)
         answer("acknowledged")
 
     def _refuse(self, effect: fx.Refuse) -> None:
@@ -180,34 +205,30 @@ class SimServer:
     def registered(self) -> None:
         """Only now does what its disk has, and has not, count."""
         for key, assignment in list(self._records.items()):
-            self._tidy_disk(key, assignment)
+            self.copies.let_journal_go(key, assignment)
 
     def _known(self, key: Key, assignment: ShardAssignment) -> None:
-        self.tell(ev.Assigned(key, assignment))
+        self.tell(ev.Assigned(key, assignment, self.registration.run_of(key)))
         if self.registration.was_registered:
-            self._tidy_disk(key, assignment)
+            self.copies.let_journal_go(key, assignment)
 
-    def _tidy_disk(self, key: Key, assignment: ShardAssignment) -> None:
-        self.copies.let_journal_go(key, assignment)
-        if key not in self._compared:
-            self._compared.add(key)
-            if assignment.on_disk == self.me.server_id and not self._has_on_disk(key):
-                self._disown(key)
+    def _missing(self) -> list[Key]:
+        """What the records place on its disk, and is not there. One whose disk was taken away from
+        it knows what it kept there."""
+        if not self.registration.was_registered or self.disk is None:
+            return []
+        return [key for key, record in self._records.items() if self._is_missing(key, record)]
 
-    def _has_on_disk(self, key: Key) -> bool:
-        return key in self.recovered or (self.disk is not None and key in self.disk.shards)
+    def _is_missing(self, key: Key, record: ShardAssignment) -> bool:
+        is_on_disk = key in self.recovered or (self.disk is not None and key in self.disk.shards)
+        return record.on_disk == self.me.server_id and not is_on_disk
 
     def _disown(self, key: Key) -> None:
-        """The record says that this server's disk has it, and it has not. Unless another process of
-        this server leads it: then the disk is with that one."""
+        """Have the record say that it is not on this server's disk."""
 
         def disowned(record: ShardAssignment) -> ShardAssignment:
-            primary = record.primary
-            is_other = primary.server_id == self.me.server_id and primary not in {
-                self.me,
-                *self.ended,
-            }
-            return record if is_other or self._has_on_disk(key) else off_disk(record, self.me)
+            is_missing = self._is_missing(key, record)
+            return self._disowning.revised(record) if is_missing else record
 
         self.registration.change(
             key,
@@ -227,21 +248,30 @@ class SimServer:
     def _refresh(self, key: Key) -> None:
         def read(stored: Any) -> None:
             if stored is not None and self.registration.note_stored(key, stored):
-                self._known(key, stored[0])
+                self._known(key, stored.assignment)
             self.tell(ev.Refreshed(key))
 
         self.registration.client.read(key, read, lambda is_unknown: self.tell(ev.Refreshed(key)))
 
     def _look_at_servers(self) -> None:
-        """After a restart, for as long as the journal has what others may have too."""
+        """After a restart, for as long as the journal has what others may have too, or has not what
+        it should have."""
 
         asked_s = self.process.now_s
 
         def seen(present: frozenset[Holder], ended: frozenset[Holder]) -> None:
-            self.tell(ev.ServersSeen(present, asked_s, ended | self.ended))
+            known = ended | self.ended
+            self.tell(ev.ServersSeen(present, asked_s, known))
+            missing = {key: self._records[key] for key in self._missing()}
+            self._disowning.seen(
+                missing.values(), present, known, asked_s=asked_s, now_s=self.process.now_s
+            )
+            for key, record in missing.items():
+                if self._disowning.revised(record) != record:
+                    self._disown(key)
             self.process.act(LOOK_EACH_S, self._look_at_servers)
 
-        if self.core.open_claims:
+        if self.core.open_claims or self._missing():
             self.registration.read_servers(
                 seen, lambda: self.process.act(RETRY_S, self._look_at_servers)
             )

@@ -17,8 +17,9 @@ from shoal_server.core.shards.assignments import Holder
 if TYPE_CHECKING:
     from support.sim.replication.server import SimServer
 
-LIMITS = ReplicationLimits(dead_after_s=8.0, longest_gap_s=1.8, full_s=1.0, max_full_s=4.0)
-LEASE_TTL_S = 2.0
+LIMITS = ReplicationLimits(
+    dead_after_s=8.0, longest_gap_s=1.8, full_s=1.0, max_full_s=4.0, disk_told_s=2.0
+)
 
 
 @dataclass(eq=False)
@@ -28,6 +29,8 @@ class Setting:
     store: SimStore
     ledger: Ledger
     limits: ReplicationLimits = LIMITS
+    lease_ttl_s: float = 2.0
+    """Of a server's registration: it may be longer than others put up with its silence."""
     servers: dict[Holder, "SimServer"] = field(default_factory=dict)
     """Every process that ever was one."""
     disks: dict[str, Disk] = field(default_factory=dict)

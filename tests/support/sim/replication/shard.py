@@ -25,6 +25,8 @@ class Copy:
     """In memory. Also what was received and is not applied yet is there."""
 
     key: Key
+    run: str
+    """Of the job."""
     epoch: int
     lane: Lane
     updates: list[Update] = field(default_factory=list)
@@ -86,6 +88,7 @@ class Image:
 
 @dataclass(eq=False)
 class ArrivingImage:
+    run: str
     num_chunks: int
     version: int
     chunks: dict[int, tuple[Update, ...]] = field(default_factory=dict)
@@ -99,6 +102,8 @@ class ArrivingImage:
 
 @dataclass(frozen=True, slots=True)
 class OnDiskCopy:
+    run: str
+    epoch: int
     updates: tuple[Update, ...]
     chain: tuple[int, ...]
 
@@ -112,4 +117,6 @@ class Disk:
 
     server_id: str
     shards: dict[Key, OnDiskCopy] = field(default_factory=dict)
+    saved: dict[Key, OnDiskCopy] = field(default_factory=dict)
+    """As somebody copied it once."""
     fails: bool = False

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from support.sim.replication.machine import Network, SimProcess
 from support.sim.virtual_time import Clock
@@ -11,7 +11,7 @@ from support.sim.virtual_time import Clock
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Get, KeyValue, Put, Revision, unchanged_since
+from shoal_server.etcd.api import Delete, Get, KeyValue, Put, Revision, unchanged_since
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.mirror import Item
 from shoal_server.etcd.records import assignments as records
@@ -23,14 +23,18 @@ LATE_WRITES = 0.1
 """The part of all requests that find etcd away, or cut off, and are carried out a little later."""
 
 T = TypeVar("T")
-Stored = tuple[ShardAssignment, Revision]
 
 
-RUN = "1"
+class Stored(NamedTuple):
+    """A record as it was read, and the run of the job that it is of."""
+
+    assignment: ShardAssignment
+    revision: Revision
+    run: str
 
 
-def path(key: Key) -> str:
-    return keys.shard_assignment(key[0], RUN, key[1])
+def path(key: Key, run: str) -> str:
+    return keys.shard_assignment(key[0], run, key[1])
 
 
 def key_of(entry: str) -> Key:
@@ -38,17 +42,15 @@ def key_of(entry: str) -> Key:
     return job, int(shard_id)
 
 
-def encode(assignment: ShardAssignment) -> bytes:
-    return records.encode_shard(RUN, assignment)
-
-
 @lru_cache(maxsize=256)
-def _decoded(key: str, value: bytes) -> ShardAssignment:
-    return records.parse_shard(Item(key, value, Revision(1))).assignment
+def _decoded(key: str, value: bytes) -> tuple[ShardAssignment, str]:
+    stored = records.parse_shard(Item(key, value, Revision(1)))
+    return stored.assignment, stored.run
 
 
 def decode(item: KeyValue) -> Stored:
-    return _decoded(item.key, item.value), item.mod_revision
+    assignment, run = _decoded(item.key, item.value)
+    return Stored(assignment, item.mod_revision, run)
 
 
 class SimStore:
@@ -60,6 +62,8 @@ class SimStore:
         self.memory = MemoryStore(clock=lambda: clock.now_s, min_ttl_s=0.0)
         self.back_s = 0.0
         self.loses_answers = True
+        self.run = "1"
+        """Of the job."""
         self.records: dict[Key, ShardAssignment] = {}
         """As they stand."""
         self.listed_until_s: dict[Holder, float] = {}
@@ -75,7 +79,23 @@ class SimStore:
         return self.clock.now_s < self.back_s
 
     def place(self, key: Key, assignment: ShardAssignment) -> None:
-        self.carry_out(lambda memory: memory.put(path(key), encode(assignment)))
+        value = records.encode_shard(self.run, assignment)
+        self.carry_out(lambda memory: memory.put(path(key, self.run), value))
+
+    def begin_anew(self, fresh: Mapping[Key, ShardAssignment]) -> None:
+        """Another run of the job, with these records in place of all others."""
+        self.run = str(int(self.run) + 1)
+        self.records.clear()
+        puts = [
+            Put(path(key, self.run), records.encode_shard(self.run, assignment))
+            for key, assignment in fresh.items()
+        ]
+
+        async def work(memory: MemoryStore) -> None:
+            await memory.transact((), [Delete(keys.ASSIGNMENTS, prefix=True)])
+            await memory.transact((), puts)
+
+        self.carry_out(work)
 
     def carry_out(self, work: Callable[[MemoryStore], Coroutine[Any, Any, T]]) -> T:
         """Do it now, and have everybody hear of it who watches."""
@@ -84,7 +104,7 @@ class SimStore:
         changed = [item for item in found.items if item.mod_revision > self._revision]
         self._revision = found.revision
         for item in changed:
-            key, (new, _) = key_of(item.key), decode(item)
+            key, new = key_of(item.key), decode(item).assignment
             old = self.records.get(key)
             self.records[key] = new
             self.on_record(key, old, new)
@@ -218,19 +238,18 @@ class StoreClient:
         self,
         key: Key,
         new: ShardAssignment,
-        since: Revision,
+        known: Stored,
         answered: Callable[[bool, Stored | None], None],
         failed: Callable[[bool], None],
     ) -> None:
         """Compare-and-swap; answered with whether it was made, and what stands."""
 
         async def work(memory: MemoryStore) -> tuple[bool, Stored | None]:
-            put = Put(path(key), encode(new))
-            result = await memory.transact(
-                [unchanged_since(path(key), since)], [put], [Get(path(key))]
-            )
+            at = path(key, known.run)
+            put = Put(at, records.encode_shard(known.run, new))
+            result = await memory.transact([unchanged_since(at, known.revision)], [put], [Get(at)])
             if result.succeeded:
-                return True, (new, result.revision)
+                return True, Stored(new, result.revision, known.run)
             return False, decode(result.reads[0][0]) if result.reads[0] else None
 
         self.ask(work, lambda outcome: answered(*outcome), failed)
@@ -242,7 +261,7 @@ class StoreClient:
         failed: Callable[[bool], None],
     ) -> None:
         async def work(memory: MemoryStore) -> Stored | None:
-            item = await memory.get(path(key))
+            item = await memory.get(path(key, self._store.run))
             return None if item is None else decode(item)
 
         self.ask(work, answered, failed)

@@ -27,6 +27,8 @@ class Call:
     """One push or pull, until it is answered for good."""
 
     key: Key
+    run: str
+    """Of the job, whose values it was computed on."""
     update: Update | None
     level: Level
     attempt: int = 0
@@ -60,7 +62,8 @@ class SimWorker:
         chance = self._setting.chance
         is_pull = chance.random() < 0.2
         update = None if is_pull else (self._number, next(self._sequence))
-        self.open[key] = Call(key, update, chance.choice(_LEVELS))
+        run = self._setting.store.run
+        self.open[key] = Call(key, run, update, chance.choice(_LEVELS))
         self._send(self.open[key])
 
     def _send(self, call: Call) -> None:
@@ -68,20 +71,33 @@ class SimWorker:
         setting, chance = self._setting, self._setting.chance
         call.attempt += 1
         attempt = call.attempt
+        if call.run != setting.store.run:
+            # It hears so, and joins the new run.
+            del self.open[call.key]
+            self._next(call.key)
+            return
         record = setting.store.records[call.key]
         server = setting.servers.get(record.primary)
         timeout_s = self.timeout_s
         if record.content is ShardContent.NONE and server is not None:
             first = (FIRST_VALUES - self._number, next(self._fresh))
             self._carry(
-                server.process.name, server.process.do, lambda: server.create(call.key, first)
+                server.process.name,
+                server.process.do,
+                lambda: server.create(call.key, first, call.run),
             )
         elif record.content is ShardContent.PRESENT and server is not None:
             token = (self._number, next(self._tokens))
 
             def arrive() -> None:
                 server.pushed(
-                    token, call.key, record.epoch, update=call.update, level=call.level, answer=back
+                    token,
+                    call.key,
+                    record.epoch,
+                    run=call.run,
+                    update=call.update,
+                    level=call.level,
+                    answer=back,
                 )
 
             def back(outcome: str) -> None:
@@ -101,6 +117,7 @@ class SimWorker:
                             late,
                             call.key,
                             record.epoch,
+                            run=call.run,
                             update=call.update,
                             level=call.level,
                             answer=lambda _: None,

@@ -34,6 +34,7 @@ class ReplicationWorld:
         num_workers: int = 2,
         think_s: float = 0.5,
         journals: bool = True,
+        lease_ttl_s: float = 2.0,
     ) -> None:
         self.clock = Clock(seed)
         self.random = self.clock.random
@@ -41,7 +42,14 @@ class ReplicationWorld:
         self.store = SimStore(self.clock, self.network)
         disks: dict[str, Disk] = {}
         self.ledger = Ledger(self.clock, self.store.records, disks, self._copy_of)
-        self.setting = Setting(self.clock, self.network, self.store, self.ledger, disks=disks)
+        self.setting = Setting(
+            self.clock,
+            self.network,
+            self.store,
+            self.ledger,
+            lease_ttl_s=lease_ttl_s,
+            disks=disks,
+        )
         self.store.on_record = self._recorded
         self.ledger.may_be_dead = self._may_be_dead
         self.ledger.is_fenced = self._is_fenced
@@ -80,15 +88,17 @@ class ReplicationWorld:
     def _may_be_dead(self, holder: Holder) -> bool:
         server = self.setting.servers[holder]
         # A clock that is 1 % fast.
-        return not server.process.alive or (
+        return (not server.process.alive or server.is_ending) or (
             self._away_s(holder) >= 0.98 * self.setting.limits.dead_after_s
         )
 
     def _is_fenced(self, holder: Holder) -> bool:
-        return self._away_s(holder) >= 0.98 * self.setting.limits.dead_after_s
+        is_ending = self.setting.servers[holder].is_ending
+        return is_ending or self._away_s(holder) >= 0.98 * self.setting.limits.dead_after_s
 
     def _recorded(self, key: Key, old: ShardAssignment | None, new: ShardAssignment) -> None:
         self.setting.note(ETCD, new)
+        self.ledger.run = self.store.run
         self.ledger.recorded(key, old, new)
 
     # --- processes ---
@@ -140,6 +150,31 @@ class ReplicationWorld:
         if disk is not None:
             disk.shards.clear()
         self.ledger.disk_lost(server_id)
+
+    def save_disk(self, server_id: str) -> None:
+        """Somebody makes a copy of it."""
+        disk = self.setting.disks.get(server_id)
+        if disk is not None:
+            self.setting.note(server_id, "has its disk copied")
+            disk.saved = dict(disk.shards)
+
+    def roll_back(self, server_id: str) -> None:
+        """The copy of its disk takes the place of the disk, and the next process finds it."""
+        disk = self.setting.disks.get(server_id)
+        if disk is not None and disk.saved:
+            self.setting.note(server_id, "gets an older copy of its disk")
+            disk.shards = dict(disk.saved)
+            self.ledger.disk_lost(server_id)
+
+    def begin_anew(self) -> None:
+        """All that etcd had of the job is gone, and it is placed once more."""
+        self.setting.note("operator", "begins the job anew")
+        present = [server.me for server in self.living]
+        fresh = {}
+        for shard_id, key in enumerate(self.keys):
+            primary = self.random.choice(present)
+            fresh[key] = ShardAssignment(shard_id=shard_id, epoch=1, primary=primary)
+        self.store.begin_anew(fresh)
 
     def pause(self, process: SimProcess, for_s: float) -> None:
         if process.paused_since_s is not None or not process.alive:
@@ -251,14 +286,15 @@ class ReplicationWorld:
             copy = server.copies.found.get(key)
             if not server.process.alive:
                 return f"{key} has no primary: {record}"
-            if copy is None or not copy.takes_pushes or copy.epoch != record.epoch:
+            is_of_it = copy is not None and (copy.run, copy.epoch) == (self.store.run, record.epoch)
+            if copy is None or not copy.takes_pushes or not is_of_it:
                 return f"{key} is not led: {record}, {copy}"
             wanted = min(self.copies, len(self.living))
             if len(record.holders) != wanted or record.joining or record.successor:
                 return f"{key} has not its {wanted} copies: {record}"
             for backup in record.backups:
                 held = self._copy_of(backup, key)
-                if held is None or held.epoch != record.epoch:
+                if held is None or (held.run, held.epoch) != (self.store.run, record.epoch):
                     return f"{key} has no copy at {backup}: {record}"
         return ""
 

@@ -4,8 +4,11 @@ import math
 from collections.abc import Sequence
 
 import pytest
+import torch
+from structlog.testing import capture_logs
 
-from shoal.strategies.asynchronous.loss_watch import PATIENCE_UPDATES, LossWatch
+from shoal.strategies.asynchronous.loss_watch import PATIENCE_UPDATES, LossMonitor, LossWatch
+from shoal_proto.errors import TrainingFailed
 
 A_WINDOW = 30
 """Updates of all members in one window of this one."""
@@ -48,6 +51,17 @@ def test_a_loss_that_falls_is_not(losses: Sequence[float]) -> None:
     assert not any(said(losses))
 
 
+def test_a_loss_that_blew_up_at_once_is_told() -> None:
+    """Rates that are far too high ruin the first ten steps already: what comes after them is lower
+    than these, and no lower than the very first. A noisy first window is not taken for that."""
+    ruined, noisy = LossWatch(), LossWatch()
+    assert ruined.see(5000.0, 1, first_loss=2.3) is None
+    assert noisy.see(2.3, 1, first_loss=0.9) is None
+    told = [ruined.see(2.3, 1 + i * 100) for i in range(1, 6)]
+    assert "2.3 at first" in str(told[-1])
+    assert [noisy.see(1.5, 1 + i * 100) for i in range(1, 6)] == [None] * 5
+
+
 def test_it_says_what_it_saw() -> None:
     """The first loss, the recent one, and after how many updates."""
     watch = LossWatch()
@@ -79,3 +93,50 @@ def test_a_loss_that_rises_is_told_by_that_name() -> None:
     assert told is not None
     assert told.event == "loss_rising"
     assert "has risen: 2.3 at first, 3.1 after" in str(told)
+
+
+def monitored(losses: Sequence[float]) -> LossMonitor:
+    """A member's monitor behind these windows."""
+    monitor = LossMonitor("staleness='damp'")
+    for i, loss in enumerate(losses):
+        monitor.add(torch.tensor(loss))
+        monitor.look(1 + i * 100)
+    return monitor
+
+
+def test_the_warning_keeps_its_words_while_nothing_changes() -> None:
+    """One line in the log, and the page says the same; what goes wrong otherwise is told anew."""
+    with capture_logs() as logs:
+        assert monitored([2.3] * 9).warning == (
+            "the loss has not fallen: 2.3 at first, 2.3 after 300 updates"
+        )
+    assert [line["event"] for line in logs] == ["loss_not_falling"]
+    with capture_logs() as logs:
+        assert monitored([*[2.3] * 6, *[4.0] * 6, *[0.1] * 4]).warning == ""
+    assert [line["event"] for line in logs] == ["loss_not_falling", "loss_rising", "loss_falls"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "must_fall", "fails"),
+    [
+        ([2.3, 1.0, 0.5, 0.2], True, False),
+        ([2.3] * 9, False, False),
+        ([2.3] * 9, True, True),
+        ([2.3, 1.0, math.nan], False, True),
+        ([2.3, math.nan, 1.0, 0.5, 0.2], False, False),
+        ([2.3], True, False),
+    ],
+    ids=["falls", "flat", "flat, but must not", "ends as NaN", "was NaN", "too early"],
+)
+def test_how_a_job_ends(losses: Sequence[float], must_fall: bool, fails: bool) -> None:
+    """A loss that is not finite at the end is a failure; one that has not fallen is one where the
+    script says so, and else the last line of the log."""
+    monitor = monitored(losses)
+    if fails:
+        with pytest.raises(TrainingFailed, match="the loss "):
+            monitor.check(must_fall=must_fall)
+        return
+    with capture_logs() as logs:
+        monitor.check(must_fall=must_fall)
+    assert [line["event"] for line in logs] == (["loss_not_falling"] if losses == [2.3] * 9 else [])
+    assert not monitor.warning or "after 800 updates" in monitor.warning

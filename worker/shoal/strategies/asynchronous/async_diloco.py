@@ -25,7 +25,7 @@ from shoal.strategies.synchronous.strategy import refuse_lbfgs
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 
-KINDS = ("none", "scale")
+KINDS = ("damp", "none", "scale")
 
 
 class AsyncDiLoCo(AsyncSGD):
@@ -39,13 +39,16 @@ class AsyncDiLoCo(AsyncSGD):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        staleness: str = "none",
+        staleness: str = "damp",
         compression: str | Compression | None = None,
     ) -> None:
-        """A round is `every_steps` steps, fewer where samples run out. Every member's push moves
-        the values by itself, so with n members `outer_lr` should be near 1/n of what it is for
-        "diloco". `staleness`: "none", or "scale" to divide it by the rounds that others pushed
-        since. `compression`: how the changes of a round are made small, as those of `shoal.DiLoCo`.
+        """A round is `every_steps` steps, fewer where samples run out: members share each epoch
+        fairly, so no round has more steps than two such shares. Every member's push moves
+        the values by itself. `staleness`: "damp" slows the outer step down by the rounds that
+        others pushed since, momentum first, so that the settings of "diloco" do for several
+        members; "scale" divides its rate by their number; with "none" `outer_lr` and
+        `outer_momentum` have to be chosen for the number of members. `compression`: how the
+        changes of a round are made small, as those of `shoal.DiLoCo`.
 
         Raises InvalidSpec for what is out of range.
         """
@@ -77,7 +80,7 @@ class AsyncDiLoCo(AsyncSGD):
         return {"rounds": f"{self._every_steps} steps, {self._outer}"}
 
     @property
-    def steps_per_lease(self) -> int:
+    def steps_per_round(self) -> int:
         return self._every_steps
 
     def _rates(self) -> list[float]:
@@ -98,6 +101,11 @@ class AsyncDiLoCo(AsyncSGD):
         if self._steps_of_round == self._every_steps:
             self._end_round()
         self._watch_loss()
+
+    def _watch_loss(self) -> None:
+        # By steps: a round is one update, and a whole run may have a few dozen.
+        if self._losses is not None and self._losses.is_due(self._step):
+            self._losses.look(self._step)
 
     def _end_round(self) -> None:
         """Push what the round has changed, and go on from what the servers make of it."""

@@ -28,7 +28,7 @@ from shoal.embedding.row_codec import row_codec
 from shoal.membership.generation import Context, Generation
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.state.whole_model import on_host
-from shoal.strategies.asynchronous.first_values import first_values
+from shoal.strategies.asynchronous.first_values import await_servers, first_values
 from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.asynchronous.loss_watch import LossMonitor
 from shoal.strategies.asynchronous.optimizer_spec import in_words, to_spec
@@ -38,7 +38,7 @@ from shoal.strategies.asynchronous.push_options import PushOptions, level
 from shoal.strategies.asynchronous.shared_model import SharedModel
 from shoal.strategies.asynchronous.shared_values import SharedValues, bytes_of
 from shoal.strategies.asynchronous.staleness_clock import StalenessClock
-from shoal.strategies.asynchronous.staleness_policy import to_policy
+from shoal.strategies.asynchronous.staleness_policy import policy_in_words, to_policy
 from shoal.strategies.asynchronous.step_refusals import StepRefusals
 from shoal.strategies.base import Strategy
 from shoal_client.parameters.dense import ParameterClient, PushResult
@@ -76,6 +76,7 @@ class AsyncSGD(Strategy):
         acknowledge: str = "replicated",
         compression: str | Compression | None = None,
         lost_wait_s: float = 0.0,
+        loss_must_fall: bool = False,
     ) -> None:
         """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `StalenessClock`.
 
@@ -97,6 +98,10 @@ class AsyncSGD(Strategy):
         `lost_wait_s`: how long a step waits where a shard is lost, for a server that comes back
         with its journal; then, and at once by default, it ends with StateLost.
 
+        `loss_must_fall`: behind the last sample, a loss that is not lower than at first is an
+        error, TrainingFailed, as one that is not finite is in any case. Leave it out where a loss
+        need not fall: adversarial training, rewards.
+
         Raises InvalidSpec for options that contradict each other.
         """
         self._options = PushOptions(
@@ -105,6 +110,7 @@ class AsyncSGD(Strategy):
             acknowledgement=level(acknowledge),
             compression=None if compression is None else find_compression(compression),
             lost_wait_s=lost_wait_s,
+            must_fall=loss_must_fall,
         )
         self._refusals = StepRefusals()
         self._clock = StalenessClock(consistency, staleness_bound)
@@ -146,7 +152,7 @@ class AsyncSGD(Strategy):
                 expected="a model without them, or the strategy async-sgd",
             )
         self._fields |= self._tables.fields()
-        log.info("staleness_policy_chosen", strategy=self.name, policy=in_words(policy))
+        log.info("staleness_policy_chosen", strategy=self.name, policy=policy_in_words(policy))
         return model, optimizer
 
     def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
@@ -182,7 +188,15 @@ class AsyncSGD(Strategy):
         if self._has_state:
             return
         client = self._connected()
-        client.place(self._shared.values.schema, self._tables.specs)
+
+        def is_broken() -> bool:
+            return generation.number <= self._cut_generation
+
+        await_servers(
+            lambda: client.place(self._shared.values.schema, self._tables.specs),
+            limit_s=self.context.limits.join_s,
+            is_broken=is_broken,
+        )
         self._tables.enter()
         first_values(
             client,
@@ -190,14 +204,15 @@ class AsyncSGD(Strategy):
             self._shared.spec,
             creates=generation.rank == 0,
             limit_s=self.context.limits.bring_up_s,
-            is_broken=lambda: generation.number <= self._cut_generation,
+            is_broken=is_broken,
         )
         self._has_state = True
         # First values are not waited for like this: a generation is brought up within a limit.
         client.wait_for_lost(self._options.lost_wait_s)
         self._tables.wait_for_lost(self._options.lost_wait_s)
-        if self._num_updates < BEGINNING_UPDATES:
-            self._losses = LossMonitor(in_words(self._options.policy))
+        # New shards have version 1.
+        if (self._num_updates - 1) * self.steps_per_round < BEGINNING_UPDATES:
+            self._losses = LossMonitor(policy_in_words(self._options.policy))
 
     def cut(self, generation: int) -> None:
         self._cut_generation = max(self._cut_generation, generation)
@@ -256,6 +271,10 @@ class AsyncSGD(Strategy):
     def warning(self) -> str:
         return self._losses.warning if self._losses is not None else ""
 
+    def check_result(self) -> None:
+        if self._losses is not None:
+            self._losses.check(must_fall=self._options.must_fall)
+
     def _count(self, result: PushResult) -> None:
         self._counts.pushed(result)
 
@@ -278,6 +297,7 @@ class AsyncSGD(Strategy):
         )
         if self._shared.compressor is not None:
             self._shared.compressor.refused(result.stale)
+        self._counts.rollbacks.see(self._connected().versions)
         if self._clock.wants_values:
             self._shared.values.adopt()
         return result
@@ -305,6 +325,7 @@ class AsyncSGD(Strategy):
     def _refresh(self) -> None:
         """Take the values as they are now."""
         self._connected().pull(self._shared.values.writable(), wait_s=0.0)
+        self._counts.rollbacks.see(self._connected().versions)
         self._shared.values.adopt()
 
     @property

@@ -1,17 +1,65 @@
-"""How a member comes by its first values: from the servers, or as the one who brings them there."""
+"""How a member comes by its first values: from the servers, once there are any, or as the one who
+brings them there."""
 
+import threading
 import time
 from collections.abc import Callable
 
+import structlog
+
 from shoal.strategies.asynchronous.shared_values import SharedValues
 from shoal_client.parameters.dense import ParameterClient
-from shoal_proto.errors import GenerationBroken, ShardNotReady
+from shoal_proto.errors import GenerationBroken, NoServers, ShardNotReady
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
+
+log = structlog.get_logger(__name__)
 
 PATIENCE_SHARE = 0.25
 """After this share of the limit without values, any member creates them."""
 LOOK_S = 0.5
-"""How often a member that waits for its first values looks whether its generation broke."""
+"""How often a member that waits for servers asks again, and one that waits for its first values
+looks whether its generation broke."""
+
+
+def await_servers(
+    place: Callable[[], object], *, limit_s: float, is_broken: Callable[[], bool]
+) -> None:
+    """Place the job's shards, as soon as there is a parameter server to hold them.
+
+    Raises NoServers when the limit has passed without one, GenerationBroken, and what placing is
+    refused with.
+    """
+    began_s = time.monotonic()
+    waits = False
+    pause = threading.Event()
+    while True:
+        try:
+            place()
+        except NoServers as error:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= limit_s:
+                raise NoServers(
+                    error.what,
+                    seen=f"{error.seen}, for {waited_s:.0f} s",
+                    expected=error.expected,
+                    fix=f"{error.fix} A worker waits for one as long as --join-s says.",
+                ) from error
+            if not waits:
+                until = time.strftime("%H:%M:%S", time.localtime(time.time() + limit_s))
+                log.warning(
+                    "waiting_for_parameter_servers",
+                    reason=str(error),
+                    until=until,
+                    limit_s=limit_s,
+                )
+            waits = True
+            if is_broken():
+                raise GenerationBroken("the generation broke before there was a server") from error
+            pause.wait(LOOK_S)
+            continue
+        if waits:
+            log.info("parameter_servers_found", waited_s=round(time.monotonic() - began_s, 1))
+        return
 
 
 def first_values(

@@ -7,6 +7,8 @@ import structlog
 import torch
 from torch import Tensor
 
+from shoal_proto.errors import TrainingFailed
+
 log = structlog.get_logger(__name__)
 
 WINDOW_STEPS = 10
@@ -17,6 +19,13 @@ EXPECTED_SHARE = 0.97
 """Of the first window's loss: what the recent ones should be below."""
 RISE_SHARE = 0.1
 """By so much of the first window's loss it must be higher to be called rising."""
+FIX = (
+    "Lower the learning rate or the momentum, or train with fewer members:"
+    " docs/parameter-server.md, Staleness."
+)
+BLOW_UP = 4.0
+"""A first window whose mean is so many times its first loss has seen the first steps fail: then the
+first loss is what the others are compared with."""
 PATIENCE_UPDATES = 200
 """Before the job has had so many, by all members, nothing is said of a finite loss."""
 _IN_WORDS = {
@@ -45,6 +54,10 @@ class Stagnation:
         is_higher = self.recent > self.first + RISE_SHARE * abs(self.first)
         return "loss_rising" if is_higher else "loss_not_falling"
 
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.recent)
+
     def __str__(self) -> str:
         return (
             f"the loss {_IN_WORDS[self.event]}: {self.first:.4g} at first,"
@@ -60,13 +73,18 @@ class LossWatch:
         self._began = 0
         self._recent: list[float] = []
 
-    def see(self, mean_loss: float, num_updates: int) -> Stagnation | None:
-        """Take the mean loss of the last window, at `num_updates` of the job.
+    def see(
+        self, mean_loss: float, num_updates: int, first_loss: float = math.inf
+    ) -> Stagnation | None:
+        """Take the mean loss of the last window, at `num_updates` of the job. `first_loss`: the
+        first one in it.
 
         Returns what is wrong, or None while the loss falls or it is too early to tell.
         """
         if self._first is None:
-            self._first, self._began = mean_loss, num_updates
+            blown_up = mean_loss > BLOW_UP * first_loss > 0
+            self._first = first_loss if blown_up else mean_loss
+            self._began = num_updates
             return None
         self._recent = [*self._recent, mean_loss][-NUM_RECENT:]
         since = num_updates - self._began
@@ -91,8 +109,14 @@ class LossMonitor:
         self._policy = policy
         self._watch = LossWatch()
         self._losses: list[Tensor] = []
-        self.warning = ""
-        """What is wrong at the moment, for the health report."""
+        self._told: Stagnation | None = None
+        self._last: Stagnation | None = None
+
+    @property
+    def warning(self) -> str:
+        """What is wrong, for the health report. The same words as in the log, for as long as it
+        stays wrong in the same way."""
+        return str(self._told) if self._told is not None else ""
 
     def add(self, loss: Tensor) -> None:
         """One more; read later: on a GPU that would wait for the device."""
@@ -104,15 +128,37 @@ class LossMonitor:
 
     def look(self, num_updates: int) -> None:
         """Say, once each time that it begins, that the loss does not fall."""
-        mean = torch.stack(self._losses).mean().item()
+        mean, first = torch.stack(self._losses).mean().item(), self._losses[0].item()
         self._losses.clear()
-        stagnation = self._watch.see(mean, num_updates)
-        if stagnation is not None and not self.warning:
-            log.warning(
-                stagnation.event,
-                reason=str(stagnation),
-                policy=self._policy,
-                fix="Lower the learning rate or the momentum, or train with fewer members:"
-                " docs/parameter-server.md, Staleness.",
+        self._last = self._watch.see(mean, num_updates, first)
+        before = self._told.event if self._told is not None else ""
+        if self._last is None:
+            if before:
+                log.info("loss_falls", reason=f"after {num_updates} updates", before=before)
+            self._told = None
+        elif self._last.event != before:
+            self._told = self._last
+            self._log(self._last)
+
+    def check(self, *, must_fall: bool) -> None:
+        """This member has taken its last step: say how it ended.
+
+        Raises TrainingFailed for a loss that is not finite, and where it `must_fall` for one that
+        has not.
+        """
+        last = self._last
+        if last is None:
+            return
+        if must_fall or not last.is_finite:
+            raise TrainingFailed(
+                "all samples were trained on, in vain",
+                seen=str(last),
+                expected="a loss that is lower than at first" if must_fall else "a finite loss",
+                fix=FIX,
             )
-        self.warning = str(stagnation) if stagnation is not None else ""
+        # Once more, as it ended: what stands far above may be forgotten by now.
+        self._told = last
+        self._log(last)
+
+    def _log(self, stagnation: Stagnation) -> None:
+        log.warning(stagnation.event, reason=str(stagnation), policy=self._policy, fix=FIX)

@@ -1,15 +1,47 @@
-"""What became of a member's pushes, for the health report."""
+"""What became of a member's pushes: for the health report, and told where they were undone."""
 
 import threading
 from collections.abc import Mapping
 
+import structlog
+
 from shoal_client.parameters.dense import PushResult
+
+log = structlog.get_logger(__name__)
+
+MAX_TOLD_SHARDS = 8
+
+
+class RollbackWatch:
+    """Tells when shards have gone back to an earlier version under their members."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+
+    def see(self, versions: Mapping[int, int]) -> None:
+        """Take the newest version that is known of each shard; one line for all that went back."""
+        seen, self._seen = self._seen, dict(versions)
+        back = {shard: now for shard, now in versions.items() if now < seen.get(shard, 0)}
+        if not back:
+            return
+        shards = sorted(back)
+        told = [f"shard {shard} from {seen[shard]} to {back[shard]}" for shard in shards]
+        more = len(told) - MAX_TOLD_SHARDS
+        log.warning(
+            "values_rolled_back",
+            reason=", ".join(told[:MAX_TOLD_SHARDS]) + (f" and {more} more" if more > 0 else ""),
+            num_shards=len(back),
+            num_updates_undone=max(seen[shard] - back[shard] for shard in shards),
+            fix="Every server that had them was lost: a snapshot was restored, or their loss was"
+            " accepted. Training goes on from there; `shoal status` says which it was.",
+        )
 
 
 class PushCounts:
     """All methods may be called by any thread."""
 
     def __init__(self) -> None:
+        self.rollbacks = RollbackWatch()
         self._lock = threading.Lock()
         self._last: PushResult | None = None
         self._num_pushed = 0

@@ -23,6 +23,8 @@ class PushOptions:
     """What a push waits for."""
     lost_wait_s: float = 0.0
     """How long a step waits for shards that are lost to come back."""
+    must_fall: bool = False
+    """Whether a loss that is not lower at the end than at first is an error."""
     compression: Compression | None = None
     """How gradients are made small before they are pushed."""
 

@@ -53,3 +53,13 @@ def to_policy(
         policy.adaptive = adaptive
         policy.decay = DECAY if adaptive else 0.0
     return policy
+
+
+def policy_in_words(policy: StalenessPolicy) -> str:
+    """What is done about staleness, as a script would write it."""
+    options = [f"staleness={policy.kind!r}"]
+    if policy.kind == "compensate":
+        options += [f"compensation={policy.strength:g}", f"adaptive={policy.adaptive}"]
+    if policy.HasField("bound"):
+        options.append(f"reject_above={policy.bound}")
+    return ", ".join(options)

@@ -1,6 +1,6 @@
 """Copies of shards that others lead: only whom the record names may tell them anything."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -33,6 +33,9 @@ from shoal_server.core.replication.protocol.messages import (
     Why,
 )
 from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+
+Begins = Continue | ImageStart
+"""With which a copy begins."""
 
 
 class CopyPhase(Enum):
@@ -70,8 +73,11 @@ class _Asking:
 
 
 class Copies:
-    def __init__(self, me: Holder) -> None:
+    """`runs`: of each shard, which run of its job the record is of."""
+
+    def __init__(self, me: Holder, runs: Mapping[Key, str]) -> None:
         self._me = me
+        self._runs = runs
         self._held: dict[Key, Copy] = {}
         self._coming: dict[Key, IncomingImage] = {}
         self._asking: dict[Key, _Asking] = {}
@@ -100,15 +106,14 @@ class Copies:
     def requested(
         self, peer: Holder, link: int, request: Request, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        key = request.key
         match request:
             case Offer():
                 yield from self._offered(peer, link, request, assignment)
             case Chunk():
                 yield from self._chunk(peer, link, request)
             case Continue() | Record() | ImageStart():
-                if not self._may_tell(assignment, peer, request.epoch):
-                    yield Answer(peer, link, _other_holders(key, request.epoch, assignment))
+                if not self._may_tell(assignment, peer, request):
+                    yield Answer(peer, link, self._other_holders(request, assignment))
                 elif isinstance(request, ImageStart):
                     yield from self._image(peer, link, request)
                 elif isinstance(request, Continue):
@@ -116,12 +121,26 @@ class Copies:
                 else:
                     yield from self._record(peer, link, request)
 
-    def _may_tell(self, assignment: ShardAssignment | None, peer: Holder, epoch: int) -> bool:
+    def _may_tell(
+        self, assignment: ShardAssignment | None, peer: Holder, told: Offer | Record | Begins
+    ) -> bool:
+        # A record follows on what began in its run.
+        run = "" if isinstance(told, Record) else told.run
         return (
             assignment is not None
-            and (assignment.primary, assignment.epoch) == (peer, epoch)
+            and (assignment.primary, assignment.epoch) == (peer, told.epoch)
+            and run in ("", self._runs.get(told.key))
             and self._me in assignment.holders[1:]
         )
+
+    def _other_holders(
+        self, told: Offer | Record | Begins, assignment: ShardAssignment | None
+    ) -> Refused:
+        """The answer to one that the record does not name as that epoch's primary, or that it does
+        not name this server to. Epochs of another run say nothing of this one's."""
+        is_same_run = isinstance(told, Record) or told.run in ("", self._runs.get(told.key))
+        newest = assignment.epoch if assignment is not None and is_same_run else 0
+        return Refused(told.key, told.epoch, Why.OTHER_HOLDERS, str(assignment), newest)
 
     def _offered(
         self, peer: Holder, link: int, offer: Offer, assignment: ShardAssignment | None
@@ -130,7 +149,7 @@ class Copies:
         copy = self._held.get(key)
         if copy is not None and copy.phase is CopyPhase.SETTLING:
             self._asking.setdefault(key, _Asking()).offers.append((peer, link, offer))
-        elif self._may_tell(assignment, peer, offer.epoch):
+        elif self._may_tell(assignment, peer, offer):
             yield Answer(peer, link, self._holds(peer, offer))
         elif key in self._asking:
             self._asking[key].offers.append((peer, link, offer))
@@ -157,10 +176,10 @@ class Copies:
         """The newest record was read, or the copy has settled: answer who offered."""
         asking = self._asking.pop(key, None)
         for peer, link, offer in asking.offers if asking is not None else ():
-            if self._may_tell(assignment, peer, offer.epoch):
+            if self._may_tell(assignment, peer, offer):
                 yield from self._offered(peer, link, offer, assignment)
             else:
-                yield Answer(peer, link, _other_holders(key, offer.epoch, assignment))
+                yield Answer(peer, link, self._other_holders(offer, assignment))
 
     def _continued(
         self, peer: Holder, link: int, request: Continue, assignment: ShardAssignment | None
@@ -236,9 +255,9 @@ class Copies:
             return
         start, peer, link = coming.start, coming.peer, coming.link
         copy = self._held.get(key)
-        if assignment is None or not self._may_tell(assignment, peer, start.epoch):
+        if assignment is None or not self._may_tell(assignment, peer, start):
             yield from self._forget_image(key)
-            yield Answer(peer, link, _other_holders(key, start.epoch, assignment))
+            yield Answer(peer, link, self._other_holders(start, assignment))
         elif copy is not None and copy.epoch == start.epoch and copy.received > start.version:
             # What a primary was told to be received here must not be replaced by less.
             yield from self._forget_image(key)
@@ -260,17 +279,10 @@ class Copies:
     ) -> Iterator[Effect]:
         """By the record as it is now, nobody may be sending one."""
         coming = self._coming.get(key)
-        if coming is not None and not self._may_tell(assignment, coming.peer, coming.start.epoch):
+        if coming is not None and not self._may_tell(assignment, coming.peer, coming.start):
             yield from self._forget_image(key)
 
     def _forget_image(self, key: Key) -> Iterator[Effect]:
         coming = self._coming.pop(key, None)
         if coming is not None:
             yield DropImage(key, coming.start.image)
-
-
-def _other_holders(key: Key, epoch: int, assignment: ShardAssignment | None) -> Refused:
-    """The answer to one that the record does not name as that epoch's primary, or that it does not
-    name this server to."""
-    newest = assignment.epoch if assignment is not None else 0
-    return Refused(key, epoch, Why.OTHER_HOLDERS, str(assignment), newest)

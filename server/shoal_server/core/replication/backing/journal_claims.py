@@ -10,35 +10,52 @@ from math import inf
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.absences import Absences
-from shoal_server.core.shards.assignments import Holder, ShardAssignment, led_from_disk
+from shoal_server.core.shards.assignments import (
+    Holder,
+    ShardAssignment,
+    found_older,
+    is_older,
+    led_from_disk,
+    may_be_put_on_disk,
+)
 
 
 class JournalClaims:
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me
         self._dead_after_s = limits.dead_after_s
-        self._keys: set[Key] = set()
-        """What the journal has and others may have too."""
+        self._found: dict[Key, tuple[int, int] | None] = {}
+        """What the journal has and others may have too: epoch and version. None: what this very
+        process left there."""
         self._absences = Absences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
         self._judged_s = -inf
         self._longest_gap_s = limits.longest_gap_s
 
-    def found(self, key: Key) -> None:
-        """The journal has it, and it is not led here."""
-        self._keys.add(key)
+    def found(self, key: Key, epoch: int, version: int) -> None:
+        """The last process left it in the journal."""
+        self._found[key] = epoch, version
+
+    def left(self, key: Key) -> None:
+        """This process led it, and does no longer; the journal has it."""
+        self._found[key] = None
 
     @property
     def open(self) -> list[Key]:
         """What the journal has and nobody leads from it yet."""
-        return sorted(self._keys)
+        return sorted(self._found)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._keys
+        return key in self._found
+
+    def known(self, key: Key, assignment: ShardAssignment) -> None:
+        """The record as it is now."""
+        if not may_be_put_on_disk(assignment, self._me):
+            self.take(key)
 
     def take(self, key: Key) -> None:
-        """It is led here, or the record names another disk."""
-        self._keys.discard(key)
+        """It is led here, or another disk has it."""
+        self._found.pop(key, None)
 
     def seen(
         self,
@@ -58,6 +75,9 @@ class JournalClaims:
 
     def revised(self, key: Key, a: ShardAssignment, now_s: float) -> ShardAssignment:
         """The record as this server wants it. Who was dead a while ago may be back by now."""
-        if key not in self._keys or now_s - self._judged_s > self._longest_gap_s:
+        if key not in self._found or now_s - self._judged_s > self._longest_gap_s:
             return a
+        found = self._found[key]
+        if found is not None and is_older(a, *found):
+            return found_older(a, self._me, found[1], self._dead)
         return led_from_disk(a, self._me, self._dead)

@@ -1,6 +1,7 @@
 """A shard that this server leads: who follows it, what is safe, what is to be written about it."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 from shoal_server.core.replication.leading.followers import Follower, FollowerPhase
@@ -36,6 +37,18 @@ class HandoverPhase(Enum):
     STOPPED = "nothing is applied any more"
 
 
+@dataclass(slots=True)
+class _Disk:
+    """What the journal has of a shard."""
+
+    keeps: bool
+    """Whether it is to have it."""
+    version: int | None = None
+    """Up to which it has it, image and all; None: it has not."""
+    told: int = 0
+    """Up to which the record is to say so."""
+
+
 class LedShard:
     """From when this server leads it in one epoch until it does no longer.
 
@@ -57,6 +70,8 @@ class LedShard:
         self.assignment = assignment
         self.version = version
         self.born = born
+        self.run = ""
+        """Of the job, that the record is of."""
         self.followers: dict[Holder, Follower] = {}
         self.lost: set[Holder] = set()
         """Holders that are gone, or refuse the shard: to be taken out of the record."""
@@ -66,9 +81,7 @@ class LedShard:
         self.handover = HandoverPhase.NONE
         self._origin = origin
         self._began_at = version
-        self._keeps = keeps
-        self._disk: int | None = None
-        """Up to which version the journal has it, image and all."""
+        self._disk = _Disk(keeps)
         self._trimmed = version
         self._waiters = {level: Waiters() for level in (Level.REPLICATED, Level.DURABLE)}
 
@@ -101,28 +114,25 @@ class LedShard:
     @property
     def durable_version(self) -> int | None:
         """The newest version that the disk which the record names has; None: none does."""
-        if self._disk is None or self.assignment.on_disk != self._disk_id:
-            return None
-        return self._disk
-
-    @property
-    def _disk_id(self) -> str:
-        return self.assignment.primary.server_id
+        is_named = self.assignment.on_disk == self.assignment.primary.server_id
+        return self._disk.version if is_named else None
 
     def asked(self, token: Token, version: int, level: Level) -> Effect | None:
         """The answer, if there is one yet."""
         if self.is_deposed:
             return Refuse(token, Refusal.DEPOSED)
-        if level is Level.APPLIED:
-            return Acknowledge(token)
-        if level is Level.DURABLE and not self._keeps:
+        if level is Level.DURABLE and not self._disk.keeps:
             return Refuse(token, Refusal.NO_DISK)
-        if self._is_as_safe(version, level):
+        if self.is_as_safe(version, level):
             return Acknowledge(token)
         self._waiters[level].add(version, token)
         return None
 
-    def _is_as_safe(self, version: int, level: Level) -> bool:
+    def is_as_safe(self, version: int, level: Level) -> bool:
+        if self.is_deposed:
+            return False
+        if level is Level.APPLIED:
+            return True
         if not self.is_safe(version):
             return False
         durable = self.durable_version
@@ -151,6 +161,10 @@ class LedShard:
             for token in self._waiters[level].clear():
                 yield Refuse(token, why)
 
+    def not_kept(self, version: int) -> None:
+        """Nobody can be told of that version any more, nor of one before it."""
+        self._trimmed = max(self._trimmed, version)
+
     def trimmed(self) -> Iterator[Effect]:
         """What every follower has is kept no longer."""
         needs = (f.needs_from(self.version) for f in self.followers.values())
@@ -162,10 +176,22 @@ class LedShard:
     # --- the disk ---
 
     def on_disk(self, version: int) -> None:
-        self._disk, self._keeps = max(version, self._disk or 0), True
+        disk = self._disk
+        is_first = disk.version is None
+        disk.version, disk.keeps = max(version, disk.version or 0), True
+        if is_first:
+            self.tell_disk()
+
+    def tell_disk(self) -> bool:
+        """Have the record say how far it is on disk by now; whether that is news."""
+        disk = self._disk
+        if disk.version is None or disk.version <= disk.told:
+            return False
+        disk.told = disk.version
+        return True
 
     def disk_failed(self) -> Iterator[Effect]:
-        self._disk, self._keeps = None, False
+        self._disk.version, self._disk.keeps = None, False
         yield from self.refused(Refusal.NO_DISK, Level.DURABLE)
 
     # --- copies ---
@@ -223,8 +249,8 @@ class LedShard:
             a = in_step(a, me, joiner.holder)
         if self._is_formed(a):
             a = filled(a, me, self.epoch)
-        if self._disk is not None:
-            a = put_on_disk(a, me)
+        if self._disk.version is not None:
+            a = put_on_disk(a, me, self._disk.told)
         if self._is_level_with(a.successor):
             a = handed_over(a, me)
         return a

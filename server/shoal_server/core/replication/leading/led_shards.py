@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from shoal_server.core.replication.leading.followers import Follower, FollowerPhase
 from shoal_server.core.replication.leading.full_peers import FullPeers
@@ -51,6 +52,9 @@ class Leading:
         """Whether what is led from now on is kept on disk too."""
         self._shards: dict[Key, LedShard] = {}
         self._last_image = 0
+        self._disk_told_s = limits.disk_told_s
+        self._tells_disk_s = inf
+        """When it is written down next how far shards are on disk."""
 
     def find(self, key: Key) -> LedShard | None:
         return self._shards.get(key)
@@ -104,7 +108,7 @@ class Leading:
         link, follower = self.links.opened(peer), led.followers.get(peer)
         if link is not None and follower is not None and peer not in led.lost:
             follower.phase = FollowerPhase.OFFERED
-            yield Send(peer, link.number, Offer(led.key, led.epoch, led.born))
+            yield Send(peer, link.number, Offer(led.key, led.epoch, led.born, led.run))
 
     def tell(self, led: LedShard, version: int) -> Iterator[Effect]:
         """A push was applied."""
@@ -174,7 +178,8 @@ class Leading:
         if reply.version and led.continues(reply.copy_epoch, reply.born, reply.version):
             follower.phase = FollowerPhase.CONTINUING
             follower.image_version = reply.version
-            yield Send(peer, link.number, Continue(led.key, led.epoch, reply.version))
+            goes_on = Continue(led.key, led.epoch, reply.version, led.run)
+            yield Send(peer, link.number, goes_on)
             return
         follower.phase = FollowerPhase.IMAGE
         if link.images.may_continue(led.key, reply.image, reply.next_chunk):
@@ -245,7 +250,13 @@ class Leading:
                 continue
             led.followers[peer].image_version = event.version
             start = ImageStart(
-                event.key, led.epoch, led.born, event.image, event.version, event.num_chunks
+                event.key,
+                led.epoch,
+                led.born,
+                event.image,
+                event.version,
+                event.num_chunks,
+                run=led.run,
             )
             if self.links.opened(peer) is None:
                 # Its other end is asked first, once there is a link again.
@@ -292,7 +303,19 @@ class Leading:
 
     @property
     def wakes_s(self) -> float:
-        return min(self.links.wakes_s, self.full.wakes_s)
+        return min(self.links.wakes_s, self.full.wakes_s, self._tells_disk_s)
+
+    def on_disk(self, led: LedShard, version: int, now_s: float) -> None:
+        """The journal has it up to there."""
+        led.on_disk(version)
+        self._tells_disk_s = min(self._tells_disk_s, now_s + self._disk_told_s)
+
+    def disk_news(self, now_s: float) -> list[LedShard]:
+        """Shards that are further on disk than their records say, now and then."""
+        if now_s < self._tells_disk_s:
+            return []
+        self._tells_disk_s = inf
+        return [led for led in self._shards.values() if led.tell_disk()]
 
     def full_again(self, now_s: float) -> list[LedShard]:
         """Shards that a server without memory is still to get, whose pause is over."""

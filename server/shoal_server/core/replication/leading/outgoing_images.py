@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal_server.core.replication.protocol.effects import CloseImage, Effect, ReleaseChunks
 from shoal_server.core.replication.protocol.messages import Chunk, ImageStart, Key, Request
@@ -84,15 +84,7 @@ class OutgoingImages:
         start = image.start
         assert start is not None
         image.is_flowing = True
-        yield ImageStart(
-            start.key,
-            start.epoch,
-            start.born,
-            start.image,
-            start.version,
-            start.num_chunks,
-            image.sent,
-        )
+        yield replace(start, next_chunk=image.sent)
         yield from self._fill_window(image)
 
     def taken(self, number: int, next_chunk: int) -> Iterator[Chunk | Effect]:

@@ -28,6 +28,8 @@ class Assigned:
 
     key: Key
     assignment: ShardAssignment | None
+    run: str = ""
+    """Of the job, that the record is of: numbers and epochs of another run are others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Applied:
 
     key: Key
     version: int
+    is_kept: bool = True
+    """Whether it can still be told to others: nothing was kept of it where nobody followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +261,12 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class JournalHas:
-    """The last process of this server left the shard in the journal."""
+    """The last process of this server left the shard in the journal, up to that version of that
+    epoch."""
 
     key: Key
+    epoch: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-DEAD_AFTER_S = 300.0
+DEAD_AFTER_S = 900.0
 """A server that etcd has not listed for so long is taken for dead with all that it held, whoever
-decides it: the coordinator that gives its shards away, the server that leads them from its disk."""
+decides it: the coordinator that gives its shards away, the server that leads them from its disk.
+Nine tenths of it is how long etcd may be away before pushes wait: more than ten minutes."""
 
 LONGEST_GAP_S = 4.0
 """Between two looks at the servers that etcd lists, for an absence to go on. Less than a lease
@@ -28,6 +29,8 @@ class ReplicationLimits:
     max_full_s: float = 32.0
     dead_after_s: float = DEAD_AFTER_S
     longest_gap_s: float = LONGEST_GAP_S
+    disk_told_s: float = 30.0
+    """So often it is written down how far a shard is on disk, while it goes on."""
     transfer_attempts: int = 3
     """Links that may break under an image without a chunk of it getting through."""
     window_chunks: int = 4

@@ -20,6 +20,9 @@ class Offer:
     epoch: int
     born: int
     """The epoch in which the shard got its first values: those of another one are others."""
+    run: str = ""
+    """That of the record which the primary goes by: epochs of another run are others. Empty: of a
+    release that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class Continue:
     key: Key
     epoch: int
     version: int
+    run: str = ""
+    """As in `Offer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class ImageStart:
     num_chunks: int
     next_chunk: int = 0
     """Where it goes on: what came before is there."""
+    run: str = ""
+    """As in `Offer`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ class BoundedQueue(Generic[T]):
         self._put = asyncio.Event()
         self._taken = asyncio.Event()
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     @property
     def is_over(self) -> bool:
         """Whether it was ended, and all is taken."""

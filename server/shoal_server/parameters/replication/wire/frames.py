@@ -20,8 +20,8 @@ from shoal_server.core.replication.protocol.messages import (
 from shoal_server.parameters.comparison import digest as comparison
 from shoal_server.parameters.shard.image import UpdateRecord
 
-PIECE_BYTES = 1024 * 1024
-INLINE_BYTES = 64 * 1024
+PIECE_BYTES = 2 * 1024 * 1024
+INLINE_BYTES = 128 * 1024
 """A gradient of so many goes with the message that announces it."""
 MAX_RECORD_BYTES = 8 * 1024**3
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
@@ -47,13 +47,21 @@ Frame = pb.FollowRequest | Piece
 
 def of_offer(offer: Offer) -> pb.FollowRequest:
     job, shard_id = offer.key
-    message = pb.Offer(job=job, shard_id=shard_id, epoch=offer.epoch, born=offer.born)
+    message = pb.Offer(
+        job=job, shard_id=shard_id, epoch=offer.epoch, born=offer.born, run=offer.run
+    )
     return pb.FollowRequest(offer=message)
 
 
 def of_continue(request: Continue) -> pb.FollowRequest:
     job, shard_id = request.key
-    message = pb.Continue(job=job, shard_id=shard_id, epoch=request.epoch, version=request.version)
+    message = pb.Continue(
+        job=job,
+        shard_id=shard_id,
+        epoch=request.epoch,
+        version=request.version,
+        run=request.run,
+    )
     return pb.FollowRequest(continuation=message)
 
 
@@ -71,6 +79,11 @@ def of_record(job: str, shard_id: int, epoch: int, record: UpdateRecord) -> Iter
     yield from _pieces(data)
 
 
+def is_inline(record: UpdateRecord) -> bool:
+    """Whether a single message tells all of it."""
+    return len(record.data) <= INLINE_BYTES
+
+
 def of_image_start(start: ImageStart, header: pb.CutHeader) -> pb.FollowRequest:
     message = pb.ImageStart(
         job=start.key[0],
@@ -80,6 +93,7 @@ def of_image_start(start: ImageStart, header: pb.CutHeader) -> pb.FollowRequest:
         next_chunk=start.next_chunk,
         num_chunks=start.num_chunks,
         cut=header,
+        run=start.run,
     )
     return pb.FollowRequest(image=message)
 
@@ -238,11 +252,11 @@ def _small(request: pb.FollowRequest, kind: str) -> Arrived:
     """What comes whole with its message."""
     if kind == "offer":
         offer = request.offer
-        return Arrived(Offer((offer.job, offer.shard_id), offer.epoch, offer.born))
+        return Arrived(Offer((offer.job, offer.shard_id), offer.epoch, offer.born, offer.run))
     if kind == "continuation":
         message = request.continuation
         key = message.job, message.shard_id
-        return Arrived(Continue(key, message.epoch, message.version))
+        return Arrived(Continue(key, message.epoch, message.version, message.run))
     if kind == "image":
         image = request.image
         start = ImageStart(
@@ -253,6 +267,7 @@ def _small(request: pb.FollowRequest, kind: str) -> Arrived:
             image.cut.version,
             image.num_chunks,
             image.next_chunk,
+            image.run,
         )
         return Arrived(start, header=image.cut)
     raise MalformedMessage(

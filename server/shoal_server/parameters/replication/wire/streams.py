@@ -19,7 +19,7 @@ from shoal_proto.errors import MalformedMessage, ShoalError, Unavailable
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
-from shoal_proto.v1.replication_pb2 import FollowReply, OpenFollowRequest
+from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, OpenFollowRequest
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_server.parameters.bulk.places import NUM_PLACES, PLACE_BYTES, Places
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
@@ -38,6 +38,10 @@ class PeerStream(Protocol):
     ShoalError, grpc.RpcError, or what grpcio raises for a call that is over."""
 
     async def write(self, frame: Frame) -> None: ...
+
+    def write_now(self, message: FollowRequest) -> bool:
+        """Write without waiting, if that can be; whether it was written."""
+        ...
 
     def replies(self) -> AsyncIterator[FollowReply]: ...
 
@@ -71,6 +75,9 @@ class GrpcStream:
 
     async def write(self, frame: Frame) -> None:
         await self._call.write(frame)
+
+    def write_now(self, message: FollowRequest) -> bool:
+        return False
 
     async def replies(self) -> AsyncIterator[FollowReply]:
         async for reply in self._call:
@@ -110,6 +117,9 @@ class BulkStream:
             await self._send(head, frame.data)
         else:
             await self._send(bulk.message(Kind.MESSAGE, frame.SerializeToString()))
+
+    def write_now(self, message: FollowRequest) -> bool:
+        return self._wire.send_now(bulk.message(Kind.MESSAGE, message.SerializeToString()))
 
     async def _send(self, *parts: bytes | memoryview) -> None:
         try:

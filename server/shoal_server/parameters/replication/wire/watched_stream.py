@@ -48,6 +48,13 @@ class WatchedStream:
         self._silence.expect()
         await self._stream.write(frame)
 
+    def send_now(self, message: pb.FollowRequest) -> bool:
+        """Send without waiting, if that can be; whether it was sent."""
+        if not self._stream.write_now(message):
+            return False
+        self._silence.expect()
+        return True
+
     async def beat(self) -> None:
         """Say something that is answered."""
         await self.send(pb.FollowRequest(beat=pb.FollowBeat()))

@@ -1,0 +1,176 @@
+"""Members of a job of thousands, in one process: bench/generation.py starts it.
+
+Each member attends by a stream of its own and makes its own calls, over its host's connection; the
+chunks of a roster are fetched once a host. See `light_member`.
+"""
+
+import asyncio
+import json
+import os
+import struct
+import sys
+import time
+
+from light_member import LightMember, Rosters
+from member_driver import CALL_S, Driver, Played, Share, serve
+
+from shoal_client.membership import member_events as ev
+from shoal_proto.packing.packed_values import unpack
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1 import rendezvous_pb2
+from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
+
+ADDRESS_BYTES = 154
+"""Of what a rank of Gloo (torch 2.13) sets, beside eight bytes for each rank."""
+WIDTH = 64
+"""Calls of one kind that are under way at a time."""
+
+
+class LargeDriver(Driver):
+    def __init__(self, share: Share) -> None:
+        self._seen = Rosters()
+        self._holding: dict[int, set[str]] = {}
+        self._held: dict[int, asyncio.Event] = {}
+        self.held_s: dict[int, float] = {}
+        """By generation: when the last of these members held its record."""
+        super().__init__(share)
+
+    def _player(self, number: int) -> Played:
+        player = super()._player(number)
+        player.core = LightMember(player.core.identity)  # type: ignore[assignment]
+        return player
+
+    # --- commands ---
+
+    async def hold(self, generation: str) -> dict[str, object]:
+        """When the last of these members held the record of that generation; what it was."""
+        number = int(generation)
+        await self._held.setdefault(number, asyncio.Event()).wait()
+        records = {player.record.hex() for player in self.players}
+        return {"held_s": self.held_s[number], "records": sorted(records)}
+
+    async def ready(self) -> dict[str, float]:
+        """All say that the generation is up."""
+        started_s = time.monotonic()
+        width = asyncio.Semaphore(WIDTH)
+
+        async def one(player: Played) -> None:
+            async with width:
+                record = player.core.record  # type: ignore[attr-defined]
+                await self._do(player, ev.BroughtUp(record=record))
+
+        await asyncio.gather(*(one(player) for player in self.players))
+        return {"ready_s": time.monotonic() - started_s}
+
+    async def lose(self) -> dict[str, float]:
+        """The last member's process is gone, as its launcher reports."""
+        player = self.players[-1]
+        self.lost.add(player.member_id)
+        # Nobody beats for it any more.
+        for players in self._hosts.values():
+            if player in players:
+                players.remove(player)
+        info = player.core.identity.info
+        started_s = time.monotonic()
+        await player.stub.ReportExit(
+            pb.ReportExitRequest(
+                job=self._share.job,
+                member_id=player.member_id,
+                pid=info.pid,
+                host=info.host,
+                exit_code=-9,
+            ),
+            timeout=CALL_S,
+        )
+        return {"started_s": started_s}
+
+    async def rendezvous(self, form: str, world_size: str) -> dict[str, float]:
+        """All set what Gloo's ranks set, and read what all have set: bytes of the answers, and when
+        the last one had them. `form`: "packed", or "plain" as earlier releases ask."""
+        size, num_bytes = int(world_size), 0
+        packed: set[bytes] = set()
+        numbers = struct.pack(f"<{size}q", *range(size))
+        keys = [f"{form}/{rank}" for rank in range(size)]
+
+        async def one(rank: int, player: Played) -> None:
+            nonlocal num_bytes
+            stub = RendezvousStub(player.channel)
+            value = os.urandom(ADDRESS_BYTES // 8).ljust(ADDRESS_BYTES, b"\0") + numbers
+            pair = rendezvous_pb2.StorePair(key=keys[rank], value=value)
+            token = player.core.token
+            await stub.Set(rendezvous_pb2.StoreSetRequest(token=token, pairs=[pair]))
+            asks = rendezvous_pb2.StoreGetRequest(
+                token=token, keys=keys, timeout_s=CALL_S, takes_packed=form == "packed"
+            )
+            reply = await stub.Get(asks)
+            num_bytes += reply.ByteSize()
+            # Unpacked once a process: 33 ms of 1,000, which every rank has to spare but this one.
+            if reply.packed_values not in packed:
+                values = unpack(reply.packed_values) if reply.packed_values else reply.values
+                if len(values) != size:
+                    raise RuntimeError("not all values came")
+                if reply.packed_values:
+                    packed.add(reply.packed_values)
+
+        first = self._share.first
+        await asyncio.gather(*(one(first + n, player) for n, player in enumerate(self.players)))
+        return {"num_bytes": num_bytes, "ended_s": time.monotonic()}
+
+    async def fetched(self) -> dict[str, int]:
+        """Bytes of chunks that all hosts asked for since the last time."""
+        num_bytes = sum(host.num_bytes for host in self.chunks.values())
+        for host in self.chunks.values():
+            host.num_bytes = 0
+        return {"num_bytes": num_bytes}
+
+    # --- one member ---
+
+    async def _attend(self, player: Played) -> None:
+        try:
+            await super()._attend(player)
+        except RuntimeError:
+            if player.member_id not in self.lost:
+                raise
+
+    async def _take(self, player: Played, notice: pb.Notice) -> None:
+        kind = notice.WhichOneof("kind")
+        member: LightMember = player.core  # type: ignore[assignment]
+        if not player.admitted.is_set():
+            player.admitted.set()
+            self._attended.append(player)
+            self._attending.release()
+        if kind == "refused":
+            raise RuntimeError(f"refused: {notice.reason}")
+        if kind == "prepare":
+            digest, host = notice.prepare.digest, self.chunks_of(player)
+            if notice.prepare.HasField("head"):
+                await host.get(self._share.job, notice.prepare.head, player.stub)
+            names = self._seen.members(notice.prepare, host)
+            if names.get(player.member_id) != member.identity.public_id:
+                raise RuntimeError("shown a roster that it is not in")
+            number = notice.prepare.roster.generation
+            await self._do(player, ev.Judged(generation=number, digest=digest))
+        elif kind == "outcome" and notice.outcome.verdict == pb.VERDICT_COMMITTED:
+            self._hold(player, member, notice.outcome)
+        elif kind == "break":
+            await self._do(player, ev.StoodStill(step=5, has_state=True))
+
+    def _hold(self, player: Played, member: LightMember, record: pb.GenerationRecord) -> None:
+        if record.digest != member.accepted:
+            raise RuntimeError("told of another roster than it accepted")
+        number = record.roster.generation
+        member.record, member.track.generation = record, number
+        player.record = record.SerializeToString(deterministic=True)
+        holding = self._holding.setdefault(number, set())
+        holding.add(player.member_id)
+        if len(holding) == len(self.players):
+            self.held_s[number] = time.monotonic()
+            self._held.setdefault(number, asyncio.Event()).set()
+
+
+def main() -> None:
+    asyncio.run(serve(LargeDriver, Share(**json.loads(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""`shoal jobs`: what became of each job, in a line."""
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shoal_client.commands.status import DEFAULT_URL, HttpUrl, Json, StatusClient
+
+RECENT_S = 24 * 3600.0
+State = Literal["running", "finished", "failed", "stopped", "lost", "quarantined"]
+_STYLES = {"running": "green", "failed": "red", "lost": "red", "quarantined": "red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListConfig:
+    """Lists jobs: those that run, and those that were over in the last 24 hours."""
+
+    every: Annotated[bool, Parameter(name=["--all", "-a"], negative=())] = False
+    """All jobs of which something is kept."""
+    state: Annotated[State | None, Parameter(name="--state")] = None
+    """Only those in this state, however long they are over."""
+    as_json: Annotated[bool, Parameter(name="--json")] = False
+    """Print JSON instead of a table."""
+    http: HttpUrl = DEFAULT_URL
+
+
+def show(config: ListConfig) -> int:
+    """Print the jobs, the newest last."""
+    with StatusClient(config.http) as client:
+        jobs = [job for job in client.jobs() if _is_wanted(job, config)]
+    jobs.sort(key=lambda job: job["begun_unix_s"])
+    if config.as_json:
+        print(json.dumps(jobs, indent=2))
+        return 0
+    console = Console(highlight=False)
+    if not jobs:
+        console.print(_none(config))
+        return 0
+    console.print(_table(jobs))
+    return 0
+
+
+def _none(config: ListConfig) -> str:
+    if config.state is not None:
+        return f"no job is {config.state}"
+    return "no job" if config.every else "no job; --all shows those that are over, too"
+
+
+def _is_wanted(job: Json, config: ListConfig) -> bool:
+    if config.state is not None:
+        return bool(job["state"] == config.state)
+    ended_s = job["ended_unix_s"]
+    return config.every or not ended_s or time.time() - ended_s < RECENT_S
+
+
+def _table(jobs: list[Json]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold dim", padding=(0, 2, 0, 0))
+    table.add_column("job", overflow="fold", ratio=1)
+    table.add_column("state", no_wrap=True)
+    for column in ("step", "loss", "members", "restarts", "took"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for job in jobs:
+        state = job["state"]
+        style = _STYLES.get(state, "")
+        table.add_row(
+            escape(job["job"]),
+            f"[{style}]{state}[/{style}]" if style else state,
+            str(job["step"]),
+            _loss(job["loss"]),
+            str(job["num_members"]),
+            str(job["num_restarts"]),
+            _took(job),
+        )
+    return table
+
+
+def _loss(loss: float | str | None) -> str:
+    # What JSON has no number for comes as text.
+    return "" if loss is None else f"{float(loss):.4g}"
+
+
+def _took(job: Json) -> str:
+    if not job["begun_unix_s"]:
+        return ""
+    seconds = (job["ended_unix_s"] or time.time()) - job["begun_unix_s"]
+    hours, rest = divmod(math.floor(max(seconds, 0.0)), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"

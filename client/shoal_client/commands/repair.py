@@ -1,0 +1,96 @@
+"""`shoal repair`: what keeps a job in quarantine, and letting it go on without that."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import grpc
+from cyclopts import Parameter
+
+from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
+from shoal_client.connection.coordinators import Coordinators, Method
+from shoal_client.host.reports import check_reachable
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.v1 import repair_pb2 as pb
+from shoal_proto.v1.repair_pb2_grpc import RepairsStub
+
+ANSWER_WITHIN_S = 30.0
+BROKEN = 1
+"""Exit code where the job is still in quarantine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairConfig:
+    """Shows why the coordinator cannot go on with a job: which record in etcd cannot be read, what
+    it holds, and what can be done. With --apply, moves such records aside, to keys under
+    /shoal/v1/quarantine/, and has the job go on from what is sound; nothing is destroyed, and the
+    coordinator is not restarted. Exits with 1 while the job is in quarantine."""
+
+    job: str = field(kw_only=False)
+    """Name of the job."""
+    apply: bool = False
+    """Mend it. Without, nothing changes."""
+    min_members: Annotated[int, Parameter(name="--min")] = 0
+    """The job's --min, where its record of it cannot be read."""
+    max_members: Annotated[int, Parameter(name="--max")] = 0
+    """The job's --max, likewise."""
+    desired_members: Annotated[int, Parameter(name="--desired")] = 0
+    """With how many members its first generation formed at once, likewise."""
+    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+
+    def __post_init__(self) -> None:
+        if not is_name(self.job):
+            raise InvalidSpec("bad name of a job", seen=repr(self.job), expected=NAME_RULE)
+        bounds = (self.min_members, self.max_members, self.desired_members)
+        if any(not 0 <= each < 2**31 for each in bounds):
+            raise InvalidSpec("bad bounds of a job", seen=str(bounds), expected="0 to 2147483647")
+
+
+def repair(config: RepairConfig) -> int:
+    """Show what is wrong with the job, or mend it. Raises UnknownJob, JobQuarantined."""
+    check_reachable(config.coordinators, ANSWER_WITHIN_S)
+    coordinators = Coordinators(config.coordinators)
+    request = pb.RepairRequest(
+        job=config.job,
+        apply=config.apply,
+        min_members=config.min_members,
+        max_members=config.max_members,
+        desired_members=config.desired_members,
+    )
+    try:
+        reply = coordinators.call(_repair, request, timeout_s=ANSWER_WITHIN_S)
+    finally:
+        coordinators.close()
+    print("\n".join(told(config.job, reply)))
+    return 0 if reply.goes_on else BROKEN
+
+
+def told(job: str, reply: pb.RepairReply) -> list[str]:
+    """The answer in lines."""
+    lines = []
+    if reply.quarantined:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reply.since_unix_s))
+        was = "was quarantined" if reply.goes_on else "is quarantined"
+        lines += [f"job {job} {was} since {since}", f"  {reply.reason}"]
+    else:
+        lines.append(f"job {job} is not quarantined ({reply.phase or 'no phase'})")
+    for record in reply.records:
+        lines += [
+            f"{record.key}: {record.kind}, {record.num_bytes} bytes",
+            f"  holds:     {record.excerpt}",
+            f"  seen:      {record.seen}",
+            f"  expected:  {record.expected}",
+            f"  moved to:  {record.moved_to}"
+            if record.moved_to
+            else f"  {'--apply' if record.mendable else 'remedy'}:   {record.remedy}",
+        ]
+    if reply.quarantined and reply.goes_on:
+        lines.append(f"job {job} goes on ({reply.phase or 'nothing of it is left'})")
+    elif reply.quarantined and not reply.records:
+        lines.append("Every record of it can be read: --apply takes it up again as etcd has it.")
+    return lines
+
+
+def _repair(channel: grpc.Channel) -> Method[pb.RepairReply]:
+    return RepairsStub(channel).Repair

@@ -1,0 +1,36 @@
+"""Log lines of what happens again and again while something is away."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+EACH_S = 10.0
+
+
+@dataclass(slots=True)
+class _Told:
+    at_s: float
+    num_left_out: int = 0
+
+
+@dataclass(slots=True)
+class LogLimit:
+    """The first line of an event at once, then one each `each_s` at most; `num_left_out` of a line
+    is how many of its event there were since the last one. For one thread at a time."""
+
+    log: structlog.typing.FilteringBoundLogger
+    each_s: float = EACH_S
+    clock: Callable[[], float] = time.monotonic
+    _told: dict[str, _Told] = field(default_factory=dict)
+
+    def info(self, event: str, **fields: object) -> None:
+        now_s, last = self.clock(), self._told.get(event)
+        if last is not None and now_s - last.at_s < self.each_s:
+            last.num_left_out += 1
+            return
+        if last is not None and last.num_left_out:
+            fields["num_left_out"] = last.num_left_out
+        self._told[event] = _Told(now_s)
+        self.log.info(event, **fields)

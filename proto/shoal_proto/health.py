@@ -1,0 +1,78 @@
+"""What a member reports of its training: the one list from which the report that a worker posts,
+its checks, the views, the metrics and their texts are made."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+
+from annotated_types import Ge, Le, MaxLen
+
+MAX_COUNT = 2**53 - 1
+"""Beyond it a number in JSON is not exact."""
+
+Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
+Amount = Annotated[float, Ge(0), Le(MAX_COUNT)]
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """Marks a figure that Prometheus is told, under this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthFigures:
+    """How a member's training goes, in its own words. None: it did not say."""
+
+    __pydantic_config__: ClassVar[Any] = {"use_attribute_docstrings": True}
+    """For a server that makes a schema of it: the texts are those below."""
+
+    step: Count | None = None
+    """Optimizer steps so far."""
+    loss: Annotated[float | None, Gauge("shoal_member_loss_value")] = None
+    """Newest loss. "NaN" and "Infinity" (as text) are allowed: they are news, not a bad report."""
+    step_time_s: Annotated[Amount | None, Gauge("shoal_member_step_duration_seconds")] = None
+    """Seconds that a step takes."""
+    samples_per_s: Annotated[Amount | None, Gauge("shoal_member_throughput_samples_per_second")] = (
+        None
+    )
+    """Samples this member trains on in a second."""
+    memory_bytes: Annotated[Count | None, Gauge("shoal_member_memory_bytes")] = None
+    """Memory in use: the device's, or the process's where it trains on the CPU."""
+    device: Annotated[str, MaxLen(100)] | None = None
+    """What it trains on: cpu, cuda:0 ..."""
+    staleness_steps: Annotated[Amount | None, Gauge("shoal_member_staleness_steps")] = None
+    """Mean number of updates by others between this member's pull and its push."""
+    sent_bytes_per_step: Annotated[Amount | None, Gauge("shoal_member_sent_bytes")] = None
+    """Bytes that this member sent for its gradients in the newest step."""
+    compression_ratio: Annotated[Amount | None, Gauge("shoal_member_compression_ratio")] = None
+    """How many times more that would have been without compression."""
+    last_error: Annotated[str, MaxLen(2000)] | None = None
+    """The last error the training went through; empty: none."""
+
+    def said(self) -> dict[str, Any]:
+        """The figures that are known, by name."""
+        known = {each.name: getattr(self, each.name) for each in fields(HealthFigures)}
+        return {name: value for name, value in known.items() if value is not None}
+
+
+def gauges() -> dict[str, str]:
+    """The names under which Prometheus is told figures, by figure."""
+    return {name: mark.name for name, mark in _marked(Gauge)}
+
+
+def max_lengths() -> dict[str, int]:
+    """How many characters a text may have, by figure."""
+    return {name: mark.max_length for name, mark in _marked(MaxLen)}
+
+
+def _marked(kind: type) -> Iterator[tuple[str, Any]]:
+    for name, hint in get_type_hints(HealthFigures, include_extras=True).items():
+        # The mark stands on the whole type, or on its part that is not None.
+        parts = [hint, *get_args(hint)]
+        marks = [mark for part in parts for mark in getattr(part, "__metadata__", ())]
+        yield from ((name, mark) for mark in marks if isinstance(mark, kind))
+
+
+__all__ = ["MAX_COUNT", "HealthFigures", "gauges", "max_lengths"]

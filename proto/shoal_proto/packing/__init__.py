@@ -1,0 +1,1 @@
+"""What many members are told, in few bytes."""

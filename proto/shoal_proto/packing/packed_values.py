@@ -1,0 +1,56 @@
+"""Many values that are much alike, in a few bytes: the addresses that the ranks of a group set.
+
+Gloo's ranks each set 154 + 8 N bytes, which are nearly the same for all of them, and each reads
+what all have set. Packed, every value is told by its difference (exclusive or) from the one before
+it, if that is as long, and all together are deflated (RFC 1950).
+"""
+
+import zlib
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from shoal_proto.errors import MalformedMessage
+from shoal_proto.v1.rendezvous_pb2 import StoreReply
+
+LEVEL = 1
+MAX_VALUES_BYTES = 128 * 1024 * 1024
+"""Of all values of one answer; a coordinator keeps half of that for a generation."""
+
+
+def pack(values: Sequence[bytes]) -> bytes:
+    """The values, packed."""
+    last = [b"", *values][: len(values)]
+    told = [_difference(value, before) for value, before in zip(values, last, strict=True)]
+    return zlib.compress(StoreReply(values=told).SerializeToString(), LEVEL)
+
+
+def unpack(packed: bytes) -> list[bytes]:
+    """What was packed. Raises MalformedMessage."""
+    unpacking = zlib.decompressobj()
+    try:
+        data = unpacking.decompress(packed, MAX_VALUES_BYTES)
+        if not unpacking.eof:
+            raise zlib.error("longer than any answer, or cut off")
+        told = StoreReply.FromString(data).values
+    except (zlib.error, DecodeError) as error:
+        raise MalformedMessage(
+            f"{len(packed)} bytes of packed values do not unpack",
+            seen=str(error),
+            expected=f"a deflated StoreReply of at most {MAX_VALUES_BYTES} bytes",
+        ) from error
+    values, before = [], b""
+    for each in told:
+        before = _difference(each, before)
+        values.append(before)
+    return values
+
+
+def _difference(value: bytes, other: bytes) -> bytes:
+    """Of two that are as long; else the value itself. It is its own inverse."""
+    size = len(value)
+    if size != len(other):
+        return value
+    return (int.from_bytes(value, "little") ^ int.from_bytes(other, "little")).to_bytes(
+        size, "little"
+    )

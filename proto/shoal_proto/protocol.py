@@ -1,0 +1,65 @@
+"""Which versions of the protocol a process speaks, and which one two processes speak together.
+
+A version of the protocol stands for what messages and calls mean, not for the fields that they
+have: a field that one side does not know is ignored, or handed on, by the other. So the number
+changes rarely, and a release speaks the versions of the release before it as well.
+
+Each process tells its range with every call, in the user agent of gRPC; a call whose range has
+nothing in common with the server's is refused by name before its request is looked at.
+"""
+
+import re
+from dataclasses import dataclass
+
+from shoal_proto.errors import ProtocolMismatch
+
+_ANNOUNCED = re.compile(r"shoal-protocol/(\d{1,9})-(\d{1,9})(?:\s|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolRange:
+    """The versions from `oldest` to `newest`, both included."""
+
+    oldest: int
+    newest: int
+
+    def __str__(self) -> str:
+        return f"{self.oldest}-{self.newest}"
+
+    def shared_with(self, other: "ProtocolRange") -> int | None:
+        """The newest version that both speak; None where there is none."""
+        shared = min(self.newest, other.newest)
+        return shared if shared >= max(self.oldest, other.oldest) else None
+
+    def agreed_with(self, caller: "ProtocolRange") -> int:
+        """The version to speak with a caller. Raises ProtocolMismatch."""
+        shared = self.shared_with(caller)
+        if shared is None:
+            older = "caller" if caller.newest < self.oldest else "server"
+            raise ProtocolMismatch(
+                "caller and server have no version of the protocol in common",
+                seen=f"versions {caller}",
+                expected=f"one of the versions {self}",
+                fix=f"Upgrade the {older}: neighbouring minor versions of shoal understand each"
+                " other, others do not.",
+            )
+        return shared
+
+
+OWN_PROTOCOLS = ProtocolRange(oldest=3, newest=3)
+
+
+def user_agent(spoken: ProtocolRange) -> str:
+    """What a caller says of itself in each call."""
+    return f"shoal-protocol/{spoken}"
+
+
+USER_AGENT_OPTION = ("grpc.primary_user_agent", user_agent(OWN_PROTOCOLS))
+"""Channel option; every channel between processes of Shoal has it."""
+
+
+def announced(agent: str) -> ProtocolRange | None:
+    """The range in the user agent of a call; None for a caller that does not say: another client
+    of gRPC, whose requests are judged by what they hold."""
+    found = _ANNOUNCED.search(agent)
+    return ProtocolRange(int(found[1]), int(found[2])) if found else None

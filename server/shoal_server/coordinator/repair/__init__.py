@@ -1,0 +1,1 @@
+"""The Repairs service: what is wrong with a job that is quarantined, and mending it."""

@@ -1,0 +1,140 @@
+"""What of a job's records in etcd cannot be read, and what can be done about each."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from shoal_proto.errors import ShoalError
+from shoal_server.coordinator.persistence import codec, earlier_runs, stored_chunks
+from shoal_server.coordinator.persistence.stored_json import state_from_json
+from shoal_server.coordinator.samples import stored_ledger
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Keyspace, KeyValue
+from shoal_server.etcd.json_fields import LaterFormat, Unreadable
+from shoal_server.etcd.records import assignments, shard_map
+
+EXCERPT_BYTES = 120
+
+
+class Kind(Enum):
+    """What may lie in etcd of a job."""
+
+    STATE = "the job's own record"
+    GENERATION = "the record of a generation"
+    MEMBER = "a member"
+    SAMPLES = "the sample ledger"
+    EARLIER_RUNS = "what is known of earlier runs"
+    SHARDS = "how the parameters are cut into shards"
+    ASSIGNMENT = "who holds shards"
+
+
+REMEDIES: Mapping[Kind, str] = {
+    Kind.STATE: "It is written anew from what of it can be read and from the generations' records:"
+    " the job goes on.",
+    Kind.GENERATION: "It is moved aside. If it is the newest, members stop, say which step they"
+    " came to, and form the next generation from the highest.",
+    Kind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join anew.",
+    Kind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that were"
+    " trained on are trained on once more.",
+    Kind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job are not known for"
+    " what they are any more. Make sure that none is left.",
+}
+"""What mending it does. Of what is not here nothing can be mended by moving it aside."""
+NO_REMEDY = (
+    "Nothing: it tells where trained parameters are. `shoal restore` brings them back from a"
+    " snapshot, `shoal rm` begins anew without them."
+)
+OF_A_LATER_RELEASE = (
+    "Nothing is wrong with it: a later release of shoal has written it. A coordinator of that"
+    " release goes on with the job."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """A record that cannot be read."""
+
+    kind: Kind
+    item: KeyValue
+    error: str
+    is_later: bool = False
+    """A later release has written it."""
+
+    @property
+    def is_mendable(self) -> bool:
+        return self.kind in REMEDIES and not self.is_later
+
+    @property
+    def remedy(self) -> str:
+        return OF_A_LATER_RELEASE if self.is_later else REMEDIES.get(self.kind, NO_REMEDY)
+
+    @property
+    def excerpt(self) -> str:
+        """How it begins, printable."""
+        start = self.item.value[:EXCERPT_BYTES]
+        return repr(start)[2:-1] + (" ..." if len(self.item.value) > EXCERPT_BYTES else "")
+
+
+def kind_of(job: str, key: str) -> Kind | None:
+    """What lies at a key of the job; None for one that no coordinator of this version reads."""
+    single = {
+        keys.job_state(job): Kind.STATE,
+        keys.sample_ledger(job): Kind.SAMPLES,
+        keys.reset(job): Kind.EARLIER_RUNS,
+        keys.shard_map(job): Kind.SHARDS,
+    }
+    if key in single:
+        return single[key]
+    if key.startswith(keys.assignments(job)):
+        return Kind.ASSIGNMENT
+    if key.startswith(keys.members(job)):
+        return Kind.MEMBER if "/" not in key.removeprefix(keys.members(job)) else None
+    number = key.removeprefix(keys.generations(job))
+    is_number = key != number and number.isascii() and number.isdigit()
+    return Kind.GENERATION if is_number else None
+
+
+async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
+    """All that lies in etcd of a job. Raises what the store raises."""
+    found: list[KeyValue] = []
+    for prefix in (keys.job_prefix(job), keys.members(job), keys.assignments(job)):
+        found += (await store.range(prefix)).items
+    runs = await store.get(keys.reset(job))
+    return [*found, runs] if runs is not None else found
+
+
+def broken(job: str, items: Sequence[KeyValue]) -> list[Broken]:
+    """Those of a job's records that cannot be read."""
+    found = []
+    for item in items:
+        kind = kind_of(job, item.key)
+        if kind is None:
+            continue
+        try:
+            _READ[kind](job, item, items)
+        except (Unreadable, ShoalError) as error:
+            later = isinstance(error, LaterFormat) or isinstance(error.__cause__, LaterFormat)
+            found.append(Broken(kind=kind, item=item, error=str(error)[:500], is_later=later))
+    return found
+
+
+def _read_samples(job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
+    prefix = keys.sample_deltas(job)
+    deltas = {each.key: each.value for each in items if each.key.startswith(prefix)}
+    stored_ledger.ledger_in(job, item.value, deltas)
+
+
+def _read_generation(job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
+    number = int(item.key.removeprefix(keys.generations(job)))
+    stored_chunks.read(job, number, item.value, stored_chunks.chunks_in(job, items))
+
+
+_READ: Mapping[Kind, Callable[[str, KeyValue, Sequence[KeyValue]], object]] = {
+    Kind.STATE: lambda job, item, _: state_from_json(job, item.value),
+    Kind.GENERATION: _read_generation,
+    Kind.MEMBER: lambda job, item, _: codec.member_from_json(item.value),
+    Kind.SAMPLES: _read_samples,
+    Kind.EARLIER_RUNS: lambda job, item, _: earlier_runs.from_json(job, item.value),
+    Kind.SHARDS: lambda job, item, items: shard_map.parse(job, items),
+    Kind.ASSIGNMENT: lambda job, item, _: assignments.parse(item),
+}

@@ -1,0 +1,97 @@
+"""A job's own record, written anew from what is left of it: pure."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from shoal_server.coordinator.persistence.stored_json import MAX_MEMBERS, spec_from
+from shoal_server.core.driver.job_write import StateRecord
+from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.roster import Generation, JobSpec, Record, Step, Verdict
+from shoal_server.etcd.json_fields import Fields, Unreadable
+
+
+def mended_state(
+    job: str,
+    data: bytes,
+    *,
+    generations: Iterable[int],
+    records: Sequence[Record],
+    bounds: JobSpec | None = None,
+) -> StateRecord:
+    """What the record most likely said, wherever it can be read; of the rest, what the job's
+    generations tell: their numbers, and those of their records that can be read.
+
+    A job of which it is not known how far it trained is taken to have trained in its newest
+    generation, so that it never begins from initial values again. Raises Unreadable where the
+    bounds are told neither by the record nor by `bounds`.
+    """
+    try:
+        fields = Fields.parsed(data)
+    except Unreadable:
+        fields = Fields({})
+    numbers = frozenset(generations)
+    last = _count(fields, "last_generation")
+    return StateRecord(
+        spec=bounds or _spec(job, fields),
+        last_generation=Generation(max(numbers | {last or 0})),
+        finished=_flag(fields, "finished"),
+        reason="its own record was written anew, for it could not be read",
+        progress=_progress(fields, numbers, records),
+        lost=_lost(fields),
+    )
+
+
+def _spec(job: str, fields: Fields) -> JobSpec:
+    found = replace(spec_from(fields.object("spec")), job=job)
+    if problem := found.problem():
+        raise Unreadable(problem)
+    return found
+
+
+def _progress(fields: Fields, numbers: Collection[int], records: Sequence[Record]) -> Progress:
+    trained_in, reached = _count(fields, "trained_in"), _count(fields, "reached_step")
+    if trained_in is None:
+        idle = {r.roster.generation for r in records if not _may_have_trained(r)}
+        trained_in = max((n for n in numbers if n not in idle), default=0)
+    return Progress(trained_in=Generation(trained_in), reached=Step(reached or 0))
+
+
+def _may_have_trained(record: Record) -> bool:
+    return record.verdict is Verdict.COMMITTED and record.roster.synchronous
+
+
+def _count(fields: Fields, name: str) -> int | None:
+    try:
+        return fields.count(name)
+    except Unreadable:
+        return None
+
+
+def _flag(fields: Fields, name: str) -> bool:
+    try:
+        return fields.flag(name)
+    except Unreadable:
+        return False
+
+
+def _lost(fields: Fields) -> str | None:
+    try:
+        return fields.text("lost") if fields.has("lost") else None
+    except Unreadable:
+        return None
+
+
+def bounds_of(job: str, least: int, most: int, desired: int) -> JobSpec | None:
+    """The bounds as an operator gives them; None for none. Raises Unreadable for bad ones."""
+    if not least and not most and not desired:
+        return None
+    least = least or 1
+    spec = JobSpec(
+        job=job,
+        min_members=least,
+        max_members=most or MAX_MEMBERS,
+        desired_members=desired or least,
+    )
+    if problem := spec.problem():
+        raise Unreadable(problem)
+    return spec

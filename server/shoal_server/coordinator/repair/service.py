@@ -1,0 +1,161 @@
+"""The Repairs service: what keeps a job in quarantine, and letting it go on without that.
+
+What cannot be read is moved to a key of its own, as it was, in the transaction that takes it away:
+nothing is destroyed. The job is then taken up as a new leader would take it up.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import structlog
+
+from shoal_proto.errors import InvalidSpec, UnknownJob
+from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.v1 import repair_pb2 as pb
+from shoal_proto.v1.repair_pb2_grpc import RepairsServicer
+from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.persistence import stored_chunks
+from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.coordinator.repair import inspection, mending
+from shoal_server.coordinator.repair.inspection import Broken, Kind
+from shoal_server.core.generations.roster import Record
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Delete, KeyValue, Operation, Put, unchanged_since
+from shoal_server.etcd.json_fields import Unreadable
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.serving.rpc import Context
+
+log = structlog.get_logger(__name__)
+
+MAX_SHOWN = 100
+COPIES_AT_ONCE = 32
+EXPECTED = "what a coordinator of this version writes there"
+
+TakeUp = Callable[[str], Awaitable[str]]
+"""Has the coordinator go on with a job, as etcd has it now; the job's phase."""
+
+
+class RepairService(RepairsServicer):
+    """Lives on the event loop of a coordinator."""
+
+    def __init__(self, store: LeaderStore, registry: Registry, take_up: TakeUp) -> None:
+        self._store = store
+        self._registry = registry
+        self._take_up = take_up
+
+    async def Repair(self, request: pb.RepairRequest, context: Context) -> pb.RepairReply:
+        self._registry.require_leading()
+        job = request.job
+        if not is_name(job):
+            raise InvalidSpec("job is no valid name", seen=repr(job), expected=NAME_RULE)
+        items = await inspection.records_of(self._store, job)
+        known = self._registry.actor_if_known(job)
+        found = self._registry.quarantined.get(job)
+        if not items and known is None and found is None:
+            raise UnknownJob(f"there is no job {job!r}", fix="`shoal status` lists the jobs.")
+        broken = inspection.broken(job, items)
+        reply = pb.RepairReply(goes_on=found is None)
+        if found is not None:
+            why, since_s = found
+            reply.quarantined, reply.reason, reply.since_unix_s = True, str(why), since_s
+        moved: dict[str, str] = {}
+        if request.apply and found is not None:
+            moved = await self._mend(request, items, [b for b in broken if b.is_mendable])
+            reply.phase, reply.goes_on = await self._take_up(job), True
+            log.warning("job_repaired", job=job, moved=list(moved.values()), phase=reply.phase)
+        elif known is not None:
+            reply.phase = known.job.phase.value
+        reply.records.extend(_told(each, moved) for each in broken[:MAX_SHOWN])
+        return reply
+
+    async def _mend(
+        self, request: pb.RepairRequest, items: Sequence[KeyValue], broken: Iterable[Broken]
+    ) -> dict[str, str]:
+        """Where each was moved to, by its key. Raises InvalidSpec for what cannot be mended so."""
+        job, stamp = request.job, time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        moved = {}
+        for each in broken:
+            key = each.item.key
+            target = keys.quarantined(job, stamp, key)
+            writes: list[Operation] = [Put(target, each.item.value)]
+            if each.kind is Kind.SAMPLES:
+                writes.append(await self._deltas_moved(job, stamp, items))
+            writes.append(
+                self._new_state(request, items, each.item)
+                if each.kind is Kind.STATE
+                else Delete(key)
+            )
+            result = await self._store.transact(
+                [unchanged_since(key, each.item.mod_revision)], writes
+            )
+            if result.succeeded:
+                moved[key] = target
+            if each.kind is Kind.EARLIER_RUNS:
+                self._registry.earlier_runs.pop(job, None)
+        return moved
+
+    async def _deltas_moved(self, job: str, stamp: str, items: Sequence[KeyValue]) -> Delete:
+        """Copy what belongs to the ledger; the write that takes it away."""
+        prefix = keys.sample_deltas(job)
+        copies = [
+            Put(keys.quarantined(job, stamp, item.key), item.value)
+            for item in items
+            if item.key.startswith(prefix)
+        ]
+        for start in range(0, len(copies), COPIES_AT_ONCE):
+            await self._store.transact([], copies[start : start + COPIES_AT_ONCE])
+        return Delete(prefix, prefix=True)
+
+    def _new_state(
+        self, request: pb.RepairRequest, items: Sequence[KeyValue], item: KeyValue
+    ) -> Put:
+        job = request.job
+        numbers, records = _generations(job, items)
+        try:
+            bounds = mending.bounds_of(
+                job, request.min_members, request.max_members, request.desired_members
+            )
+            if bounds is None and not any(i.key.startswith(keys.members(job)) for i in items):
+                # Whoever joins first says them anew.
+                bounds = mending.bounds_of(job, 1, 0, 0)
+            state = mending.mended_state(
+                job, item.value, generations=numbers, records=records, bounds=bounds
+            )
+        except Unreadable as error:
+            raise InvalidSpec(
+                f"the bounds of job {job} are not known",
+                seen=str(error),
+                expected="min_members <= desired_members <= max_members",
+                fix="Give --min, --max and --desired, as its members have them.",
+            ) from error
+        return Put(item.key, state_to_json(state))
+
+
+def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[Record]]:
+    """The numbers of all that have a record, and those records that can be read."""
+    numbers, records = [], []
+    chunks = stored_chunks.chunks_in(job, items)
+    for item in items:
+        if inspection.kind_of(job, item.key) is not Kind.GENERATION:
+            continue
+        number = int(item.key.removeprefix(keys.generations(job)))
+        numbers.append(number)
+        try:
+            records.append(stored_chunks.read(job, number, item.value, chunks))
+        except Unreadable as error:
+            log.info("record_unreadable", key=item.key, reason=str(error))
+    return numbers, records
+
+
+def _told(broken: Broken, moved: dict[str, str]) -> pb.BrokenRecord:
+    return pb.BrokenRecord(
+        key=broken.item.key,
+        kind=broken.kind.value,
+        seen=broken.error,
+        expected=EXPECTED,
+        excerpt=broken.excerpt,
+        num_bytes=len(broken.item.value),
+        remedy=broken.remedy,
+        mendable=broken.is_mendable,
+        moved_to=moved.get(broken.item.key, ""),
+    )

@@ -1,0 +1,170 @@
+"""What nobody is in does not stay for ever: jobs end as failed, and what is kept of them goes.
+
+Only the leader does this, one job at a time, and each removal is one transaction: a crash leaves a
+job as it was or as it is to be, and the next sweep goes on with it.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import structlog
+
+from shoal_proto.errors import JobInUse, JobQuarantined, NotLeader, RetryError
+from shoal_server.coordinator.clocks import ClocksService
+from shoal_server.coordinator.job_reset import WRITTEN_WITHIN_S, JobReset
+from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
+from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.coordinator.samples.service import SamplesService
+from shoal_server.core.driver.job_write import StateRecord
+from shoal_server.core.generations.progress import Result
+from shoal_server.core.membership.phases import OVER
+from shoal_server.core.retention import Due, JobAge, RetentionLimits, due
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Delete, Operation, Put
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.records import assignments
+
+log = structlog.get_logger(__name__)
+
+SWEEP_EACH_S = 10.0
+
+
+class Retention:
+    """Lives on the event loop of a coordinator; `run` while it leads."""
+
+    def __init__(
+        self,
+        store: LeaderStore,
+        registry: Registry,
+        resetting: JobReset,
+        *,
+        samples: SamplesService,
+        clocks: ClocksService,
+        result_of: Callable[[str], Result],
+        limits: RetentionLimits,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`result_of` is what is known of a job that is over, but for samples whose books are not
+        open. `clock`: that of all jobs, unless another is given."""
+        self._store = store
+        self._registry = registry
+        self._resetting = resetting
+        self._samples = samples
+        self._clocks = clocks
+        self._result_of = result_of
+        self._limits = limits
+        self._clock = clock or registry.clock
+        self._empty_since_s: dict[str, float] = {}
+        """Jobs that are not over and were seen without members; forgotten with the term."""
+        self._woken = asyncio.Event()
+
+    def changed(self, job: str) -> None:
+        """What came of a job that is over is kept soon: who leads next has not heard its loss."""
+        actor = self._registry.actor_if_known(job)
+        if actor is not None and actor.job.phase in OVER and actor.job.tally.result is None:
+            self._woken.set()
+
+    async def run(self) -> None:
+        """Sweep now and then, for as long as this coordinator leads."""
+        self._empty_since_s.clear()
+        while True:
+            self._woken.clear()
+            await self.sweep()
+            try:
+                async with asyncio.timeout(SWEEP_EACH_S):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass  # it is time
+
+    async def sweep(self) -> None:
+        """Do what is due, of each job by itself: one's trouble is to harm no other."""
+        actors = self._registry.actors()
+        self._note_empty(actors)
+        for actor in actors:
+            job = actor.job.spec.job
+            while (what := self._due(actor)) is not Due.NOTHING:
+                try:
+                    await self._do(what, actor)
+                except NotLeader:
+                    raise
+                except (RetryError, JobInUse) as error:
+                    log.warning("not_swept", job=job, due=what.name, reason=str(error))
+                    break
+                except Exception as error:
+                    log.exception("not_swept", job=job, due=what.name, reason=str(error))
+                    break
+
+    def _note_empty(self, actors: Iterable[JobActor]) -> None:
+        now_s = self._clock()
+        empty = [a.job.spec.job for a in actors if a.job.phase not in OVER and not a.job.members]
+        self._empty_since_s = {job: self._empty_since_s.get(job, now_s) for job in empty}
+
+    def _due(self, actor: JobActor) -> Due:
+        job = actor.job
+        if self._registry.actor_if_known(job.spec.job) is not actor:
+            return Due.NOTHING  # it was taken away, or begun anew, meanwhile
+        age = JobAge(
+            ended_s=job.state.stage.since_s if job.phase in OVER else None,
+            empty_since_s=None if job.members else self._empty_since_s.get(job.spec.job),
+            has_result=job.tally.result is not None,
+            is_cleared=job.tally.is_cleared,
+        )
+        return due(age, self._limits, self._clock())
+
+    async def _do(self, what: Due, actor: JobActor) -> None:
+        name = actor.job.spec.job
+        match what:
+            case Due.ABANDON:
+                after_s = self._limits.abandon_after_s
+                # Once: whoever cannot be given up now is looked at anew after as long.
+                del self._empty_since_s[name]
+                await actor.abandon(f"it had no members for {after_s:g} s, and nobody came back")
+            case Due.KEEP_RESULT:
+                await self._keep_result(actor)
+            case Due.CLEAR:
+                await self._clear(actor)
+            case Due.FORGET:
+                await self._resetting.reset(name, forgets_processes=True)
+
+    async def _keep_result(self, actor: JobActor) -> None:
+        name = actor.job.spec.job
+        try:
+            counts = await self._samples.counts(name)
+        except JobQuarantined as error:
+            log.warning("samples_not_counted", job=name, reason=str(error))
+            counts = None
+        found = self._result_of(name)
+        if counts is not None:
+            found = replace(found, num_samples=counts.completed)
+        await actor.keep_result(found)
+
+    async def _clear(self, actor: JobActor) -> None:
+        name = actor.job.spec.job
+        async with self._registry.forgetting(name), self._samples.closed(name):
+            await actor.carried_out(WRITTEN_WITHIN_S)
+            kept = await StoredJobs(self._store).state(name)
+            assert kept is not None, "what came of a job is kept before it is cleared"
+            left = replace(kept, tally=replace(actor.job.tally, is_cleared=True))
+            await self._store.transact((), _cleared(name, left))
+            self._clocks.forget(name)
+        self._registry.keep_cleared(left)
+        log.info("job_cleared", job=name, over_for_s=self._limits.records_s)
+
+
+def _cleared(job: str, left: StateRecord) -> list[Operation]:
+    """All of the job but its own record, in one transaction with that."""
+    return [
+        Delete(keys.generations(job), prefix=True),
+        Delete(keys.roster_chunks(job), prefix=True),
+        Delete(keys.shard_map(job)),
+        Delete(keys.shard_map_chunks(job), prefix=True),
+        Delete(keys.lineage(job)),
+        Delete(keys.sample_ledger(job)),
+        Delete(keys.sample_deltas(job), prefix=True),
+        Delete(keys.quarantined(job), prefix=True),
+        assignments.taken_away(job),
+        Put(keys.job_state(job), state_to_json(left)),
+    ]

@@ -1,0 +1,55 @@
+"""For how long jobs are kept to which nobody comes back, or that are over."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from shoal_proto.errors import InvalidSpec
+from shoal_server.core.retention import RetentionLimits
+
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
+
+_RETENTION = Group("retention")
+
+
+def _option(name: str) -> Parameter:
+    return Parameter(name=name, metavar="SECONDS", group=_RETENTION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionPolicy:
+    abandon_after_s: Annotated[float, _option("--abandon-after-s")] = HOUR_S
+    """A job without members for so long has failed; `shoal retry` lets it be joined again. Counted
+    anew by each leader. inf: never."""
+    records_s: Annotated[float, _option("--retention-s")] = DAY_S
+    """For so long after a job's end its generations, samples and, unless it is finished, parameters
+    are kept. inf: for ever."""
+    summary_s: Annotated[float, _option("--summary-retention-s")] = 30 * DAY_S
+    """For so long after a job's end it is told what came of it. Then its name is free. inf: for
+    ever."""
+
+    def __post_init__(self) -> None:
+        options = {
+            "--abandon-after-s": self.abandon_after_s,
+            "--retention-s": self.records_s,
+            "--summary-retention-s": self.summary_s,
+        }
+        for name, value in options.items():
+            if not value > 0:
+                raise InvalidSpec(f"bad {name}", seen=f"{value:g}", expected="seconds above 0")
+        if self.summary_s < self.records_s:
+            raise InvalidSpec(
+                "bad --summary-retention-s",
+                seen=f"{self.summary_s:g}",
+                expected=f"--retention-s ({self.records_s:g}) or more",
+            )
+
+    @property
+    def limits(self) -> RetentionLimits:
+        return RetentionLimits(
+            abandon_after_s=self.abandon_after_s,
+            records_s=self.records_s,
+            summary_s=self.summary_s,
+        )

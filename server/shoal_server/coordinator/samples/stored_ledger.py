@@ -1,0 +1,164 @@
+"""One job's ledger in etcd: the books as they were written whole, and deltas behind them.
+
+The base lies at the job's key of samples and names its deltas by a token of its own; these lie
+beside it, numbered from 0. A new base takes the place of the old one and of all its deltas in one
+transaction, so that whoever reads both at once always finds the books as of one write. Deltas of
+another base, which a release before this one or a restored snapshot may leave, are not looked at.
+
+A base is written over the one that was read or written before it, a delta where there is none of
+its number. Who opens books writes a base first, so that nothing is appended to them that another
+coordinator decided.
+"""
+
+import json
+import secrets
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal_proto.errors import RetryError
+from shoal_server.coordinator.persistence.quarantine import unreadable
+from shoal_server.core.samples import ledger_deltas
+from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.ledger_deltas import MemberNumbers
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import (
+    Compare,
+    Delete,
+    Get,
+    Operation,
+    Put,
+    Revision,
+    absent,
+    unchanged_since,
+)
+from shoal_server.etcd.json_fields import Unreadable, taken_apart
+from shoal_server.etcd.leader_store import LeaderStore
+
+MAX_DELTAS = 128
+COMPRESSED_FROM_BYTES = 256 * 1024
+"""Books of a few thousand members; smaller ones can be read by whoever looks."""
+MAX_BOOKS_BYTES = 64 * 1024 * 1024
+
+
+def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> Ledger:
+    """The ledger that a base and its deltas make, of which `held` are by their keys, among others
+    perhaps. Raises JobQuarantined for what cannot be read."""
+    key = where = keys.sample_ledger(job)
+    try:
+        with taken_apart():
+            books = json.loads(_unpacked(base))
+            deltas: list[bytes] = []
+            token = books.pop("deltas", "")
+            while (at := keys.sample_delta(job, token, len(deltas))) in held:
+                deltas.append(held[at])
+            where = f"{key} or {keys.sample_deltas(job)}" if deltas else key
+            return Ledger.from_json(ledger_deltas.folded(books, deltas) if deltas else books)
+    except (Unreadable, zlib.error) as error:
+        raise unreadable(job, where, error) from error
+
+
+class StoredLedger:
+    """Reads and writes a job's ledger."""
+
+    def __init__(self, store: LeaderStore, job: str) -> None:
+        self._store = store
+        self._job = job
+        self._revision = Revision(0)
+        self._token = ""
+        self._numbers: MemberNumbers | None = None
+        """None: the next write is a base."""
+        self._num_deltas = 0
+        self._base_bytes = 0
+
+    async def read(self) -> Ledger | None:
+        """The ledger as of the newest write; None where there is none. Raises JobQuarantined."""
+        key, prefix = keys.sample_ledger(self._job), keys.sample_deltas(self._job)
+        result = await self._store.transact([], [Get(key), Get(prefix, prefix=True)])
+        bases, found = result.reads
+        if not bases:
+            return None
+        held = {each.key: each.value for each in found}
+        ledger = ledger_in(self._job, bases[0].value, held)
+        self._revision = bases[0].mod_revision
+        return ledger
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are no deltas behind the base."""
+        return self._num_deltas == 0
+
+    async def write(self, ledger: Ledger, *, whole: bool = False) -> bool:
+        """Make the ledger durable as it is now. False where another coordinator has written it.
+
+        Raises Unavailable where nothing was written; the next call writes it all.
+        """
+        touched = ledger.take_touched()
+        try:
+            if not whole and self._numbers is not None and self._num_deltas < MAX_DELTAS:
+                part = ledger.to_json(touched)
+                delta = ledger_deltas.encoded(part, touched, self._numbers)
+                if 2 * len(delta) < self._base_bytes:
+                    return await self._append(delta, part, self._numbers)
+            return await self._write_base(ledger)
+        except BaseException:
+            ledger.touch(touched)
+            raise
+
+    async def _write_base(self, ledger: Ledger) -> bool:
+        key, token = keys.sample_ledger(self._job), secrets.token_hex(4)
+        books = ledger.to_json()
+        value = _packed({**books, "deltas": token})
+        result = await self._transact(
+            [unchanged_since(key, self._revision)],
+            [Delete(keys.sample_deltas(self._job), prefix=True), Put(key, value)],
+            Put(key, value),
+        )
+        if result is None:
+            return False
+        self._revision, self._token = result, token
+        self._numbers, self._num_deltas = MemberNumbers(books), 0
+        self._base_bytes = len(value)
+        return True
+
+    async def _append(self, delta: bytes, part: dict[str, Any], numbers: MemberNumbers) -> bool:
+        at = keys.sample_delta(self._job, self._token, self._num_deltas)
+        put = Put(at, delta)
+        base_is_ours = unchanged_since(keys.sample_ledger(self._job), self._revision)
+        if await self._transact([base_is_ours, absent(at)], [put], put) is None:
+            return False
+        numbers.note(part)
+        self._num_deltas += 1
+        return True
+
+    async def _transact(
+        self, compares: Sequence[Compare], operations: Sequence[Operation], put: Put
+    ) -> Revision | None:
+        """The revision of the write; None where its conditions did not hold."""
+        try:
+            result = await self._store.transact(compares, operations)
+        except RetryError as error:
+            if error.details.get("outcome") != "unknown":
+                raise
+            entry = await self._store.get(put.key)
+            if entry is not None and entry.value == put.value:
+                return entry.mod_revision
+            if entry is None or entry.mod_revision == self._revision:
+                raise  # it did not take effect: the next write tries again
+            return None
+        return result.revision if result.succeeded else None
+
+
+def _packed(books: dict[str, Any]) -> bytes:
+    value = json.dumps(books, separators=(",", ":")).encode()
+    return value if len(value) < COMPRESSED_FROM_BYTES else zlib.compress(value)
+
+
+def _unpacked(value: bytes) -> bytes:
+    if value[:1] in (b"{", b""):
+        return value
+    unpacking = zlib.decompressobj()
+    books = unpacking.decompress(value, MAX_BOOKS_BYTES)
+    if not unpacking.eof:
+        raise Unreadable(f"books that are cut off, or of more than {MAX_BOOKS_BYTES} bytes")
+    return books

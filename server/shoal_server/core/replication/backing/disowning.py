@@ -1,0 +1,44 @@
+"""What the records place on this server's disk, and is not there: the disk was lost, or the server
+keeps no journal any more. Unless the records come to say so, the shard is waited for."""
+
+from collections.abc import Collection
+
+from shoal_server.core.replication.protocol.limits import ReplicationLimits
+from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.assignments import Holder, ShardAssignment, off_disk
+
+
+class Disowning:
+    """Leaves alone what a process of this server leads that may be alive: that one may have the
+    disk, or this one is about to have the shard on its own."""
+
+    def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
+        self._me = me
+        self._dead_after_s = limits.dead_after_s
+        self._absences = Absences[Holder](limits.longest_gap_s)
+        self._dead: frozenset[Holder] = frozenset()
+
+    def seen(
+        self,
+        missing: Collection[ShardAssignment],
+        present: frozenset[Holder],
+        ended: frozenset[Holder],
+        *,
+        asked_s: float,
+        now_s: float,
+    ) -> None:
+        """The servers that etcd listed when it was asked, and processes known to have ended.
+        `missing`: what the records place on this disk and it has not."""
+        others = {a.primary for a in missing if self._is_own(a)} - {self._me}
+        away_s = self._absences.away_s(others - present, now_s, asked_s=asked_s)
+        long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)
+        self._dead = ended | frozenset(long_gone)
+
+    def revised(self, missing: ShardAssignment) -> ShardAssignment:
+        """The record of a shard that is not on this disk, as this server wants it."""
+        if self._is_own(missing) and missing.primary not in self._dead:
+            return missing
+        return off_disk(missing, self._me)
+
+    def _is_own(self, a: ShardAssignment) -> bool:
+        return a.primary.server_id == self._me.server_id

@@ -1,0 +1,92 @@
+"""etcd as a coordinator writes to it: every write compares the leader's key.
+
+What a coordinator does for jobs is given a `LeaderStore` and nothing else, so that nothing of it
+can write without the comparison. A comparison that fails tells which of the two it was: where
+another one leads by now, the writer is told so, and this coordinator's term ends. Where only the
+writer's own condition does not hold, that is the writer's affair.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import structlog
+
+from shoal_proto.errors import NotLeader
+from shoal_server.etcd.api import (
+    Compare,
+    Get,
+    Keyspace,
+    KeyValue,
+    Operation,
+    RangeResult,
+    Revision,
+    TransactionResult,
+    WatchBatch,
+    holds,
+)
+
+log = structlog.get_logger(__name__)
+
+
+class LeaderStore:
+    """A `Keyspace` whose writes are the leader's. Reads are anybody's."""
+
+    def __init__(
+        self,
+        store: Keyspace,
+        leadership: Callable[[], Sequence[Compare]],
+        on_deposed: Callable[[str], object],
+    ) -> None:
+        """`leadership` gives what must hold for this coordinator to lead, and raises NotLeader
+        outside of a term. `on_deposed` is told why, when it does not hold any more."""
+        self._store = store
+        self._leadership = leadership
+        self._on_deposed = on_deposed
+
+    async def get(self, key: str) -> KeyValue | None:
+        return await self._store.get(key)
+
+    async def range(self, prefix: str) -> RangeResult:
+        return await self._store.range(prefix)
+
+    async def keys(self, prefix: str) -> tuple[str, ...]:
+        return await self._store.keys(prefix)
+
+    def watch(self, prefix: str, start: Revision) -> AsyncGenerator[WatchBatch, None]:
+        return self._store.watch(prefix, start)
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        """As `Keyspace.transact`, under the leader's key if anything is written.
+
+        Raises NotLeader if another one leads: then nothing of either branch was written.
+        """
+        if all(isinstance(each, Get) for each in (*then, *otherwise)):
+            return await self._store.transact(compares, then, otherwise)
+        leadership = self._leadership()
+        if not all(isinstance(each, Get) for each in otherwise):
+            # It would be written by whoever leads no longer, too.
+            raise AssertionError("a leader writes nothing where its comparison fails")
+        looks = [Get(each.key) for each in leadership]
+        result = await self._store.transact([*leadership, *compares], then, [*otherwise, *looks])
+        if result.succeeded:
+            return result
+        seen = result.reads[len(otherwise) :]
+        for compare, items in zip(leadership, seen, strict=True):
+            if not holds(compare, items[0] if items else None):
+                raise self._deposed()
+        return TransactionResult(False, result.revision, result.reads[: len(otherwise)])
+
+    def _deposed(self) -> NotLeader:
+        error = NotLeader(
+            "this coordinator no longer leads",
+            seen="another leader's key in etcd",
+            expected="its own",
+            fix="Ask another coordinator.",
+        )
+        log.warning("write_refused", reason=str(error))
+        self._on_deposed(str(error))
+        return error

@@ -1,0 +1,263 @@
+"""The bounds of every field that a request may have, in one table.
+
+A field is looked up by message and name, else by its name alone, which means the same wherever it
+stands. Nothing else is let in: a field that is in neither table fails a test of the house.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal_proto import MAX_MESSAGE_BYTES
+from shoal_proto.names import MAX_NAME_LENGTH
+
+MAX_SECONDS = 1e10
+"""Centuries: what waits is bounded by each service far below it."""
+EXACT = 2**53 - 1
+"""What JSON keeps: a number beyond it that went into a record of etcd could not be read again."""
+MAX_MEMBERS = 2**31 - 1
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What one value may be at most. What does not apply to its type is ignored."""
+
+    length: int = 0
+    """Of a text: characters. Of bytes: bytes."""
+    most: int | None = None
+    """Of a whole number; None: any of its type."""
+    seconds: bool = False
+    """Of a real number: seconds, from 0 on. Every real number is finite."""
+    count: int = 1 << 20
+    """Of a list or map: entries."""
+
+
+def text(length: int, count: int = 1 << 20) -> Bound:
+    return Bound(length=length, count=count)
+
+
+def whole(most: int, count: int = 1 << 20) -> Bound:
+    return Bound(most=most, count=count)
+
+
+NAME = text(MAX_NAME_LENGTH)
+HOST = text(255)
+WORD = text(100)
+"""The name of a kind, a version, a dtype."""
+SENTENCES = text(4096)
+DIGEST = text(128)
+PATH = text(4096)
+DATA = Bound(length=MAX_MESSAGE_BYTES)
+COUNTED = whole(EXACT)
+ANY = Bound()
+"""Any value of its type: numbers of 32 bits, hashes, ids that are drawn."""
+REAL = Bound()
+SECONDS = Bound(seconds=True)
+
+
+def some(count: int) -> Bound:
+    """Messages, each with bounds of its own."""
+    return Bound(count=count)
+
+
+NAMED: Mapping[str, Bound] = {
+    # who
+    "job": NAME,
+    "member_id": NAME,
+    "server_id": NAME,
+    "incarnation": text(64),
+    "run": text(64),
+    "public_id": text(64),
+    "session": text(512),
+    "forgotten_sessions": text(512),
+    "host": HOST,
+    "address": HOST,
+    "device": WORD,
+    "torch_version": WORD,
+    "shoal_version": WORD,
+    "pid": ANY,
+    "exit_code": ANY,
+    "protocol": ANY,
+    "oldest_protocol": ANY,
+    "num_devices": ANY,
+    "probe_port": whole(MAX_PORT),
+    "min_members": whole(MAX_MEMBERS),
+    "max_members": whole(MAX_MEMBERS),
+    "desired_members": whole(MAX_MEMBERS),
+    # what is told
+    "reason": SENTENCES,
+    "error": SENTENCES,
+    "seen": SENTENCES,
+    "expected": SENTENCES,
+    "field": text(256),
+    "by": text(256),
+    "digest": DIGEST,
+    "sha256": DIGEST,
+    "kind": WORD,
+    "dtype": WORD,
+    "part": WORD,
+    "name": text(4096),
+    "table": NAME,
+    "parameter": text(4096),
+    "url": PATH,
+    "file": PATH,
+    "cut_id": NAME,
+    "key": text(4096),
+    "keys": text(4096),
+    # how far
+    "generation": COUNTED,
+    "step": COUNTED,
+    "next_step": COUNTED,
+    "checkpoint_steps": COUNTED,
+    "clock": COUNTED,
+    "bound": COUNTED,
+    "sequence": COUNTED,
+    "version": COUNTED,
+    "base_version": COUNTED,
+    "known_version": COUNTED,
+    "staleness": COUNTED,
+    "table_step": COUNTED,
+    "epoch": COUNTED,
+    "base_epoch": COUNTED,
+    "first_epoch": COUNTED,
+    "number": COUNTED,
+    "num_epochs": COUNTED,
+    "num_samples": COUNTED,
+    "step_samples": COUNTED,
+    "reserve_samples": COUNTED,
+    "begun_samples": COUNTED,
+    "begins_samples_per_s": COUNTED,
+    "dataset_size": COUNTED,
+    "start": COUNTED,
+    "stop": COUNTED,
+    "moved": ANY,
+    "amount": ANY,
+    # sizes
+    "num_bytes": COUNTED,
+    "chunk_bytes": COUNTED,
+    "rest_bytes": COUNTED,
+    "offset_bytes": COUNTED,
+    "offset": COUNTED,
+    "num_elements": COUNTED,
+    "num_rows": COUNTED,
+    "max_rows": COUNTED,
+    "max_shard_bytes": COUNTED,
+    "num_chunks": COUNTED,
+    "num_shards": COUNTED,
+    "min_pushes": COUNTED,
+    "shape": whole(EXACT, count=64),
+    "dim": ANY,
+    "group": ANY,
+    "block": ANY,
+    "rank": ANY,
+    "matrix": ANY,
+    "lead": COUNTED,
+    "rows": COUNTED,
+    "columns": COUNTED,
+    "blocks": ANY,
+    "absent_blocks": ANY,
+    # which
+    "shard_id": ANY,
+    "shard_ids": ANY,
+    "all_shard_ids": ANY,
+    "table_index": ANY,
+    "index": ANY,
+    "image": ANY,
+    "born": ANY,
+    "next_chunk": ANY,
+    "link": ANY,
+    "seed": ANY,
+    "checksum": ANY,
+    # data
+    "data": DATA,
+    "value": DATA,
+    "desired": DATA,
+    "spec": DATA,
+    "shard_bits": DATA,
+    "row_ids": DATA,
+    "row_births": DATA,
+    "ids": DATA,
+    "births": DATA,
+    "gradients": DATA,
+    # seconds
+    "wait_s": SECONDS,
+    "timeout_s": SECONDS,
+    "limit_s": SECONDS,
+    "elapsed_s": SECONDS,
+    "own_code_s": SECONDS,
+    "last_call_s": SECONDS,
+    "max_idle_s": SECONDS,
+    "at_unix_s": SECONDS,
+    # optimizers
+    "lr": REAL,
+    "weight_decay": REAL,
+    "momentum": REAL,
+    "dampening": REAL,
+    "beta1": REAL,
+    "beta2": REAL,
+    "eps": REAL,
+    "lr_decay": REAL,
+    "initial_accumulator_value": REAL,
+    "initial_accumulator": REAL,
+    "center": REAL,
+    "spread": REAL,
+    "probability": REAL,
+    "strength": REAL,
+    "decay": REAL,
+    "gamma": REAL,
+    "factor": REAL,
+    "start_factor": REAL,
+    "end_factor": REAL,
+    "eta_min": REAL,
+    "t_max": COUNTED,
+    "total_iters": COUNTED,
+    "num_updates": COUNTED,
+    "step_size": COUNTED,
+    "milestones": COUNTED,
+    # lists of messages
+    "beats": some(1 << 14),
+    "rejections": some(256),
+    "unreachable": some(1 << 14),
+    "completed": some(1 << 20),
+    "held": some(1 << 20),
+    "completed_before": some(1 << 20),
+    "given_back": some(1 << 20),
+    "pairs": some(1 << 16),
+    "parameters": some(1 << 20),
+    "tables": some(1 << 10),
+    "shards": some(1 << 17),
+    "begun": some(1 << 16),
+    "steps": some(1 << 16),
+    "known": some(1 << 20),
+    "files": some(1 << 17),
+    "items": some(1 << 17),
+    "groups": some(1 << 12),
+    "phases": some(1 << 10),
+    "low_rank": some(1 << 17),
+    "tensors": some(1 << 12),
+}
+"""By the field's name, wherever it stands."""
+
+OF_MESSAGE: Mapping[str, Bound] = {
+    "Proposal.fields": some(256),
+    "FieldsEntry.key": text(256),
+    "FieldsEntry.value": SENTENCES,
+    "GetRosterChunksRequest.digests": text(32, count=1 << 12),
+    "StoreGetRequest.keys": text(4096, count=1 << 16),
+    "StoreKeysRequest.keys": text(4096, count=1 << 16),
+    "StoreCompareSetRequest.expected": DATA,
+    "Shard.blocks": some(1 << 20),
+    "TableLookupRequest.rows": some(1 << 17),
+    "TablePushRequest.rows": some(1 << 17),
+    "StepPhase.step_size": COUNTED,
+}
+"""By message and field: what means something else there."""
+
+
+MESSAGES: Mapping[str, int] = {"Proposal": 128 * 1024}
+"""By message: the most bytes that all of it has. What all members agree in goes into a record."""
+
+
+def bound_of(message: str, field: str) -> Bound | None:
+    """Of a field; None if there is none."""
+    return OF_MESSAGE.get(f"{message}.{field}") or NAMED.get(field)

@@ -1,0 +1,93 @@
+"""`shoal jobs`, `shoal stop` and `shoal retry` against a coordinator that serves."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from support.clusters.coordinator_world import Served, served
+
+from shoal_client.cli import parse
+from shoal_client.commands.jobs import check_not_finished
+from shoal_client.membership.member_session import MemberSession
+from shoal_proto.errors import InvalidSpec, JobStopped, MemberDrained, UnknownJob
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+
+
+class World:
+    def __init__(self, members: Served, url: str) -> None:
+        self.members, self.url = members, url
+
+    async def shoal(self, command: str, *arguments: str) -> int:
+        """What the command returns or raises; the coordinator goes on meanwhile."""
+        addresses = ("--coordinator", self.members.address)
+        if command == "jobs":
+            addresses = ("--http", self.url.removeprefix("http://"))
+        return await asyncio.to_thread(parse([command, *addresses, *arguments]))
+
+
+@asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    async with served(MemoryStore()) as members:
+        view, board = members.coordinator.view, members.coordinator.board
+        async with StatusServer(build_app(view, board), "127.0.0.1", 0) as http:
+            yield World(members, http.url)
+
+
+def train_on(member: MemberSession) -> int:
+    """Step after step, until the member is told to go: the step that it did not begin."""
+    step = 0
+    while True:
+        try:
+            member.begin_step(step)
+        except MemberDrained as drained:
+            member.leave(completed=False, reason=drained.seen)
+            return step
+        step += 1
+        member.progress(step)
+
+
+async def test_a_job_is_stopped_listed_and_retried(capsys: pytest.CaptureFixture[str]) -> None:
+    """Members leave at a boundary, the state is shown, nobody joins, until it is retried."""
+    async with world() as at:
+        members = await at.members.training("a", "b")
+        trainers = [asyncio.to_thread(train_on, member) for member in members]
+        stopping = at.shoal("stop", "j", "--reason", "seen enough")
+        code, *_ = await asyncio.gather(stopping, *trainers)
+        assert code == 0
+        assert "job j is stopped (seen enough)" in capsys.readouterr().out
+        assert await at.shoal("jobs", "--json") == 0
+        (job,) = json.loads(capsys.readouterr().out)
+        assert (job["job"], job["state"], job["num_restarts"]) == ("j", "stopped", 0)
+        assert job["ended_unix_s"] >= job["begun_unix_s"] > 0
+        assert await at.shoal("jobs", "--state", "running") == 0
+        assert capsys.readouterr().out == "no job is running\n"
+        assert await at.shoal("jobs") == 0
+        shown = capsys.readouterr().out
+        assert "stopped" in shown
+        assert max(map(len, shown.splitlines())) <= 80
+        with pytest.raises(JobStopped, match="seen enough"):
+            await asyncio.to_thread(check_not_finished, [at.members.address], "j")
+        assert await at.shoal("stop", "j") == 0, "it is stopped already"
+        assert await at.shoal("retry", "j", "--from-scratch") == 0
+        await at.members.training("c", "d")
+        with pytest.raises(InvalidSpec, match="not over"):
+            await at.shoal("retry", "j")
+
+
+async def test_jobs_that_there_are_not_are_named() -> None:
+    async with world() as at:
+        for command in ("stop", "retry"):
+            with pytest.raises(UnknownJob, match="no job 'x'"):
+                await at.shoal(command, "x")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("stop", "no job"), ("stop", "j", "--wait-s", "-1"), ("retry", "a/b")]
+)
+def test_bad_arguments_are_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidSpec):
+        parse(list(arguments))()

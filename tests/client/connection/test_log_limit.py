@@ -1,0 +1,18 @@
+"""What is logged of something that happens again and again."""
+
+import structlog
+from structlog.testing import capture_logs
+
+from shoal_client.connection.log_limit import LogLimit
+
+
+def test_one_line_at_once_and_then_few_that_count_the_others() -> None:
+    now_s = 0.0
+    with capture_logs() as lines:
+        limit = LogLimit(structlog.get_logger(), each_s=10.0, clock=lambda: now_s)
+        for _ in range(81):
+            limit.info("retried", num_shards=2)
+            limit.info("another")
+            now_s += 0.125
+    told = [(line["event"], line.get("num_left_out", 0)) for line in lines]
+    assert told == [("retried", 0), ("another", 0), ("retried", 79), ("another", 79)]

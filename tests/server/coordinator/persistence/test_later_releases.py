@@ -1,0 +1,110 @@
+"""What a later release has written: more fields are ignored, a later format is left alone."""
+
+import json
+from asyncio import sleep, timeout, to_thread
+from collections.abc import Callable
+
+import pytest
+from support.clusters.coordinator_world import entered, propose, served
+from support.clusters.garbage import as_json, good_member, good_record, good_state
+
+from shoal_server.coordinator.persistence import codec, earlier_runs
+from shoal_server.coordinator.persistence.stored_json import state_from_json
+from shoal_server.coordinator.repair.inspection import broken
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValue, Revision
+from shoal_server.etcd.json_fields import LaterFormat, Unreadable
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.records import servers
+
+JOB = "digits"
+GOOD_RUNS: dict[str, object] = {"last_generation": 7, "expelled": ["1"], "ended_unix_s": 1.5}
+GOOD_SERVER: dict[str, object] = {"incarnation": "1", "address": "h:1"}
+
+READERS: dict[str, tuple[str, dict[str, object], Callable[[bytes], object]]] = {
+    "a job's own record": (
+        keys.job_state(JOB),
+        good_state(JOB),
+        lambda data: state_from_json(JOB, data),
+    ),
+    "a generation": (
+        keys.generation(JOB, 1),
+        good_record(JOB),
+        lambda data: codec.stored_record(JOB, 1, data),
+    ),
+    "a member": (keys.member(JOB, "w0"), good_member(), codec.member_from_json),
+    "earlier runs": (keys.reset(JOB), GOOD_RUNS, lambda data: earlier_runs.from_json(JOB, data)),
+    "a parameter server": (
+        keys.server("ps-0"),
+        GOOD_SERVER,
+        lambda data: servers.parse(keys.server("ps-0"), data),
+    ),
+}
+OF_A_JOB = [what for what in READERS if what != "a parameter server"]
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_fields_that_are_not_known_are_ignored(what: str) -> None:
+    _, good, read = READERS[what]
+    more = {**good, "format": 1, "of_a_later_release": {"says": ["more"]}}
+    assert read(as_json(more)) == read(as_json(good))
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_a_later_format_is_said_to_be_one(what: str) -> None:
+    _, good, read = READERS[what]
+    with pytest.raises(Exception, match="format 2, of a later release; this one reads up to 1"):
+        read(as_json({**good, "format": 2}))
+
+
+@pytest.mark.parametrize("format_", [0, -1, "1", 1.0, True, None, []], ids=repr)
+def test_a_format_is_a_number(format_: object) -> None:
+    with pytest.raises(Unreadable, match="format is") as raised:
+        codec.member_from_json(as_json({**good_member(), "format": format_}))
+    assert not isinstance(raised.value, LaterFormat)
+
+
+@pytest.mark.parametrize("what", OF_A_JOB)
+def test_what_a_later_release_wrote_is_not_moved_aside(what: str) -> None:
+    key, good, _ = READERS[what]
+
+    def found(value: dict[str, object]) -> tuple[bool, str]:
+        item = KeyValue(key, as_json(value), Revision(1), Revision(1), version=1)
+        (record,) = broken(JOB, [item])
+        return record.is_mendable, record.remedy
+
+    assert found({**good, "format": "?"})[0]
+    is_mendable, remedy = found({**good, "format": 2})
+    assert not is_mendable
+    assert "a later release of shoal has written it" in remedy
+
+
+async def test_a_job_keeps_what_a_later_release_has_written_beside_it() -> None:
+    """This release leads it, and writes its record anew."""
+    store = MemoryStore()
+    key = keys.job_state("j")
+    more = {"of_a_later_release": {"says": ["more"]}}
+    async with served(store) as world:
+        await world.training("a")
+    item = await store.get(key)
+    assert item is not None
+    await store.put(key, as_json({**json.loads(item.value), **more}))
+    await store.delete(keys.member("j", "a"))
+    async with served(store) as world:
+        b = world.client("b", desired=1)
+        await to_thread(b.join)
+        await to_thread(propose, b, 5)
+        record = await entered(b, 1)
+        stored = await until_told(store, key, record.roster.generation)
+    assert stored["of_a_later_release"] == more["of_a_later_release"]
+
+
+async def until_told(store: MemoryStore, key: str, generation: int) -> dict[str, object]:
+    """The record, once it is of this generation."""
+    async with timeout(10.0):
+        while True:
+            item = await store.get(key)
+            value: dict[str, object] = json.loads(item.value) if item is not None else {}
+            if value.get("last_generation") == generation:
+                return value
+            await sleep(0.01)

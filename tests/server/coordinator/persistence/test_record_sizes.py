@@ -1,0 +1,142 @@
+"""However many members differ, in however much, the record that tells of it fits into etcd."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from support.clusters.coordinator_world import served
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_server.coordinator.persistence import codec, record_size
+from shoal_server.core.generations.roster import (
+    Candidate,
+    Conflict,
+    Generation,
+    MemberInfo,
+    Proposal,
+    Record,
+    Roster,
+    RosterEntry,
+    Step,
+    Verdict,
+    find_conflicts,
+    in_short,
+)
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.serving.message_bounds import MessageBounds
+
+LIMIT_BYTES = 1_500_000
+"""Of a request to etcd."""
+WHALE = "\U0001f40b"
+"""Four bytes, and twelve in JSON."""
+
+
+def record_of(conflicts: tuple[Conflict, ...]) -> Record:
+    roster = Roster(
+        generation=Generation(1),
+        entries=(),
+        source_member_id="",
+        step=Step(0),
+        planned=False,
+        synchronous=True,
+        fields={},
+    )
+    return Record(
+        job="j",
+        roster=roster,
+        verdict=Verdict.ABORTED,
+        reason="members differ in " + "; ".join(map(str, conflicts)),
+        digest="",
+        decided_s=0.0,
+        conflicts=conflicts,
+    )
+
+
+def candidate(number: int, fields: dict[str, str]) -> Candidate:
+    return Candidate(
+        member_id=f"{number:0128}",
+        incarnation=str(number),
+        info=MemberInfo(),
+        proposal=Proposal(fields=fields),
+    )
+
+
+def test_members_that_differ_in_all_their_fields() -> None:
+    """Two of them, with what one message may have, made a record that etcd refused."""
+    fields = [{f"{f:03}": f"{number}" + WHALE * 1000 for f in range(30)} for number in range(50)]
+    candidates = [candidate(number, each) for number, each in enumerate(fields)]
+    candidates += [candidate(number, {}) for number in range(50, 500)]
+    conflicts = find_conflicts(candidates)
+    assert len(codec.record_to_json(record_of(conflicts))) > LIMIT_BYTES, "what it is about"
+    told = in_short(conflicts)
+    assert len(codec.record_to_json(record_of(told))) < LIMIT_BYTES
+    value, who = told[0].values[0]
+    assert (told[0].field, value, who[-1]) == ("000", "(absent)", "and 434 more")
+
+
+def test_what_is_short_is_told_as_it_is() -> None:
+    conflicts = (Conflict(field="schema", values=(("a", ("w0", "w1")), ("b", ("w2",)))),)
+    assert in_short(conflicts) == conflicts
+
+
+def test_what_all_agree_in_is_bounded_as_a_whole() -> None:
+    """Each value may be long, and there may be many, but not both."""
+    proposal = pb.Proposal(fields={f"{number}": WHALE * 1000 for number in range(40)})
+    with pytest.raises(InvalidSpec, match="Proposal is out of bounds") as raised:
+        MessageBounds().check(pb.ProposeRequest(proposal=proposal))
+    assert raised.value.details == {"field": "Proposal"}
+    largest = Proposal(fields={f"{number}": WHALE * 1000 for number in range(30)})
+    roster = record_of(()).roster
+    record = Record(
+        job="j",
+        roster=Roster(**{**roster.__dict__, "fields": largest.fields}),
+        verdict=Verdict.COMMITTED,
+        reason="",
+        digest="",
+        decided_s=0.0,
+    )
+    assert len(codec.record_to_json(record)) < LIMIT_BYTES / 2
+
+
+def of_hosts(num_members: int, host: str) -> Roster:
+    entries = tuple(
+        RosterEntry(member_id=f"w{n}", incarnation="1", rank=n, host=host, address=host)
+        for n in range(num_members)
+    )
+    return replace(record_of(()).roster, entries=entries)
+
+
+@pytest.mark.parametrize("num_members", [1, 100, 400, 1200])
+def test_ordinary_rosters_are_small_enough(num_members: int) -> None:
+    assert record_size.size_problem(of_hosts(num_members, "host-17.example.org")) == ""
+
+
+def test_a_roster_is_too_large_if_its_record_is() -> None:
+    roster = of_hosts(300, WHALE * 255)
+    record = replace(record_of(()), roster=roster)
+    assert len(codec.record_to_json(record)) > record_size.MAX_VALUE_BYTES
+    assert "bytes in one value" in record_size.size_problem(roster)
+    assert record_size.size_problem(of_hosts(100, WHALE * 255)) == ""
+
+
+async def test_who_would_make_the_roster_too_large_is_refused_and_the_others_train_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anybody is shown it; until now the job was quarantined once all had accepted."""
+    store = MemoryStore()
+    async with served(store) as world:
+        trainers = await world.training("a", "b")
+
+        def size_problem(roster: Roster) -> str:
+            return "3 entries" if len(roster.entries) > 2 else ""
+
+        job = world.coordinator.registry.find("j").job
+        checks = replace(job._attempts._checks, size_problem=size_problem)
+        monkeypatch.setattr(job._attempts, "_checks", checks)
+        late = await world.joined("c")
+        with pytest.raises(InvalidSpec, match="a generation of 3 members of job j could not be"):
+            await asyncio.to_thread(late.await_generation, 0, 20.0)
+        assert not any(trainer.is_broken(1) for trainer in trainers)
+        assert world.coordinator.registry.quarantined == {}
+        assert (job.phase.value, sorted(job.members)) == ("running", ["a", "b"])

@@ -1,0 +1,190 @@
+"""A ledger in etcd, written in small steps: whenever its writer dies, what is read is one write."""
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from shoal_proto.errors import DeadlineExceeded, JobQuarantined, RetryError, Unavailable
+from shoal_server.coordinator.samples.stored_ledger import (
+    COMPRESSED_FROM_BYTES,
+    MAX_DELTAS,
+    StoredLedger,
+)
+from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.requests import Request, SampleRange
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Compare, Operation, TransactionResult
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.memory import MemoryStore
+
+JOB = "digits"
+SEEDS = 20
+
+
+def stored_in(store: MemoryStore) -> StoredLedger:
+    return StoredLedger(LeaderStore(store, tuple, print), JOB)
+
+
+class FailingStore(MemoryStore):
+    """A store of which a seed says when it is away, and when it loses an answer."""
+
+    def __init__(self, choices: random.Random) -> None:
+        super().__init__()
+        self._choices = choices
+        self.fails = 0.0
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        drawn = self._choices.random()
+        if drawn < self.fails / 2:
+            raise Unavailable("etcd is away")
+        result = await super().transact(compares, then, otherwise)
+        if drawn < self.fails:
+            raise DeadlineExceeded("the answer was lost", details={"outcome": "unknown"})
+        return result
+
+
+class Workers:
+    """Members that lease, report, and are lost."""
+
+    def __init__(self, ledger: Ledger, choices: random.Random, term: int) -> None:
+        self.ledger, self._choices, self._incarnation = ledger, choices, f"of-term-{term}"
+        self._held: dict[str, SampleRange] = {}
+        self._sequence = 0
+
+    def step(self) -> None:
+        name = f"w{self._choices.randrange(6)}"
+        if self._choices.random() < 0.05:
+            self.ledger.give_back(name)
+            self._held.pop(name, None)
+            return
+        self._sequence += 1
+        done = [self._held.pop(name)] if name in self._held else []
+        request = Request(
+            member_id=name,
+            incarnation=self._incarnation,
+            sequence=self._sequence,
+            completed=done,
+            num_samples=self._choices.randrange(1, 50),
+        )
+        if (found := self.ledger.answer(request).range) is not None:
+            self._held[name] = found
+
+
+async def newest(store: MemoryStore) -> Ledger | None:
+    return await stored_in(store).read()
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+async def test_whenever_the_writer_dies_one_whole_write_is_found(seed: int) -> None:
+    """Over failed writes, lost answers and successors; and who was replaced writes no more."""
+    choices = random.Random(seed)
+    store = FailingStore(choices)
+    written = Ledger(dataset_size=2000, num_epochs=50)
+    for term in range(3):
+        stored = stored_in(store)
+        ledger = await stored.read() or written
+        # A write of which the writer never heard is one that its successor finds all the same.
+        assert ledger.to_json() == written.to_json()
+        workers = Workers(ledger, choices, term)
+        store.fails = 0.2
+        for _ in range(choices.randrange(1, 2 * MAX_DELTAS)):
+            for _ in range(choices.randrange(1, 4)):
+                workers.step()
+            before = written.to_json()
+            try:
+                assert await stored.write(ledger, whole=choices.random() < 0.02)
+            except RetryError:
+                found = await found_in_peace(store, choices)
+                assert found is None or found.to_json() in (before, ledger.to_json())
+                continue
+            written = Ledger.from_json(ledger.to_json())
+            assert len(await store.keys(keys.sample_deltas(JOB))) <= MAX_DELTAS
+        store.fails = 0.0
+        workers.step()
+        successor = stored_in(store)
+        if (taken := await successor.read()) is not None:
+            written = Ledger.from_json(taken.to_json())
+            assert await successor.write(taken)
+            assert not await stored.write(ledger), "it was replaced"
+            assert await successor.write(taken)
+
+
+async def found_in_peace(store: FailingStore, choices: random.Random) -> Ledger | None:
+    fails, store.fails = store.fails, 0.0
+    try:
+        return await newest(store)
+    finally:
+        store.fails = fails
+
+
+async def test_most_writes_are_small() -> None:
+    """A hundred writes of fifty members: the whole books once, and then what changed."""
+    store, ledger = MemoryStore(), Ledger(dataset_size=10**6, num_epochs=2)
+    stored = stored_in(store)
+    for sequence in range(1, 101):
+        for member in range(50):
+            request = Request(
+                member_id=f"w{member}", incarnation="1", sequence=sequence, num_samples=64
+            )
+            ledger.answer(request)
+        assert await stored.write(ledger)
+    deltas = (await store.range(keys.sample_deltas(JOB))).items
+    assert len(deltas) == 99
+    assert max(len(each.value) for each in deltas) < 500
+    found = await newest(store)
+    assert found is not None
+    assert found.to_json() == ledger.to_json()
+
+
+async def test_books_of_an_earlier_release_go_on() -> None:
+    """It wrote them whole each time, and looks at no deltas: those that it left are not read."""
+    store, ledger = MemoryStore(), Ledger(dataset_size=100, num_epochs=1)
+    stored = stored_in(store)
+    await stored.write(ledger)
+    ledger.ignore([SampleRange(0, 0, 7)])
+    await stored.write(ledger)
+    assert await store.keys(keys.sample_deltas(JOB))
+    theirs = Ledger(dataset_size=100, num_epochs=1)
+    theirs.ignore([SampleRange(0, 0, 3)])
+    await store.put(keys.sample_ledger(JOB), json.dumps(theirs.to_json()).encode())
+    found = await newest(store)
+    assert found is not None
+    assert found.counts().ignored == 3
+
+
+async def test_books_of_thousands_of_members_are_compressed() -> None:
+    """etcd takes 1.5 MB in a value; ten thousand members' books are within it."""
+    store, ledger = MemoryStore(), Ledger(dataset_size=10**9, num_epochs=1)
+    for member in range(10_000):
+        request = Request(
+            member_id=f"host-{member:05}-0", incarnation=f"{member:016x}", sequence=1, num_samples=8
+        )
+        ledger.answer(request)
+    assert await stored_in(store).write(ledger)
+    entry = await store.get(keys.sample_ledger(JOB))
+    assert entry is not None
+    assert len(json.dumps(ledger.to_json())) > COMPRESSED_FROM_BYTES > len(entry.value) / 2
+    found = await newest(store)
+    assert found is not None
+    assert found.to_json() == ledger.to_json()
+
+
+@pytest.mark.parametrize("delta", [b"", b"\x01\x02", b"\xff" * 30])
+async def test_a_delta_that_cannot_be_read_is_told(delta: bytes) -> None:
+    """The books are not taken for older than they are."""
+    store, ledger = MemoryStore(), Ledger(dataset_size=100, num_epochs=1)
+    stored = stored_in(store)
+    await stored.write(ledger)
+    ledger.ignore([SampleRange(0, 0, 7)])
+    await stored.write(ledger)
+    (key,) = await store.keys(keys.sample_deltas(JOB))
+    await store.put(key, delta)
+    with pytest.raises(JobQuarantined, match="samples"):
+        await newest(store)

@@ -1,0 +1,116 @@
+"""The care for shards: no job's trouble holds up that for another's."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from shoal_proto.errors import Unavailable
+from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.coordinator.shards import controller as controllers
+from shoal_server.coordinator.shards.controller import ShardController
+from shoal_server.core.driver.job_write import StateRecord
+from shoal_server.core.generations.progress import Tally
+from shoal_server.core.generations.roster import Generation, JobSpec
+from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
+from shoal_server.core.shards.loads import ShardMeasure
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValue
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.records import assignments
+
+HOLDER = Holder("ps-0", "1")
+
+
+class Troubled(MemoryStore):
+    """Looking at one job hangs, at another fails, at a third finds etcd away."""
+
+    async def get(self, key: str) -> KeyValue | None:
+        if key == keys.job_state("hangs"):
+            await asyncio.Event().wait()
+        if key == keys.job_state("fails"):
+            raise KeyError("what nobody thought of")
+        if key == keys.job_state("away"):
+            raise Unavailable("etcd does not answer")
+        return await super().get(key)
+
+
+async def place(store: MemoryStore, job: str) -> None:
+    shards = (ShardAssignment(shard_id=0, epoch=1, primary=HOLDER),)
+    await assignments.place(store, JobAssignments(job=job, copies=1, shards=shards, run="r"))
+
+
+async def finish(store: MemoryStore, job: str, **how: Any) -> None:
+    state = StateRecord(
+        spec=JobSpec(job=job), last_generation=Generation(1), finished=True, reason="done", **how
+    )
+    await store.put(keys.job_state(job), state_to_json(state))
+
+
+async def let_go_of(store: MemoryStore, job: str) -> None:
+    """Return once the job's holders are taken away, which is how it shows that it was tended."""
+    async with asyncio.timeout(10.0):
+        async for _ in store.watch(keys.assignments(job), await _revision(store)):
+            if not await store.keys(keys.assignments(job)):
+                return
+
+
+async def _revision(store: MemoryStore) -> int:
+    return (await store.range(keys.ASSIGNMENTS)).revision
+
+
+async def test_a_job_that_hangs_holds_up_no_other() -> None:
+    store = Troubled()
+    for job in ("hangs", "fails", "away", "good"):
+        await place(store, job)
+    await finish(store, "good")
+    async with ShardController(store).working():
+        await let_go_of(store, "good")
+        # And what comes later.
+        await place(store, "later")
+        await finish(store, "later")
+        await let_go_of(store, "later")
+    assert await store.keys(keys.assignments("hangs")) != ()
+
+
+async def test_a_job_that_may_be_joined_again_keeps_its_parameters() -> None:
+    """One that failed, was stopped or is lost: its trainers' values are on the servers alone."""
+    store = Troubled()
+    over: dict[str, dict[str, Any]] = {
+        "failed": {"failed": True},
+        "stopped": {"stopping": "enough"},
+        "lost": {"lost": "nobody holds it"},
+    }
+    for job, how in over.items():
+        await place(store, job)
+        await finish(store, job, **how)
+    async with ShardController(store).working():
+        # Of which nothing else is left; it is looked at behind the others.
+        await place(store, "zz-cleared")
+        await finish(store, "zz-cleared", failed=True, tally=Tally(is_cleared=True))
+        await let_go_of(store, "zz-cleared")
+    assert sorted(await assignments.jobs(store)) == sorted(over)
+
+
+async def test_a_server_that_hangs_is_measured_beside_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """200 jobs on a server that hangs held the work up for 13 s, every 10 s."""
+    monkeypatch.setattr(controllers, "MEASURE_EACH_S", 0.01)
+    asked = asyncio.Event()
+
+    async def measure(job: str) -> Mapping[int, ShardMeasure]:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    store = MemoryStore()
+    await place(store, "hung")
+    controller = ShardController(store, measure=measure)
+    controller._num_bytes["hung"] = {0: 1}
+    async with controller.working(), asyncio.timeout(10.0):
+        await asked.wait()
+        await place(store, "good")
+        await finish(store, "good")
+        await let_go_of(store, "good")

@@ -1,0 +1,175 @@
+"""What goes wrong with one job stops that job, by name, and no other; nor does the term end."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from support.clusters.coordinator_world import Served, propose, served
+from support.processes.served_process import awaited
+
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
+from shoal_proto.errors import JobQuarantined, RefusedError
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_proto.v1.repair_pb2 import RepairRequest
+from shoal_proto.v1.repair_pb2_grpc import RepairsStub
+from shoal_proto.v1.samples_pb2 import LeaseRequest
+from shoal_proto.v1.samples_pb2_grpc import SamplesStub
+from shoal_server.core.driver.job_driver import JobDriver
+from shoal_server.core.job.job import Job
+from shoal_server.core.membership.events import Effect, Event, StepReported
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult, created_at
+from shoal_server.etcd.memory import MemoryStore
+
+
+def member_of(world: Served, job: str, name: str) -> MemberSession:
+    spec = pb.JobSpec(job=job, min_members=1, max_members=1, desired_members=1)
+    member = Member(
+        coordinators=[world.address],
+        spec=spec,
+        member_id=name,
+        incarnation=new_incarnation(),
+        info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
+    )
+    client = MemberSession(member)
+    world.clients.append(client)
+    return client
+
+
+async def trains_alone(world: Served, job: str, name: str) -> MemberSession:
+    client = member_of(world, job, name)
+    await asyncio.to_thread(client.join)
+    await asyncio.to_thread(propose, client)
+    record = await asyncio.to_thread(client.await_generation, 0, 10.0)
+    await asyncio.to_thread(client.ready, record)
+    return client
+
+
+async def ask(world: Served, method: Callable[[Any], Any], request: Any) -> Any:
+    def call() -> Any:
+        coordinators = Coordinators([world.address])
+        try:
+            return coordinators.call(method, request, timeout_s=10.0)
+        finally:
+            coordinators.close()
+
+    return await asyncio.to_thread(call)
+
+
+def quarantined(world: Served) -> list[str]:
+    return sorted(world.coordinator.registry.quarantined)
+
+
+async def test_an_event_that_fails_quarantines_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state may be half-way: nobody goes on with it, until it is taken up as etcd has it."""
+    real, is_broken = Job.handle, True
+
+    def handle(job: Job, event: Event, now_s: float) -> Sequence[Effect]:
+        if is_broken and job.spec.job == "bad" and isinstance(event, StepReported):
+            raise KeyError("w7")
+        return real(job, event, now_s)
+
+    monkeypatch.setattr(Job, "handle", handle)
+    async with served(MemoryStore()) as world:
+        (good,) = await world.training("a")
+        bad = await trains_alone(world, "bad", "b")
+        request = pb.SettleRequest(token=bad.token, step=1, has_state=True)
+        with pytest.raises(JobQuarantined, match=r"KeyError\('w7'\)"):
+            await ask(world, lambda c: MembershipStub(c).Settle, request)
+        assert quarantined(world) == ["bad"]
+        assert not world.coordinator.term.deposed.is_set()
+        is_broken = False
+        repair = RepairRequest(job="bad", apply=True)
+        assert (await ask(world, lambda c: RepairsStub(c).Repair, repair)).goes_on
+        assert quarantined(world) == []
+        assert not good.is_broken(1) and not bad.failure
+
+
+async def test_heartbeats_of_a_host_count_though_one_of_them_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = JobDriver.heartbeat
+
+    def heartbeat(driver: Any, *arguments: Any) -> None:
+        if driver.job.spec.job == "bad":
+            raise ZeroDivisionError
+        real(driver, *arguments)
+
+    monkeypatch.setattr(JobDriver, "heartbeat", heartbeat)
+    async with served(MemoryStore()) as world:
+        (good,) = await world.training("a")
+        client = member_of(world, "bad", "b")
+        await asyncio.to_thread(client.join)
+        beats = [pb.Beat(token=each.token) for each in (client, good)]
+        reply = await ask(
+            world, lambda c: MembershipStub(c).Heartbeat, pb.HeartbeatRequest(beats=beats)
+        )
+        assert reply.replies[0].error.kind == "JobQuarantined"
+        assert not reply.replies[1].HasField("error")
+        assert quarantined(world) == ["bad"]
+
+
+class Refusing(MemoryStore):
+    """As etcd does with what is above its limit: writes of one key, that is."""
+
+    refused = ""
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        if self.refused and any(isinstance(op, Put) and op.key == self.refused for op in then):
+            raise RefusedError("etcd refused the request", seen="request is too large")
+        return await super().transact(compares, then, otherwise)
+
+
+async def test_a_ledger_that_etcd_refuses_quarantines_its_job() -> None:
+    """It was tried for ever, four times a second, and nobody was told."""
+    store = Refusing()
+    store.refused = keys.sample_ledger("bad")
+    async with served(store) as world:
+        for job in ("bad", "good"):
+            client = await trains_alone(world, job, "a")
+            request = LeaseRequest(
+                token=client.token, num_samples=4, dataset_size=8, num_epochs=1, sequence=1
+            )
+            await ask(world, lambda c: SamplesStub(c).Lease, request)
+
+        def is_told() -> bool:
+            return quarantined(world) == ["bad"]
+
+        await asyncio.to_thread(awaited, is_told, 10.0, "the job is quarantined")
+
+        def is_kept() -> bool:
+            return keys.sample_ledger("good") in store._items
+
+        await asyncio.to_thread(awaited, is_kept, 10.0, "the other's ledger is written")
+
+
+async def test_only_the_comparison_of_the_leaders_key_ends_the_term() -> None:
+    """A write that is refused does not, and one that finds the key another's does."""
+    store = Refusing()
+    revision = await store.put(keys.LEADER, b"{}")
+    conditions = [created_at(keys.LEADER, revision)]
+    async with served(store, conditions=conditions) as world:
+        store.refused = keys.job_state("bad")
+        client = member_of(world, "bad", "a")
+        with pytest.raises(JobQuarantined, match="too large"):
+            await asyncio.to_thread(client.join)
+        (good,) = await world.training("b")
+        assert not world.coordinator.term.deposed.is_set()
+        await store.delete(keys.LEADER)
+        request = LeaseRequest(
+            token=good.token, num_samples=4, dataset_size=8, num_epochs=1, sequence=1
+        )
+        await ask(world, lambda c: SamplesStub(c).Lease, request)
+        async with asyncio.timeout(10.0):
+            await world.coordinator.term.deposed.wait()
+        assert await store.get(keys.sample_ledger("j")) is None

@@ -1,0 +1,200 @@
+"""`shoal repair`: a job leaves its quarantine while the coordinator leads on, and nothing of it is
+destroyed."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from support.clusters.coordinator_world import Served, propose, served
+from support.clusters.garbage import Garbage, all_garbage, as_json, good_state
+from support.processes.served_process import awaited
+
+from shoal_client.commands.repair import told
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.membership.member_session import MemberSession
+from shoal_proto.errors import InvalidSpec, JobQuarantined, UnknownJob
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_proto.v1.repair_pb2 import RepairReply, RepairRequest
+from shoal_proto.v1.repair_pb2_grpc import RepairsStub
+from shoal_server.etcd import keys
+from shoal_server.etcd.memory import MemoryStore
+
+FATAL = [each for each in all_garbage() if each.is_fatal]
+
+
+async def ask(world: Served, job: str, *, apply: bool = False, **bounds: int) -> RepairReply:
+    """What `shoal repair` asks."""
+    request = RepairRequest(job=job, apply=apply, **bounds)
+
+    def call() -> RepairReply:
+        coordinators = Coordinators([world.address])
+        try:
+            return coordinators.call(lambda c: RepairsStub(c).Repair, request, timeout_s=10.0)
+        finally:
+            coordinators.close()
+
+    return await asyncio.to_thread(call)
+
+
+async def standing(world: Served, job: str) -> pb.JobStanding:
+    def call() -> pb.JobStanding:
+        coordinators = Coordinators([world.address])
+        try:
+            request = pb.GetJobRequest(job=job)
+            return coordinators.call(lambda c: MembershipStub(c).GetJob, request, timeout_s=10.0)
+        finally:
+            coordinators.close()
+
+    return await asyncio.to_thread(call)
+
+
+async def test_each_broken_record_is_shown_and_moved_aside() -> None:
+    """All of them lie in one store, each in a job of its own; a good job trains beside them."""
+    store = MemoryStore()
+    for garbage in FATAL:
+        for key, value in garbage.entries.items():
+            await store.put(key, value)
+    async with served(store) as world:
+        trainers = await world.training("a", "b")
+        for garbage in FATAL:
+            await _is_repaired(world, store, garbage)
+        assert not world.coordinator.term.deposed.is_set()
+        assert world.coordinator.registry.quarantined == {}
+        assert not any(trainer.is_broken(1) for trainer in trainers)
+
+
+async def _is_repaired(world: Served, store: MemoryStore, garbage: Garbage) -> None:
+    shown = await ask(world, garbage.job)
+    assert shown.quarantined and not shown.goes_on, garbage.what
+    (record,) = shown.records
+    assert record.key == garbage.key and record.mendable, garbage.what
+    assert record.seen and record.remedy and garbage.key in "\n".join(told(garbage.job, shown))
+    before = await store.get(garbage.key)
+    assert before is not None and before.value == garbage.entries[garbage.key], "only shown"
+    mended = await ask(world, garbage.job, apply=True)
+    assert mended.goes_on, garbage.what
+    moved = await store.get(mended.records[0].moved_to)
+    assert moved is not None and moved.value == before.value, "as it was"
+    assert (await standing(world, garbage.job)).phase == "collect", garbage.what
+    again = await ask(world, garbage.job)
+    assert (again.quarantined, list(again.records)) == (False, []), garbage.what
+
+
+async def test_a_record_of_the_job_is_written_anew_from_what_is_left_of_it() -> None:
+    """How far it trained is kept, so that it never begins from initial values again."""
+    store = MemoryStore()
+    async with served(store) as world:
+        for member in await world.training("a", "b"):
+            await asyncio.to_thread(member.close)
+        item = await store.get(keys.job_state("j"))
+    assert item is not None
+    await store.put(item.key, item.value.replace(b'"finished": false', b'"finished": 0'))
+    async with served(store) as world:
+        with pytest.raises(JobQuarantined):
+            await standing(world, "j")
+        assert (await ask(world, "j", apply=True)).goes_on
+        job = world.coordinator.registry.find("j").job
+        assert job.last_generation == 1
+        assert job.progress.has_trained
+        assert sorted(job.members) == ["a", "b"]
+
+
+async def test_a_ledger_is_moved_aside_with_all_that_belongs_to_it() -> None:
+    """What it has become since its base was written lies at keys of their own."""
+    store = MemoryStore()
+    books = {"format": 1, "dataset_size": 8, "num_epochs": 1, "num_closed": 0, "deltas": "t"}
+    books |= {"closed_returned": 0, "ignored": 0, "closed": [], "open": [], "members": {}}
+    await store.put(keys.job_state("j"), as_json(good_state("j")))
+    await store.put(keys.sample_ledger("j"), as_json(books))
+    await store.put(keys.sample_delta("j", "t", 0), b"\xff garbage")
+    async with served(store) as world:
+        assert (await ask(world, "j")).quarantined
+        mended = await ask(world, "j", apply=True)
+        assert mended.goes_on
+        base = await store.get(mended.records[0].moved_to)
+        assert base is not None and base.value == as_json(books)
+        moved = {i.value for i in (await store.range(keys.quarantined("j"))).items}
+        assert moved == {base.value, b"\xff garbage"}
+        assert await store.keys(keys.sample_deltas("j")) == ()
+
+
+async def test_bounds_that_nothing_tells_are_asked_for() -> None:
+    store = MemoryStore()
+    async with served(store) as world:
+        for member in await world.training("a", "b"):
+            await asyncio.to_thread(member.close)
+    await store.put(keys.job_state("j"), b"\xff")
+    async with served(store) as world:
+        with pytest.raises(InvalidSpec, match="bounds of job j are not known"):
+            await ask(world, "j", apply=True)
+        with pytest.raises(JobQuarantined):
+            await standing(world, "j")
+        bounds = {"min_members": 1, "max_members": 8, "desired_members": 2}
+        assert (await ask(world, "j", apply=True, **bounds)).goes_on
+        job = world.coordinator.registry.find("j").job
+        assert (job.spec.max_members, job.progress.has_trained) == (8, True)
+
+
+async def test_members_train_on_in_quarantine_and_go_on_after_it() -> None:
+    """Theirs is the job whose record cannot be read: to them it is as if nobody led."""
+    store = MemoryStore()
+    async with served(store) as world:
+        trainers = await world.training("a", "b")
+        address = world.address
+        world.clients.clear()
+        newest = await store.get(keys.generation("j", 1))
+    assert newest is not None
+    await store.put(newest.key, b"garbage")
+    try:
+        async with served(store, address=address) as world:
+            await _hear_of_it(trainers)
+            assert (await ask(world, "j", apply=True)).goes_on
+            settled = [asyncio.to_thread(_settles, each) for each in trainers]
+            await asyncio.gather(*settled)
+            records = await asyncio.gather(
+                *(asyncio.to_thread(each.await_generation, 1, 20.0) for each in trainers)
+            )
+            assert {record.roster.generation for record in records} == {2}
+            assert {len(record.roster.entries) for record in records} == {2}
+            assert max(record.roster.step for record in records) == 7
+    finally:
+        for trainer in trainers:
+            await asyncio.to_thread(trainer.close)
+
+
+async def _hear_of_it(trainers: Sequence[MemberSession]) -> None:
+    def heard() -> bool:
+        return all("quarantined" in each.waiting_for for each in trainers)
+
+    await asyncio.to_thread(awaited, heard, 20.0, "both hear of it")
+    assert not any(each.is_broken(1) for each in trainers)
+
+
+def _settles(trainer: MemberSession) -> None:
+    trainer.await_break(1, 20.0)
+    trainer.settle(7, has_state=True)
+
+
+async def test_a_new_member_of_a_quarantined_job_is_refused_by_name() -> None:
+    store = MemoryStore()
+    await store.put(keys.job_state("j"), b"[]")
+    async with served(store) as world:
+        client = world.client("a", desired=1)
+        with pytest.raises(JobQuarantined, match="/shoal/v1/jobs/j/state") as raised:
+            await asyncio.to_thread(client.join)
+        assert "shoal repair j" in raised.value.fix
+        assert (await ask(world, "j", apply=True)).goes_on
+        client = world.client("b", desired=1)
+        await asyncio.to_thread(client.join)
+        await asyncio.to_thread(propose, client)
+        await asyncio.to_thread(client.await_generation, 0, 10.0)
+
+
+async def test_what_is_wrong_with_nothing_is_left_alone() -> None:
+    async with served(MemoryStore()) as world:
+        await world.training("a")
+        reply = await ask(world, "j", apply=True)
+        assert (reply.quarantined, reply.goes_on, reply.phase) == (False, True, "running")
+        with pytest.raises(UnknownJob):
+            await ask(world, "nobody")

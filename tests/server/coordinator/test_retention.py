@@ -1,0 +1,266 @@
+"""What is left of jobs that nobody is in, as time goes by."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from support.clusters.coordinator_world import Served, entered, served
+
+from shoal_client.membership.member_session import MemberSession
+from shoal_proto.errors import InvalidSpec, NotLeader, Unavailable
+from shoal_proto.incarnation import public_id
+from shoal_proto.v1.samples_pb2 import LeaseRequest
+from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.retention import Retention
+from shoal_server.coordinator.retention_policy import DAY_S, HOUR_S, RetentionPolicy
+from shoal_server.core.membership.phases import Phase
+from shoal_server.core.retention import RetentionLimits
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Compare, Delete, Operation, Put, TransactionResult, value_is
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.status.reading import JobSummary, StatusQueries
+from shoal_server.status.views import HealthView
+
+ASSIGNMENT = "assignments/j/r/00000000"
+
+
+@dataclass
+class Sweeper:
+    """The retention of a coordinator, by a clock that the test moves."""
+
+    world: Served
+    now_s: float = field(init=False)
+    retention: Retention = field(init=False)
+
+    def __post_init__(self) -> None:
+        coordinator = self.world.coordinator
+        self.now_s = coordinator.registry.clock()
+        self.retention = Retention(
+            coordinator._store,
+            coordinator.registry,
+            coordinator.resetting,
+            samples=coordinator.samples,
+            clocks=coordinator.clocks,
+            result_of=coordinator._result_of,
+            limits=RetentionPolicy().limits,
+            clock=lambda: self.now_s,
+        )
+
+    async def after(self, seconds: float) -> None:
+        self.now_s += seconds
+        await self.retention.sweep()
+
+    @property
+    def actor(self) -> JobActor:
+        return self.world.coordinator.registry.find("j")
+
+    def summary(self) -> JobSummary:
+        coordinator = self.world.coordinator
+        queries = StatusQueries(coordinator.view, coordinator.board)
+        return queries.summary(queries.job("j"))
+
+
+async def names(store: MemoryStore) -> set[str]:
+    items = (await store.range(keys.ROOT)).items
+    return {item.key.removeprefix(keys.ROOT) for item in items if item.key != keys.SNAPSHOT_ROOTS}
+
+
+async def leave(members: Sequence[MemberSession], *, completed: bool) -> None:
+    for member in members:
+        await asyncio.to_thread(member.leave, completed=completed, reason="it ended")
+
+
+async def train_on_samples(world: Served, member: MemberSession) -> None:
+    """Eight samples, of which etcd knows; the loss was 0.5 at step 7."""
+    request = LeaseRequest(token=member.token, dataset_size=8, num_epochs=1, sequence=1)
+    request.num_samples = 8
+    samples = world.coordinator.samples
+    leased = (await samples.Lease(request, None)).range  # type: ignore[arg-type]
+    request.sequence = 2
+    request.completed.append(leased)
+    await samples.Lease(request, None)  # type: ignore[arg-type]
+    await samples._write_all()
+    process = public_id(member.token.incarnation)
+    health = HealthView(received_unix_s=1.0, public_id=process, step=7, loss=0.5)
+    world.coordinator.board.report("j", member.token.member_id, health)
+
+
+async def test_a_finished_job_shrinks_to_its_result_and_then_its_name_is_free() -> None:
+    """What came of it is known to the next leader, too, which heard of no loss and opens no
+    books."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (a,) = await world.training("a")
+        await train_on_samples(world, a)
+        await leave([a], completed=True)
+        sweeper = Sweeper(world)
+        await sweeper.after(0.0)
+        before = await names(store)
+        assert {"jobs/j/generations/000000000001", "jobs/j/samples"} <= before
+        await sweeper.after(DAY_S - 60.0)
+        assert await names(store) == before
+        await sweeper.after(120.0)
+        assert await names(store) == {"jobs/j/state"}
+    async with served(store) as world:
+        sweeper = Sweeper(world)
+        told = sweeper.summary()
+        assert (told.state, told.step, told.loss, told.num_samples) == ("finished", 7, 0.5, 8)
+        assert 0 < told.begun_unix_s <= told.ended_unix_s < sweeper.now_s
+        await sweeper.after(29 * DAY_S)
+        assert await names(store) == {"jobs/j/state"}
+        await sweeper.after(2 * DAY_S)
+        assert await names(store) == {"resets/j"}
+        (again,) = await world.training("a")
+        assert again.token.generation == 2
+
+
+async def test_a_job_to_which_nobody_comes_back_fails_and_keeps_what_it_may_go_on_from() -> None:
+    """Also one that never trained. Nothing of it goes before its time, and until then `retry` lets
+    it be joined again."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (a,) = await world.training("a")
+        await store.transact([], [Put(keys.ROOT + ASSIGNMENT, b"whose form is of no interest")])
+        await leave([a], completed=False)
+        sweeper = Sweeper(world)
+        await sweeper.after(0.0)
+        await sweeper.after(HOUR_S - 1.0)
+        assert sweeper.actor.job.phase is Phase.COLLECT
+        await sweeper.after(2.0)
+        assert sweeper.actor.job.phase is Phase.FAILED
+        assert sweeper.actor.job.reason == "it had no members for 3600 s, and nobody came back"
+        kept = {"jobs/j/state", "jobs/j/generations/000000000001", ASSIGNMENT}
+        assert await names(store) == kept
+    async with served(store) as world:
+        sweeper = Sweeper(world)
+        assert sweeper.summary().state == "failed"
+        await sweeper.after(DAY_S - 60.0)
+        assert await names(store) == kept
+        await world.coordinator.registry.retry("j", from_scratch=False)
+        await sweeper.after(DAY_S)
+        assert sweeper.actor.job.phase is Phase.COLLECT
+        assert await names(store) == kept
+
+
+async def test_a_job_with_members_never_fails_by_itself() -> None:
+    async with served(MemoryStore()) as world:
+        await world.joined("a", desired=2, low=2)
+        sweeper = Sweeper(world)
+        await sweeper.after(0.0)
+        await sweeper.after(100 * DAY_S)
+        assert sweeper.actor.job.phase is Phase.COLLECT
+
+
+async def test_who_comes_back_in_time_begins_the_hour_anew() -> None:
+    async with served(MemoryStore()) as world:
+        (a,) = await world.training("a")
+        await leave([a], completed=False)
+        sweeper = Sweeper(world)
+        await sweeper.after(0.0)
+        back = await world.joined("b", desired=1)
+        await sweeper.after(HOUR_S + 1.0)
+        await leave([back], completed=False)
+        await sweeper.after(0.0)
+        await sweeper.after(HOUR_S - 1.0)
+        assert sweeper.actor.job.phase is not Phase.FAILED
+
+
+@pytest.mark.parametrize("new_leader", [False, True])
+async def test_what_is_cleared_goes_on_from_scratch_alone(new_leader: bool) -> None:
+    """Which has to be said: its parameters and its place in the data are gone."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (a,) = await world.training("a")
+        await leave([a], completed=False)
+        sweeper = Sweeper(world)
+        await sweeper.actor.stop("enough")
+        await sweeper.after(DAY_S + 1.0)
+        assert await names(store) == {"jobs/j/state"}
+        if not new_leader:
+            await check_from_scratch_alone(world)
+    if new_leader:
+        async with served(store) as world:
+            await check_from_scratch_alone(world)
+
+
+async def check_from_scratch_alone(world: Served) -> None:
+    registry = world.coordinator.registry
+    with pytest.raises(InvalidSpec, match="shoal retry j --from-scratch"):
+        await registry.retry("j", from_scratch=False)
+    await registry.retry("j", from_scratch=True)
+    again = await world.joined("b", desired=1)
+    await entered(again, 0)
+    assert not registry.find("j").job.tally.is_cleared
+
+
+class Unreliable(MemoryStore):
+    """Fails transactions that delete, before or after they took effect."""
+
+    fails = ""
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        concerned = any(isinstance(o, Delete) and o.prefix for o in then)
+        if concerned and self.fails == "before":
+            raise Unavailable("etcd is away")
+        result = await super().transact(compares, then, otherwise)
+        if concerned and self.fails == "after":
+            raise Unavailable("the answer was lost", details={"outcome": "unknown"})
+        return result
+
+
+@pytest.mark.parametrize("fails", ["before", "after"])
+async def test_a_removal_that_fails_is_made_up_for(fails: str) -> None:
+    """The job is as it was or as it was to be, for this leader and for the next one."""
+    store = Unreliable()
+    async with served(store) as world:
+        await leave(await world.training("a"), completed=True)
+        sweeper = Sweeper(world)
+        await sweeper.after(0.0)
+        before = await names(store)
+        store.fails = fails
+        await sweeper.after(DAY_S + 1.0)
+        assert await names(store) == (before if fails == "before" else {"jobs/j/state"})
+        assert sweeper.summary().state == "finished"
+        store.fails = ""
+        await sweeper.after(0.0)
+        assert await names(store) == {"jobs/j/state"}
+        assert sweeper.actor.job.tally.is_cleared
+
+
+async def test_who_was_deposed_removes_nothing() -> None:
+    """It has not heard of it yet."""
+    store = MemoryStore()
+    await store.transact([], [Put(keys.LEADER, b"this one")])
+    async with served(store, conditions=(value_is(keys.LEADER, b"this one"),)) as world:
+        await leave(await world.training("a"), completed=True)
+        sweeper = Sweeper(world)
+        await sweeper.after(0.0)
+        await store.transact([], [Put(keys.LEADER, b"another one")])
+        before = await names(store)
+        with pytest.raises(NotLeader):
+            await sweeper.after(DAY_S + 1.0)
+        assert await names(store) == before
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ({"abandon_after_s": 0.0}, "--abandon-after-s"),
+        ({"records_s": float("nan")}, "--retention-s"),
+        ({"summary_s": 60.0}, r"--retention-s \(86400\) or more"),
+    ],
+)
+def test_a_bad_policy_is_refused(policy: dict[str, float], told: str) -> None:
+    with pytest.raises(InvalidSpec, match=told):
+        RetentionPolicy(**policy)
+
+
+def test_the_limits_are_those_of_the_options() -> None:
+    policy = RetentionPolicy(abandon_after_s=1.0, records_s=2.0, summary_s=3.0)
+    assert policy.limits == RetentionLimits(abandon_after_s=1.0, records_s=2.0, summary_s=3.0)

@@ -1,0 +1,85 @@
+"""What a member's word costs: the same in a job of hundreds as in one of a hundred."""
+
+from collections.abc import Iterator
+from cProfile import Profile
+from typing import Any
+
+from shoal_proto.incarnation import new_incarnation
+from shoal_server.coordinator.persistence import codec
+from shoal_server.core.generations.roster import Generation, JobSpec, MemberInfo, Proposal, Step
+from shoal_server.core.job.job import Job
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
+from shoal_server.core.membership.phases import Phase
+
+
+def words(job: Job, names: dict[str, str]) -> Iterator[events.Event]:
+    """Of all members, from their arrival to the generation that follows a loss."""
+    info = MemberInfo(host="h", address="127.0.0.1")
+    for name, incarnation in names.items():
+        yield events.Joined(member_id=name, incarnation=incarnation, spec=job.spec, info=info)
+    proposal = Proposal(fields={"strategy": "ddp"})
+    for name, incarnation in names.items():
+        yield events.Proposed(member_id=name, incarnation=incarnation, proposal=proposal)
+    yield from agreeing(job, names)
+    lost, incarnation = names.popitem()
+    yield events.Lost(member_id=lost, incarnation=incarnation, reason="its host is gone")
+    for name, incarnation in names.items():
+        yield events.StepReported(
+            member_id=name,
+            incarnation=incarnation,
+            step=Step(5),
+            has_state=True,
+            left=Generation(1),
+        )
+    yield from agreeing(job, names)
+
+
+def agreeing(job: Job, names: dict[str, str]) -> Iterator[events.Event]:
+    assert job.agreement is not None
+    number, digest = job.agreement.generation, job.agreement.digest
+    for name, incarnation in names.items():
+        yield events.Answered(
+            member_id=name, incarnation=incarnation, generation=number, digest=digest
+        )
+    for name, incarnation in names.items():
+        yield events.BecameReady(member_id=name, incarnation=incarnation, generation=number)
+
+
+def test_nobody_is_late_with_an_answer_while_answers_come() -> None:
+    """Those of ten thousand take longer than the limit for one; who is silent then is refused."""
+    spec = JobSpec(job="j", min_members=1, max_members=6, desired_members=6)
+    limits = Limits()
+    job = Job(spec=spec, limits=limits, digest_of=codec.digest_of)
+    names = {name: new_incarnation() for name in "abcdef"}
+    now_s = 0.0
+    for event in words(job, names):
+        if isinstance(event, events.BecameReady):
+            break
+        if isinstance(event, events.Answered):
+            now_s += 0.8 * limits.prepare_s
+            job.tick(now_s)
+        job.handle(event, now_s)
+    assert job.phase is Phase.COMMITTED
+    assert now_s > 4 * limits.prepare_s
+
+
+def num_calls(num_members: int) -> float:
+    """Of functions, for each member."""
+    spec = JobSpec(job="j", min_members=1, max_members=num_members, desired_members=num_members)
+    job = Job(spec=spec, limits=Limits(), digest_of=codec.digest_of)
+    names = {f"member-{number:05d}": new_incarnation() for number in range(num_members)}
+    profile = Profile()
+    for number, event in enumerate(words(job, names)):
+        profile.enable()
+        job.handle(event, number * 1e-6)
+        job.next_deadline_s()
+        profile.disable()
+    assert job.phase is Phase.RUNNING
+    stats: Any = profile.getstats()
+    return float(sum(entry.callcount for entry in stats)) / num_members
+
+
+def test_a_word_costs_the_same_among_hundreds_as_among_a_hundred() -> None:
+    """Counted in calls, not in time, from arrival to the generation after a loss."""
+    assert num_calls(400) < 1.1 * num_calls(100)

@@ -1,0 +1,123 @@
+"""A job that is stopped, given up, and joined again."""
+
+import pytest
+from support.members.job_world import World, digest_of
+
+from shoal_server.core.generations.roster import Generation, JobSpec
+from shoal_server.core.job.restore import Saved, restored
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership.events import RefusalKind, Refused
+from shoal_server.core.membership.phases import OVER, Phase
+
+
+def world(*names: str) -> World:
+    w = World(JobSpec(job="j", min_members=1, max_members=8, desired_members=max(1, len(names))))
+    for name in names:
+        w.join(name)
+    w.run(1.0)
+    return w
+
+
+def stopped(*names: str) -> World:
+    w = world(*names)
+    w.train(7)
+    w.stop("enough")
+    w.run(5.0)
+    return w
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b", "c")])
+def test_members_of_a_stopped_job_leave_and_nobody_joins(names: tuple[str, ...]) -> None:
+    """Each is told to go at its next boundary; with the last of them the job is over, and says
+    why to whoever comes."""
+    w = stopped(*names)
+    assert w.job.phase is Phase.STOPPED
+    assert (w.job.reason, w.job.members) == ("enough", {})
+    late = w.join("late")
+    w.run(6.0)
+    assert late.refused is not None
+    assert late.refused.kind == RefusalKind.STOPPED
+    assert "shoal retry j" in late.refused.fix
+    assert w.job.tally.num_breaks == 0, "it was not interrupted"
+
+
+def test_who_comes_while_a_job_is_being_stopped_is_refused() -> None:
+    """Else a launcher would go on with it."""
+    w = world("a")
+    w.job.stop("enough", w.now_s)  # of which its member has not heard yet
+    late = w.join("late")
+    w.run(1.5)
+    assert w.job.phase not in OVER
+    assert late.refused is not None
+    assert late.refused.kind == RefusalKind.STOPPED
+
+
+def test_a_job_without_members_stops_at_once() -> None:
+    w = world("a")
+    w.kill("a", seen_by_launcher=True)
+    w.run(2.0)
+    w.stop("enough")
+    assert w.job.phase is Phase.STOPPED
+
+
+def test_a_job_to_which_nobody_comes_back_has_failed() -> None:
+    """One that has members has not, however often that is said."""
+    w = world("a")
+    w.abandon("no member for an hour")
+    assert w.job.phase is Phase.RUNNING
+    w.kill("a", seen_by_launcher=True)
+    w.run(2.0)
+    w.abandon("no member for an hour")
+    assert (w.job.phase, w.job.reason) == (Phase.FAILED, "no member for an hour")
+    late = w.join("b")
+    w.run(3.0)
+    assert late.refused is not None
+    assert late.refused.kind == RefusalKind.STOPPED
+
+
+def test_a_retried_job_goes_on_or_begins_at_step_0() -> None:
+    """It had trained: without its state it is lost, and from scratch it runs."""
+    w = stopped("a")
+    w.retry()
+    assert w.job.phase is Phase.COLLECT
+    w.join("b")
+    w.run(8.0)
+    assert w.job.phase is Phase.LOST
+    w.retry(from_scratch=True)
+    w.join("c")
+    w.run(12.0)
+    assert w.is_running()
+    assert w.roster() == ["c"]
+
+
+def test_what_runs_or_is_finished_is_not_retried() -> None:
+    w = world("a")
+    with pytest.raises(Refused, match="not over"):
+        w.retry()
+    w.complete("a")
+    w.run(2.0)
+    with pytest.raises(Refused, match="finished"):
+        w.retry()
+    w.stop("enough")
+    assert w.job.phase is Phase.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("stopping", "failed", "phase"), [("enough", False, Phase.STOPPED), ("", True, Phase.FAILED)]
+)
+def test_a_new_leader_finds_it_as_it_was(stopping: str, failed: bool, phase: Phase) -> None:
+    spec = JobSpec(job="j", min_members=1, max_members=1, desired_members=1)
+    saved = Saved(
+        last_generation=Generation(3),
+        record=None,
+        before=None,
+        members=(),
+        finished=True,
+        reason="why",
+        stopping=stopping,
+        failed=failed,
+        ended_s=17.0,
+    )
+    job = restored(spec, saved, limits=Limits(), digest_of=digest_of, now_s=99.0)
+    assert (job.phase, job.state.stage.since_s) == (phase, 17.0)
+    assert not job.completing

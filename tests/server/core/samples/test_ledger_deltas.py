@@ -1,0 +1,142 @@
+"""Deltas behind a base say what the whole books say, at every point of any history."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.ledger_deltas import MemberNumbers, encoded, folded
+from shoal_server.core.samples.requests import Request, SampleRange, TooManyRanges
+
+NAMES = ("a", "b", "worker-3")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.sampled_from(NAMES), st.integers(0, 40)),
+        st.tuples(st.just("report"), st.sampled_from(NAMES), st.integers(0, 40)),
+        st.tuples(st.just("lose"), st.sampled_from(NAMES), st.just(0)),
+        st.tuples(st.just("ignore"), st.sampled_from(NAMES), st.integers(1, 9)),
+        st.tuples(st.sampled_from(["delta", "failed", "base"]), st.just("a"), st.just(0)),
+    ),
+    max_size=80,
+)
+
+
+class Copy:
+    """What was written of a ledger: a base, and deltas behind it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.write_base(ledger)
+
+    def write_base(self, ledger: Ledger) -> None:
+        ledger.take_touched()
+        self.base = json.dumps(ledger.to_json())
+        self.numbers = MemberNumbers(ledger.to_json())
+        self.deltas: list[bytes] = []
+
+    def append(self, ledger: Ledger, *, fails: bool = False) -> None:
+        touched = ledger.take_touched()
+        part = ledger.to_json(touched)
+        delta = encoded(part, touched, self.numbers)
+        if fails:
+            ledger.touch(touched)
+            return
+        self.deltas.append(delta)
+        self.numbers.note(part)
+
+    def read(self) -> dict[str, Any]:
+        return Ledger.from_json(folded(json.loads(self.base), self.deltas)).to_json()
+
+
+class Member:
+    def __init__(self) -> None:
+        self.incarnation, self.sequence = 0, 0
+        self.held: list[SampleRange] = []
+
+    def request(self, name: str, num_samples: int, done: list[SampleRange]) -> Request:
+        self.sequence += 1
+        return Request(
+            member_id=name,
+            incarnation=str(self.incarnation),
+            sequence=self.sequence,
+            completed=done,
+            held=tuple(self.held),
+            num_samples=num_samples,
+        )
+
+
+def take(ledger: Ledger, members: dict[str, Member], step: tuple[str, str, int]) -> None:
+    what, name, number = step
+    member = members[name]
+    match what:
+        case "lose":
+            ledger.give_back(name, str(member.incarnation))
+            member.incarnation, member.held, member.sequence = member.incarnation + 1, [], 0
+        case "ignore":
+            ledger.ignore([SampleRange(0, 0, number)])
+        case _:
+            done = [member.held.pop(0)] if what == "report" and member.held else []
+            try:
+                found = ledger.answer(member.request(name, number, done)).range
+            except TooManyRanges:
+                member.held = done + member.held
+                return
+            if found is not None:
+                member.held.append(found)
+
+
+@settings(max_examples=150, deadline=None)
+@given(size=st.integers(1, 200), epochs=st.integers(1, 100), steps=STEPS)
+def test_a_base_and_its_deltas_are_the_books(
+    size: int, epochs: int, steps: list[tuple[str, str, int]]
+) -> None:
+    """After each write, whatever came before it, failed writes and new bases among it."""
+    ledger = Ledger(dataset_size=size, num_epochs=epochs)
+    members = {name: Member() for name in NAMES}
+    copy = Copy(ledger)
+    for step in steps:
+        if step[0] == "base":
+            copy.write_base(ledger)
+        elif step[0] in ("delta", "failed"):
+            copy.append(ledger, fails=step[0] == "failed")
+        else:
+            take(ledger, members, step)
+            continue
+        if step[0] != "failed":
+            assert copy.read() == ledger.to_json()
+
+
+def test_a_delta_of_many_members_is_small() -> None:
+    """Fifty members that each completed a range and leased another: ten bytes each."""
+    ledger = Ledger(dataset_size=10_000_000, num_epochs=3)
+    members = {f"host-{i:02}-0": Member() for i in range(50)}
+    copy = Copy(ledger)
+    for _ in range(40):
+        for name in members:
+            take(ledger, members, ("report", name, 512))
+    copy.write_base(ledger)
+    for name in members:
+        take(ledger, members, ("report", name, 512))
+    copy.append(ledger)
+    assert copy.read() == ledger.to_json()
+    assert len(copy.deltas[0]) < 10 * len(members)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"",
+        b"\x02",
+        b"\x01\xff",
+        b"\x01" + b"\xff" * 40,
+        b"\x01\x00\x00\x00\x00\x00\x00\x00\x00trailing",
+        b"\x01\x00\x00\x00\x00\x00\x00\x01\x05\x00\x00\x00\x00",
+    ],
+)
+def test_what_is_no_delta_is_refused(broken: bytes) -> None:
+    """Cut off, of another format, of numbers without end, of members that there are not."""
+    books = Ledger(dataset_size=5, num_epochs=1).to_json()
+    with pytest.raises(ValueError):
+        folded(books, [broken])

@@ -1,0 +1,72 @@
+"""Whoever leads no longer writes nothing, and learns of it from the first write that it tries."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from shoal_proto.errors import NotLeader
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Compare, Delete, Get, Put, Revision, absent, created_at
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.memory import MemoryStore
+
+
+class Term:
+    """A coordinator that leads, and what it is told."""
+
+    def __init__(self, store: MemoryStore, conditions: Sequence[Compare] | None) -> None:
+        self.conditions = conditions
+        self.why_deposed: list[str] = []
+        self.store = LeaderStore(store, self._leadership, self.why_deposed.append)
+
+    def _leadership(self) -> Sequence[Compare]:
+        if self.conditions is None:
+            raise NotLeader("no term")
+        return self.conditions
+
+
+async def leading(store: MemoryStore) -> Term:
+    revision = await store.put(keys.LEADER, b"{}")
+    return Term(store, [created_at(keys.LEADER, revision)])
+
+
+async def test_a_leader_writes() -> None:
+    store = MemoryStore()
+    term = await leading(store)
+    result = await term.store.transact([absent("a")], [Put("a", b"1"), Get("a")], [Get("a")])
+    assert (result.succeeded, result.reads[0][0].value) == (True, b"1")
+
+
+async def test_a_condition_of_the_writers_own_deposes_nobody() -> None:
+    store = MemoryStore()
+    term = await leading(store)
+    await store.put("a", b"1")
+    result = await term.store.transact([absent("a")], [Put("a", b"2")], [Get("a")])
+    assert not result.succeeded
+    assert [[item.value for item in read] for read in result.reads] == [[b"1"]]
+    assert term.why_deposed == []
+
+
+@pytest.mark.parametrize("key_is_gone", [True, False], ids=["nobody leads", "another leads"])
+async def test_a_deposed_leader_writes_nothing_and_hears_of_it(key_is_gone: bool) -> None:
+    store = MemoryStore()
+    term = await leading(store)
+    await store.delete(keys.LEADER)
+    if not key_is_gone:
+        await store.put(keys.LEADER, b"{}")
+    # Its own condition fails as well: that is not what counts.
+    for compares in ([], [absent(keys.LEADER)], [created_at("a", Revision(9))]):
+        with pytest.raises(NotLeader):
+            await term.store.transact(compares, [Put("a", b"1"), Delete("b")], [Get("a")])
+    assert await store.get("a") is None
+    assert len(term.why_deposed) == 3
+
+
+async def test_outside_of_a_term_only_reads_are_made() -> None:
+    store = MemoryStore()
+    await store.put("a", b"1")
+    term = Term(store, None)
+    assert (await term.store.transact([], [Get("a")])).reads[0][0].value == b"1"
+    with pytest.raises(NotLeader):
+        await term.store.transact([], [Delete("a")])
+    assert await store.get("a") is not None

@@ -1,0 +1,73 @@
+"""Frames leave whole and in order, whichever way they are sent."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from shoal_server.parameters.bulk.wire import FrameConnection
+
+LARGE = bytes(range(256)) * 16 * 1024
+"""More than the kernel takes at once."""
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        yield ours, theirs
+
+
+async def read(end: socket.socket, num_bytes: int) -> bytes:
+    loop, parts = asyncio.get_running_loop(), bytearray()
+    async with asyncio.timeout(20):
+        while len(parts) < num_bytes:
+            parts += await loop.sock_recv(end, num_bytes - len(parts))
+    return bytes(parts)
+
+
+async def test_a_frame_that_finds_room_goes_at_once(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = ends
+    assert FrameConnection(ours).send_now(b"frame")
+    assert theirs.recv(16) == b"frame"
+
+
+async def test_what_the_kernel_does_not_take_follows_before_all_else(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """Until it has gone, nothing goes past it."""
+    ours, theirs = ends
+    wire = FrameConnection(ours)
+    assert wire.send_now(LARGE)
+    assert not wire.send_now(b"too early")
+    behind = asyncio.create_task(wire.send(b"behind"))
+    assert await read(theirs, len(LARGE) + 6) == LARGE + b"behind"
+    await behind
+    assert wire.send_now(b"later")
+    assert await read(theirs, 5) == b"later"
+
+
+async def test_nothing_goes_between_the_parts_of_a_frame(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = ends
+    wire = FrameConnection(ours)
+    sending = asyncio.create_task(wire.send(LARGE, b"end"))
+    await asyncio.sleep(0)
+    assert not wire.send_now(b"between")
+    assert await read(theirs, len(LARGE) + 3) == LARGE + b"end"
+    await sending
+
+
+async def test_a_connection_that_is_gone_takes_nothing(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """Whoever reads or sends hears of it."""
+    ours, theirs = ends
+    theirs.close()
+    assert not FrameConnection(ours).send_now(b"frame")

@@ -1,0 +1,67 @@
+"""The shards that one server leads, one after the other, in its journal."""
+
+import asyncio
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.journal.config import JournalConfig
+from shoal_server.parameters.journal.log import Journal
+from shoal_server.parameters.journal.shard_journal import ShardJournal
+from shoal_server.parameters.shard.dense import new_dense_shard
+from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.tables.restore import restore
+
+LIMIT_S = 10.0
+
+
+def new_led(epoch: int) -> ShardReplica:
+    spec = Shard(
+        shard_id=0, epoch=epoch, dtype="float32", blocks=[Block(parameter="p", num_elements=2)]
+    )
+    sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+    return ShardReplica("job", new_dense_shard(spec, sgd, bytearray(8)), Role.PRIMARY, epoch)
+
+
+class HeldDisk:
+    """Brings nothing to disk while it is held."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def fsync(self, descriptor: int) -> None:
+        assert self.goes_on.wait(LIMIT_S)
+        os.fsync(descriptor)
+
+
+async def test_a_shard_of_another_run_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
+    """Although its epochs begin at 1 again, and the disk is slow to forget what it had."""
+    loop, disk = asyncio.get_running_loop(), HeldDisk()
+    on_disk: asyncio.Queue[int] = asyncio.Queue()
+
+    async def take(replica: ShardReplica) -> ShardCut:
+        return replica.state.cut()
+
+    def told(replica: ShardReplica, version: int) -> None:
+        on_disk.put_nowait(replica.epoch)
+
+    config = JournalConfig(directory=tmp_path)
+    with ThreadPoolExecutor(1) as pool, Journal(config, fsync=disk.fsync) as journal:
+        kept = ShardJournal(journal, pool, take=take, on_disk=told, on_failure=lambda replica: None)
+        async with kept, asyncio.timeout(LIMIT_S):
+            last, now = new_led(epoch=5), new_led(epoch=1)
+            kept.lead(last)
+            assert await on_disk.get() == 5
+            disk.goes_on.clear()
+            kept.end(last)
+            kept.let_go("job", but=())
+            kept.lead(now)
+            loop.call_later(0.1, disk.goes_on.set)
+            assert await on_disk.get() == 1
+    (found,) = Journal(config).recover(restore)
+    assert found.epoch == 1

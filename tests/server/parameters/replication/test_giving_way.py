@@ -1,0 +1,28 @@
+"""Work on large shards rests for as long as the loop is late for others."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from shoal_server.parameters.replication.giving_way import MAX_REST_S, RESTS, giving_way
+
+T = TypeVar("T")
+
+
+async def took_s(late_s: float) -> float:
+    """What a piece of work takes whose end the loop hears of so late."""
+
+    async def run(num_bytes: int, work: Callable[[], T]) -> T:
+        result = work()
+        await asyncio.sleep(late_s)
+        return result
+
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    assert await giving_way(run, lambda: "done") == "done"
+    return loop.time() - began_s
+
+
+async def test_the_rest_is_in_proportion_and_bounded() -> None:
+    assert await took_s(0.002) >= (1 + RESTS) * 0.002
+    assert await took_s(0.1) >= 0.1 + MAX_REST_S

@@ -1,0 +1,111 @@
+"""A process that outlived its run of a job does nothing to the shards of the next one."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+from support.clusters.parameter_servers import ParameterServers
+
+from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.table_rows import Gradients
+from shoal_client.parameters.tables import TableClient
+from shoal_proto.errors import Fenced
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
+from shoal_server.etcd import keys
+
+NUM_ELEMENTS, DIM = 4, 2
+SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+TABLE = TableSpec(
+    name="t",
+    dim=DIM,
+    dtype="float32",
+    initialiser=Initialiser(kind="constant"),
+    optimizer=RowOptimizer(kind="sgd", lr=1.0),
+    num_shards=1,
+)
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+WHERE = ("t", 0)
+IDS = np.array([7], np.int64).tobytes()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(1) as servers:
+        yield servers
+
+
+def filled(value: float) -> dict[str, memoryview]:
+    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
+
+
+class Member:
+    """One process, with both of its clients."""
+
+    def __init__(self, servers: ParameterServers, member_id: str, job: str) -> None:
+        token = servers.admit(member_id, job=job)
+        self.dense = ParameterClient([servers.coordinator], lambda: token, timeout_s=10.0)
+        self.tables = TableClient([servers.coordinator], lambda: token, timeout_s=10.0)
+
+    def begin(self, value: float) -> None:
+        self.dense.place(SCHEMA, [TABLE])
+        self.tables.fetch_map()
+        self.dense.create(SGD, filled(value))
+        rows = self.tables.look_up({WHERE: IDS})[WHERE]
+        self.gradients = Gradients(
+            ids=IDS,
+            births=rows.births,
+            gradients=np.ones(DIM, np.float32).tobytes(),
+            base_version=rows.version,
+            base_epoch=rows.epoch,
+        )
+
+    def values(self) -> set[float]:
+        into = filled(9.0)
+        self.dense.pull(into)
+        return set(into["w"].cast("f"))
+
+    def close(self) -> None:
+        self.dense.close()
+        self.tables.close()
+
+
+CALLS: dict[str, Callable[[Member], object]] = {
+    "push": lambda member: member.dense.push(filled(1.0)),
+    "pull": lambda member: member.dense.pull(filled(9.0)),
+    "create": lambda member: member.dense.create(SGD, filled(5.0)),
+    "look up": lambda member: member.tables.look_up({WHERE: IDS}),
+    "push rows": lambda member: member.tables.push({WHERE: member.gradients}),
+}
+
+
+def begin_anew(servers: ParameterServers, job: str) -> None:
+    """All that etcd has of the job is gone, and nobody is fenced."""
+
+    async def wipe() -> None:
+        await servers.store.delete(keys.assignments(job), prefix=True)
+        await servers.store.delete(keys.job_prefix(job), prefix=True)
+
+    servers.run(wipe())
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_member_of_the_last_run_is_refused(servers: ParameterServers, call: str) -> None:
+    """By name, however alike the shards' numbers and epochs are; the new run goes on from what its
+    own members made."""
+    job = call.replace(" ", "-")
+    with (
+        closing(Member(servers, "old", job)) as old,
+        closing(Member(servers, "new", job)) as new,
+    ):
+        old.begin(0.0)
+        begin_anew(servers, job)
+        new.begin(2.0)
+        with pytest.raises(Fenced, match="another run") as refused:
+            CALLS[call](old)
+        assert refused.value.details["run"] == new.dense.shard_map.run
+        new.dense.push(filled(1.0))
+        assert new.values() == {1.0}

@@ -1,0 +1,20 @@
+"""What a member says of its pushes."""
+
+from structlog.testing import capture_logs
+
+from shoal.strategies.asynchronous.push_counts import RollbackWatch
+
+
+def test_shards_that_went_back_are_told_once() -> None:
+    """In one line with how far, however many they are; then training goes on from there."""
+    watch = RollbackWatch()
+    with capture_logs() as logs:
+        watch.see({0: 5, 1: 7})
+        watch.see({0: 6, 1: 7, 2: 1})
+        assert not logs
+        watch.see({0: 2, 1: 3, 2: 1})
+        watch.see({0: 3, 1: 3, 2: 2})
+    (told,) = logs
+    assert told["event"] == "values_rolled_back"
+    assert told["reason"] == "shard 0 from 6 to 2, shard 1 from 7 to 3"
+    assert told["num_updates_undone"] == 4
