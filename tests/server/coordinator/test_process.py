@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.coordinator_world import FIELDS
 from support.clusters.etcd_fixture import etcd_processes, running_etcd
 from support.network import http
+from support.processes.served_process import awaited
 
 from shoal_client.local.process import Command, Supervisor
 from shoal_client.membership.member import Member
@@ -128,12 +130,12 @@ def test_etcd_away_stops_no_running_generation(tmp_path: Path) -> None:
 def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
     """Exit code 0, and its successor leads at once, without waiting for a lease."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
-        first = replica(supervisor, tmp_path, "first", etcd)
+        start = partial(CoordinatorProcess, supervisor, tmp_path, heartbeat_s=0.2, lease_s=60)
+        first = start("first", etcd).ready()
+        awaited(first.leads, START_S, "the first leads")
         assert first.process.stop(10) == 0, first.log_path.read_text()
-        started_s = time.monotonic()
-        second = replica(supervisor, tmp_path, "second", etcd)
-        assert http.get(f"{second.http}/readyz").status_code == 200
-        assert time.monotonic() - started_s < START_S
+        second = start("second", etcd).ready()
+        awaited(second.leads, START_S, "the second leads, long before that lease is over")
 
 
 @pytest.mark.sampled()
