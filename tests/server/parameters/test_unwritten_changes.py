@@ -10,8 +10,8 @@ import pytest
 from shoal_proto.errors import AccessDenied
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.core.replication.protocol.effects import Write
-from shoal_server.core.replication.protocol.events import NotWritten, Written
+from shoal_server.core.replication.protocol.effects import LoadJournal, Write
+from shoal_server.core.replication.protocol.events import NotInJournal, NotWritten, Written
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
@@ -21,8 +21,12 @@ from shoal_server.parameters.journal import shard_journal
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.replication import record_writer
+from shoal_server.parameters.replication.acknowledgements import Acknowledgements
 from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.incoming_images import IncomingImages
 from shoal_server.parameters.replication.record_writer import RecordWriter
+from shoal_server.parameters.replication.shard_roles import ShardRoles
+from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import new_dense_shard
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 
@@ -73,6 +77,25 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
         await again.wait()
     await writer.close()
     assert told == [NotWritten(("job", 0)), Written(("job", 0))]
+
+
+async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The core is told that what it claimed cannot be loaded."""
+    driver = CoreDriver(ReplicationCore(ME, ReplicationLimits()))
+    told: asyncio.Queue[object] = asyncio.Queue()
+    monkeypatch.setattr(driver, "tell", told.put_nowait)
+    roles = ShardRoles(
+        driver,
+        catalog=cast(Catalog, None),
+        images=cast(IncomingImages, None),
+        acknowledgements=cast(Acknowledgements, None),
+    )
+    roles._load(LoadJournal(("job", 0), 3))
+    async with asyncio.timeout(LIMIT_S):
+        assert await told.get() == NotInJournal(("job", 0), 3)
+    await roles.close()
 
 
 class FullJournal:

@@ -15,6 +15,7 @@ from typing import Any
 from shoal_server.core.replication.backing.copies import Copies, Copy, CopyPhase
 from shoal_server.core.replication.backing.journal_claims import JournalClaims
 from shoal_server.core.replication.backing.primary_watch import PrimaryWatch
+from shoal_server.core.replication.known_records import KnownRecords
 from shoal_server.core.replication.leading.led_shard import LedShard
 from shoal_server.core.replication.leading.led_shards import Leading
 from shoal_server.core.replication.lease import Lease
@@ -53,13 +54,10 @@ class ReplicationCore:
         self.me = me
         self.lease = Lease(limits)
         self.leading = Leading(limits)
-        self._runs: dict[Key, str] = {}
-        """Of each shard, which run of its job the record is of."""
-        self._copies = Copies(me, self._runs)
+        self._records = KnownRecords()
+        self._copies = Copies(me, self._records.runs)
         self._watch = PrimaryWatch(limits.probe_s)
         self._claims = JournalClaims(me, limits)
-        self._assignments: dict[Key, ShardAssignment] = {}
-        self._writing: set[Key] = set()
         self._is_fenced = False
         self._now_s = -inf
         self._handlers: Mapping[type, Callable[[Any], Effects]] = {
@@ -92,6 +90,7 @@ class ReplicationCore:
             ev.ImageFailed: self._image_failed,
             ev.Probed: self._probed,
             ev.JournalHas: self._journal_has,
+            ev.NotInJournal: self._not_in_journal,
             ev.ServersSeen: self._servers_seen,
             ev.Woken: self._woken,
         }
@@ -113,11 +112,11 @@ class ReplicationCore:
         return self.lease.holds(now_s)
 
     def assignment(self, key: Key) -> ShardAssignment | None:
-        return self._assignments.get(key)
+        return self._records.find(key)
 
     def known(self, job: str) -> list[Key]:
         """The shards of a job of which there is a record."""
-        return [key for key in self._assignments if key[0] == job]
+        return self._records.keys_of(job)
 
     def led(self, key: Key) -> LedShard | None:
         """The shard, if it is led here in the epoch of its record."""
@@ -126,7 +125,7 @@ class ReplicationCore:
     @property
     def open_claims(self) -> list[Key]:
         """What the journal has and others may have too, of jobs that there are."""
-        return [key for key in self._claims.open if key in self._assignments]
+        return [key for key in self._claims.open if key in self._records]
 
     def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
         """The record as this server wants it to be, from the newest one on."""
@@ -142,11 +141,11 @@ class ReplicationCore:
 
     def _wish(self, key: Key) -> Effects:
         """Have the record changed if it is not as it should be."""
-        assignment = self._assignments.get(key)
-        if assignment is None or key in self._writing:
+        assignment = self._records.find(key)
+        if assignment is None or self._records.is_writing(key):
             return
         if self.revised(key, assignment, self._now_s) != assignment:
-            self._writing.add(key)
+            self._records.begin_write(key)
             yield Write(key)
         else:
             led = self.leading.find(key)
@@ -154,7 +153,7 @@ class ReplicationCore:
                 led.written()
 
     def _written(self, event: ev.Written) -> Effects:
-        self._writing.discard(event.key)
+        self._records.end_write(event.key)
         led = self.leading.find(event.key)
         if led is not None:
             led.written()
@@ -168,19 +167,14 @@ class ReplicationCore:
             yield from led.keep_leading()
 
     def _refreshed(self, event: ev.Refreshed) -> Effects:
-        yield from self._copies.known(event.key, self._assignments.get(event.key))
+        yield from self._copies.known(event.key, self._records.find(event.key))
 
     def _assigned(self, event: ev.Assigned) -> Effects:
         key, new = event.key, event.assignment
-        if new is not None and self._runs.get(key, event.run) != event.run:
+        if new is not None and self._records.is_of_another_run(key, event.run):
             # What is here of the last run has nothing in common with this one's.
             yield from self._assigned(ev.Assigned(key, None))
-        old = self._assignments.get(key)
-        if new is None:
-            self._assignments.pop(key, None)
-            self._runs.pop(key, None)
-        else:
-            self._assignments[key], self._runs[key] = new, event.run
+        old = self._records.put(key, new, event.run)
         if old is not None and self.me in old.backups:
             self._watch.unback(key, old.primary)
         if old is not None and (new is None or self.me not in new.holders):
@@ -191,7 +185,6 @@ class ReplicationCore:
             yield from self._let_go(key)
             if new is None:
                 self._claims.take(key)
-                self._writing.discard(key)
         elif new.primary == self.me:
             yield from self._to_lead(key, new)
         else:
@@ -232,7 +225,7 @@ class ReplicationCore:
             else:
                 yield from self._step_down(led)
         elif copy is not None:
-            if _is_other_content(copy, new):
+            if copy.is_of_other_content(new):
                 yield from self._copies.drop(key)
             elif copy.phase is CopyPhase.HELD:
                 copy.phase = CopyPhase.SETTLING
@@ -246,7 +239,7 @@ class ReplicationCore:
         led, copy = self.leading.find(key), self._copies.find(key)
         if led is not None:
             yield from self._step_down(led)
-        elif copy is not None and _is_other_content(copy, new):
+        elif copy is not None and copy.is_of_other_content(new):
             yield from self._copies.drop(key)
         elif copy is not None and copy.epoch == new.epoch:
             copy.content = new.content
@@ -260,7 +253,7 @@ class ReplicationCore:
 
     def _begin(self, led: LedShard) -> Effects:
         self._claims.take(led.key)
-        led.run = self._runs.get(led.key, "")
+        led.run = self._records.runs.get(led.key, "")
         self.leading.begin(led)
         yield Lead(led.key, led.epoch)
         yield from self._tend(led)
@@ -287,15 +280,15 @@ class ReplicationCore:
         yield from self.leading.end(led.key)
         copy = Copy(led.epoch, led.born, led.version, content, CopyPhase.SETTLING)
         self._copies.keep(led.key, copy)
-        yield StepDown(led.key, self._assignments[led.key].epoch)
+        yield StepDown(led.key, self._records[led.key].epoch)
 
     def _settled(self, event: ev.Settled) -> Effects:
-        key, new = event.key, self._assignments.get(event.key)
+        key, new = event.key, self._records.find(event.key)
         copy = self._copies.find(key)
         if copy is None or copy.phase is not CopyPhase.SETTLING:
             return
         copy.phase, copy.received = CopyPhase.HELD, event.version
-        if new is not None and _is_other_content(copy, new):
+        if new is not None and copy.is_of_other_content(new):
             yield from self._copies.drop(key)
         elif new is not None and new.primary == self.me:
             self._copies.take(key)
@@ -308,7 +301,7 @@ class ReplicationCore:
             yield from self._wish(key)
 
     def _created(self, event: ev.Created) -> Effects:
-        key, new = event.key, self._assignments.get(event.key)
+        key, new = event.key, self._records.find(event.key)
         if self.leading.find(key) is not None:
             return
         if new is None or (new.primary, new.epoch) != (self.me, event.epoch):
@@ -368,7 +361,7 @@ class ReplicationCore:
 
     def _copy_failed(self, event: ev.CopyFailed) -> Effects:
         yield Note("copy_failed", key=event.key)
-        assignment = self._assignments.get(event.key)
+        assignment = self._records.find(event.key)
         if assignment is not None:
             yield from self._tell_of_drop(event.key, assignment)
         yield from self._copies.drop(event.key)
@@ -430,14 +423,14 @@ class ReplicationCore:
     def _requested(self, event: ev.Requested) -> Effects:
         if self._watch.calls(event.peer, event.link):
             key = event.request.key
-            assignment = self._assignments.get(key)
+            assignment = self._records.find(key)
             yield from self._copies.requested(event.peer, event.link, event.request, assignment)
 
     def _chunk_stored(self, event: ev.ChunkStored) -> Effects:
         yield from self._copies.stored(event.key, event.image, event.index)
 
     def _image_restored(self, event: ev.ImageRestored) -> Effects:
-        assignment = self._assignments.get(event.key)
+        assignment = self._records.find(event.key)
         yield from self._copies.restored(event.key, event.image, assignment)
         yield from self._wish(event.key)
 
@@ -457,12 +450,19 @@ class ReplicationCore:
         self._claims.found(event.key, event.epoch, event.version)
         yield from self._wish(event.key)
 
+    def _not_in_journal(self, event: ev.NotInJournal) -> Effects:
+        yield Note("shard_not_in_journal", key=event.key)
+        self._claims.not_there(event.key, event.epoch)
+        yield from self._wish(event.key)
+
     def _servers_seen(self, event: ev.ServersSeen) -> Effects:
         keys = self.open_claims
-        known = (self._assignments[key] for key in keys)
-        holders = frozenset(h for a in known for h in (a.primary, *a.backups))
         self._claims.seen(
-            event.present, event.ended, holders, asked_s=event.asked_s, now_s=self._now_s
+            event.present,
+            event.ended,
+            self._records.holders_of(keys),
+            asked_s=event.asked_s,
+            now_s=self._now_s,
         )
         for key in keys:
             yield from self._wish(key)
@@ -493,8 +493,3 @@ class ReplicationCore:
         yield Note("acknowledges_nothing")
         for led in self.leading.all():
             yield from led.refused(Refusal.FENCED)
-
-
-def _is_other_content(copy: Copy, new: ShardAssignment) -> bool:
-    """Whether the shard was written anew since the copy was told of: it is of no use."""
-    return copy.content is ShardContent.PRESENT and new.content is not ShardContent.PRESENT

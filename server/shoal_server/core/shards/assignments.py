@@ -252,6 +252,22 @@ def led_from_disk(
     )
 
 
+def not_on_disk(assignment: ShardAssignment, primary: Holder, epoch: int) -> ShardAssignment:
+    """A process that was to lead the shard from its server's disk did not find it there: it is lost
+    until somebody has that disk. Whoever else had the shard was known to be gone."""
+    is_its = (assignment.primary, assignment.epoch) == (primary, epoch)
+    if not is_its or assignment.content is not ShardContent.PRESENT:
+        return assignment
+    return replace(
+        assignment,
+        epoch=epoch + 1,
+        backups=(),
+        joining=None,
+        successor=None,
+        content=ShardContent.LOST,
+    )
+
+
 def is_older(assignment: ShardAssignment, epoch: int, version: int) -> bool:
     """Whether what a journal has of the shard is less than it is known to have had."""
     return (epoch, version) < (assignment.disk_epoch, assignment.disk_version)

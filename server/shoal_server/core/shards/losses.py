@@ -84,7 +84,7 @@ def with_losses(
     snapshot: str,
     now_unix_s: float,
 ) -> JobAssignments:
-    """`after`, in which each shard that `before` had says what is known of it now that it is lost.
+    """`after`, in which each shard that is lost says what is known of it.
 
     `versions`: the newest that each shard is known to have had. `snapshot`: what became of bringing
     the job back from one.
@@ -93,12 +93,16 @@ def with_losses(
 
     def noted(shard: ShardAssignment) -> ShardAssignment:
         last = held.get(shard.shard_id, shard)
-        if shard.content is not ShardContent.LOST or last.content is ShardContent.LOST:
+        if shard.content is not ShardContent.LOST or shard.loss is not None:
             return shard
+        had = tuple(h.server_id for h in (last.primary, *last.backups))
+        if last.content is ShardContent.LOST:
+            # Its primary has nothing of it: it was to lead it from a disk.
+            had = (last.on_disk,) if last.on_disk else ()
         loss = ShardLoss(
             version=max(versions.get(shard.shard_id, 0), last.disk_version),
             lost_unix_s=now_unix_s,
-            servers=tuple(h.server_id for h in (last.primary, *last.backups)),
+            servers=had,
             snapshot=snapshot[:MAX_SNAPSHOT_TEXT],
         )
         return replace(shard, loss=loss)

@@ -157,14 +157,17 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
-    """Shards that had values which nobody has any more, and that are not called lost yet:
-    `rebalance` gives them to servers that lack them."""
+    """Shards that had values which nobody has any more, and whose loss is not noted yet:
+    `rebalance` gives them to servers that lack them, or a server has just found that its disk has
+    them not."""
     if not servers.staying:
         return 0
     return sum(
-        _is_lost(assignment, servers)
+        assignment.loss is None
+        if assignment.content is ShardContent.LOST
+        else _is_lost(assignment, servers)
         for assignment in assignments.shards
-        if assignment.content not in (ShardContent.NONE, ShardContent.LOST)
+        if assignment.content is not ShardContent.NONE
     )
 
 

@@ -22,7 +22,14 @@ from shoal_server.core.replication.protocol.effects import (
     Stop,
     Trim,
 )
-from shoal_server.core.replication.protocol.events import Applied, Created, Forget, Settled, Stopped
+from shoal_server.core.replication.protocol.events import (
+    Applied,
+    Created,
+    Forget,
+    NotInJournal,
+    Settled,
+    Stopped,
+)
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.parameters.journal.replay import Recovered
 from shoal_server.parameters.journal.shard_journal import ShardJournal
@@ -213,7 +220,7 @@ class ShardRoles:
             # This process led it, and let go of it, since it was started.
             found = await self.shard_journal.read(*effect.key, restore)
         if found is None:
-            log.error("shard_not_in_journal", job=effect.key[0], shard_id=effect.key[1])
+            self._driver.tell(NotInJournal(effect.key, effect.epoch))
             return
         self._load_found(effect, found)
 

@@ -15,6 +15,7 @@ from shoal_server.core.replication.protocol.effects import (
     Drop,
     Effect,
     Lead,
+    LoadJournal,
     OpenLink,
     Refusal,
     Refuse,
@@ -43,7 +44,12 @@ from shoal_server.core.replication.protocol.messages import (
 )
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.absences import Absences
-from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+from shoal_server.core.shards.assignments import (
+    Holder,
+    ShardAssignment,
+    ShardContent,
+    led_from_disk,
+)
 
 KEY = ("job", 0)
 ME, B, C = Holder("a", "1"), Holder("b", "1"), Holder("c", "1")
@@ -452,6 +458,34 @@ def test_an_older_copy_of_the_disk_is_not_led_and_told() -> None:
     assert world.core.revised(KEY, last, world.now_s) == told
     world.assigned(told)
     assert only(Write, world.tell(ev.Written(KEY))) == []
+
+
+def test_what_the_journal_turns_out_not_to_have_is_lost_and_not_waited_for() -> None:
+    """Another process has the disk by now, say. Nobody else has the shard: so it was claimed."""
+    world = World()
+    last = record(B, on_disk="a", disk_epoch=1, disk_version=2)
+    world.assigned(last)
+    world.tell(ev.JournalHas(KEY, 1, 3))
+    world.tell(ev.ServersSeen(frozenset(), world.now_s, frozenset({B})))
+    claimed = world.core.revised(KEY, last, world.now_s)
+    assert only(LoadJournal, world.assigned(claimed)) == [LoadJournal(KEY, 2)]
+    assert only(Write, world.tell(ev.Written(KEY))) == []
+    assert only(Write, world.tell(ev.NotInJournal(KEY, 2))) == [Write(KEY)]
+    told = world.core.revised(KEY, replace(claimed, joining=C), world.now_s)
+    assert told == replace(claimed, epoch=3, content=ShardContent.LOST)
+    world.assigned(told)
+    assert only(Write, world.tell(ev.Written(KEY))) == []
+    # Should that disk come back, its server leads the shard again.
+    again = led_from_disk(told, Holder("a", "2"), frozenset())
+    assert (again.epoch, again.content) == (4, ShardContent.PRESENT)
+
+
+def test_what_is_not_in_the_journal_says_nothing_of_a_later_epoch() -> None:
+    world = World()
+    world.assigned(record(B, ME, epoch=3))
+    world.tell(ev.NotInJournal(KEY, 2))
+    kept = record(B, ME, epoch=3)
+    assert world.core.revised(KEY, kept, world.now_s) == kept
 
 
 def test_how_far_a_shard_is_on_disk_is_written_now_and_then() -> None:

@@ -172,8 +172,8 @@ def what_was_held_in_another_run_is_kept(patch: Patch) -> None:
     real = ReplicationCore._assigned
 
     def assigned(core: ReplicationCore, event: Assigned) -> Iterator[Effect]:
-        if event.key in core._runs:
-            core._runs[event.key] = event.run
+        if event.key in core._records.runs:
+            core._records._runs[event.key] = event.run
         return real(core, event)
 
     patch.setattr(ReplicationCore, "_assigned", assigned)

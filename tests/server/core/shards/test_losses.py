@@ -72,6 +72,19 @@ def test_what_is_known_stays_while_nobody_has_the_shard() -> None:
     assert num_lost(job(first), servers) == 0
 
 
+def test_a_loss_that_a_server_found_is_noted_by_the_coordinator() -> None:
+    """It was to lead the shard from its disk, and that has it not. The job is brought back from
+    its snapshot first, if it has one."""
+    found = replace(LOST, loss=None, on_disk="a", disk_version=7)
+    servers = Servers(present=frozenset({A}))
+    assert num_lost(job(found), servers) == 1
+    noted = lost_by(found, servers, version=5)
+    known = ShardLoss(lost_unix_s=9.0, version=7, servers=("a",), snapshot="No snapshot.")
+    assert noted == replace(found, loss=known)
+    assert num_lost(job(noted), servers) == 0
+    assert lost_by(noted, servers) == noted
+
+
 def test_only_what_had_values_is_lost() -> None:
     """A shard that nobody created moves on, and no snapshot is asked for."""
     empty = job(replace(TRAINED, content=ShardContent.NONE))

@@ -269,7 +269,10 @@ class ServerCopies:
         def load() -> None:
             disk = self._server.disk
             kept = (self._server.recovered if disk is None else disk.shards).get(key)
-            if kept is None or key in self.found:
+            if key in self.found:
+                return
+            if kept is None:
+                self._server.tell(ev.NotInJournal(key, effect.epoch))
                 return
             copy = self.found[key] = self._new(key, effect.epoch)
             assert copy.run == kept.run, f"{effect} of run {kept.run}, not {copy.run}"

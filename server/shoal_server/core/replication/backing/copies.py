@@ -54,6 +54,10 @@ class Copy:
     """What the record said of the shard when it was of that epoch."""
     phase: CopyPhase = CopyPhase.HELD
 
+    def is_of_other_content(self, new: ShardAssignment) -> bool:
+        """Whether the shard was written anew since the copy was told of: it is of no use."""
+        return self.content is ShardContent.PRESENT and new.content is not ShardContent.PRESENT
+
 
 @dataclass(slots=True)
 class IncomingImage:

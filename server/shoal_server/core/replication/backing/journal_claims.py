@@ -17,6 +17,7 @@ from shoal_server.core.shards.assignments import (
     is_older,
     led_from_disk,
     may_be_put_on_disk,
+    not_on_disk,
 )
 
 
@@ -27,6 +28,8 @@ class JournalClaims:
         self._found: dict[Key, tuple[int, int] | None] = {}
         """What the journal has and others may have too: epoch and version. None: what this very
         process left there."""
+        self._not_there: dict[Key, int] = {}
+        """What was claimed, in which epoch, and the journal turned out not to have."""
         self._absences = Absences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
         self._judged_s = -inf
@@ -50,12 +53,18 @@ class JournalClaims:
 
     def known(self, key: Key, assignment: ShardAssignment) -> None:
         """The record as it is now."""
+        if self._not_there.get(key, assignment.epoch) != assignment.epoch:
+            del self._not_there[key]
         if not may_be_put_on_disk(assignment, self._me):
             self.take(key)
 
     def take(self, key: Key) -> None:
         """It is led here, or another disk has it."""
         self._found.pop(key, None)
+
+    def not_there(self, key: Key, epoch: int) -> None:
+        """The journal has nothing of what this server is to lead from it in that epoch."""
+        self._not_there[key] = epoch
 
     def seen(
         self,
@@ -75,6 +84,8 @@ class JournalClaims:
 
     def revised(self, key: Key, a: ShardAssignment, now_s: float) -> ShardAssignment:
         """The record as this server wants it. Who was dead a while ago may be back by now."""
+        if key in self._not_there:
+            return not_on_disk(a, self._me, self._not_there[key])
         if key not in self._found or now_s - self._judged_s > self._longest_gap_s:
             return a
         found = self._found[key]

@@ -220,7 +220,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class LoadJournal:
-    """Make the shard that the journal has, to lead it in this epoch; then `Created`."""
+    """Make the shard that the journal has, to lead it in this epoch; then `Created`,
+    or `NotInJournal`."""
 
     key: Key
     epoch: int

@@ -270,6 +270,14 @@ class JournalHas:
 
 
 @dataclass(frozen=True, slots=True)
+class NotInJournal:
+    """What `LoadJournal` asked for is not there, or cannot be read."""
+
+    key: Key
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServersSeen:
     """The servers that etcd listed when it was asked; not remembered ones."""
 
@@ -314,6 +322,7 @@ Event = (
     | ImageFailed
     | Probed
     | JournalHas
+    | NotInJournal
     | ServersSeen
     | Woken
 )

@@ -1,0 +1,60 @@
+"""The newest record of each shard that this server was told of."""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.shards.assignments import Holder, ShardAssignment
+
+
+class KnownRecords:
+    def __init__(self) -> None:
+        self._assignments: dict[Key, ShardAssignment] = {}
+        self._runs: dict[Key, str] = {}
+        self._writing: set[Key] = set()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._assignments
+
+    def __getitem__(self, key: Key) -> ShardAssignment:
+        return self._assignments[key]
+
+    def find(self, key: Key) -> ShardAssignment | None:
+        return self._assignments.get(key)
+
+    @property
+    def runs(self) -> Mapping[Key, str]:
+        """Of each shard, which run of its job the record is of."""
+        return MappingProxyType(self._runs)
+
+    def keys_of(self, job: str) -> list[Key]:
+        return [key for key in self._assignments if key[0] == job]
+
+    def holders_of(self, keys: Iterable[Key]) -> frozenset[Holder]:
+        """All that have one of these shards, in step."""
+        known = (self._assignments[key] for key in keys)
+        return frozenset(holder for a in known for holder in (a.primary, *a.backups))
+
+    def is_of_another_run(self, key: Key, run: str) -> bool:
+        return self._runs.get(key, run) != run
+
+    def put(self, key: Key, new: ShardAssignment | None, run: str) -> ShardAssignment | None:
+        """Know a record; None: it is gone. The one that was known before."""
+        old = self._assignments.pop(key, None)
+        if new is None:
+            self._runs.pop(key, None)
+            self._writing.discard(key)
+        else:
+            self._assignments[key], self._runs[key] = new, run
+        return old
+
+    # --- a write of this server that is under way ---
+
+    def begin_write(self, key: Key) -> None:
+        self._writing.add(key)
+
+    def end_write(self, key: Key) -> None:
+        self._writing.discard(key)
+
+    def is_writing(self, key: Key) -> bool:
+        return key in self._writing
