@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from shoal.backends.process_group.interface import Group
 from shoal.data.batches import Batch, Loader, share
+from shoal.data.parts import put
 from shoal.layouts.base import LossFunction
 from shoal.membership.generation import Generation
+from shoal.session.micro_batches import MicroBatches, scaled
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.v1 import membership_pb2 as pb
@@ -32,6 +34,8 @@ class Manner:
     """Gradients are scaled down to this norm."""
     autocast: torch.dtype | None = None
     """What layers compute in."""
+    parts_of_session: Sequence[int] = ()
+    """Into how many parts `batch.parts` cuts each step, over and over, in place of `passes`."""
 
     def clips(self) -> bool:
         return math.isfinite(self.max_norm)
@@ -108,14 +112,33 @@ def take_step(
 ) -> None:
     """One step, as `with session.step():` takes it."""
     strategy.begin_step()
-    for inputs, targets, fraction in manner.parts(batch):
-        with manner.computing():
-            strategy.forward_backward(
-                inputs, targets, part_of(loss_function, fraction), batch.weight
-            )
+    if manner.parts_of_session:
+        _take_parts(strategy, batch, loss_function, manner)
+    else:
+        for inputs, targets, fraction in manner.parts(batch):
+            with manner.computing():
+                strategy.forward_backward(
+                    inputs, targets, part_of(loss_function, fraction), batch.weight
+                )
     if manner.clips():
         strategy.clip_grad_norm(manner.max_norm)
     strategy.end_step(acknowledged)
+
+
+def _take_parts(
+    strategy: Strategy, batch: Batch, loss_function: LossFunction, manner: Manner
+) -> None:
+    """As `for part in batch.parts(n)` goes over them in a session."""
+    of_step = MicroBatches(strategy, batch, 1 << 30)
+    put(of_step)
+    for part in batch.parts(manner.parts_of_session[batch.step % len(manner.parts_of_session)]):
+        fraction = of_step.passing()
+        with manner.computing():
+            strategy.forward_backward(
+                part.inputs, part.targets, scaled(loss_function, fraction), batch.weight
+            )
+    of_step.check_complete()
+    put(None)
 
 
 def take_step_alone(

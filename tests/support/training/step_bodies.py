@@ -1,5 +1,7 @@
 """Members whose steps are not alike: other numbers of passes, other learning rates."""
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -24,7 +26,10 @@ class Steps(Elastic):
     """One member's part."""
 
     parts: str = ""
-    """How a share is cut into passes: "fixed size", "fixed number", "more on the first"."""
+    """How a share is cut into passes: "fixed size", "fixed number", "more on the first",
+    "by the session"."""
+    dies_at: int = -1
+    """The step in whose second part this member is gone."""
     in_one_call: bool = True
     """Both passes of a part by `forward_backward`."""
     rates: str = ""
@@ -38,7 +43,13 @@ def rate(step: int) -> float:
 
 
 def cut(run: Steps, batch: Batch, rank: int) -> Iterator[tuple[Batch, float]]:
-    """The parts of a batch, and how much of it each is."""
+    """The parts of a batch, and how much of it each is still to be scaled by."""
+    if run.parts == "by the session":
+        for index, part in enumerate(batch.parts(3)):
+            if batch.step == run.dies_at and index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield part, 1.0
+        return
     size = len(batch.inputs)
     if run.parts == "fixed size":
         lengths = [len(part) for part in batch.inputs.split(11)]

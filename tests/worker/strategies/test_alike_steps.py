@@ -2,6 +2,7 @@
 committed by any."""
 
 import secrets
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,23 @@ def test_equal_numbers_of_passes_add_up_to_the_gradient_of_the_batch(
             check_weights(schedule.finish(), run, scheduled=False)
         else:
             schedule.alive[0].expect("committed")
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "tensor", "hybrid"])
+def test_a_member_lost_between_two_parts_of_a_step(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """No part of it counts: the others take it again, cut for those that are left."""
+    run = steps(cluster, strategy, parts="by the session", batch_size=34, in_one_call=False)
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
+        schedule.add(dies_at=3)
+        schedule.start(2)
+        victim = schedule.alive.pop(0)
+        assert victim.join() == -signal.SIGKILL
+        schedule.join()
+        check_weights(schedule.finish(), run, scheduled=False)
 
 
 @pytest.mark.sampled()

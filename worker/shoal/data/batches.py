@@ -5,7 +5,7 @@ step, so who is there decides only who computes what: with any number of members
 time, each sample counts exactly once an epoch.
 """
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
+from shoal.data.parts import of_step
 from shoal_proto.errors import InvalidSpec
 
 
@@ -46,6 +47,23 @@ class Batch:
     epoch: int
     first: int = 0
     """Position in the global batch of the first of these samples."""
+
+    def parts(self, num_parts: int) -> Iterator["Batch"]:
+        """This batch as so many micro-batches, on every member as many:
+
+            with session.step():
+                for part in batch.parts(4):
+                    session.backward(loss_fn(model(part.inputs), part.targets))
+
+        Each part's loss is the mean over its samples; the session weights it, so that gradients
+        are those of the whole global batch. They are reduced once, in the last part. Parts differ
+        by one sample at most; where a share has fewer samples than there are parts, some parts are
+        empty: they hold one sample all the same, which gets weight 0.
+
+        Raises InvalidSpec outside of a step, for fewer than one part or more than a global batch
+        has samples, and where a part has no backward pass or more than one.
+        """
+        return of_step().parts(self, num_parts)
 
 
 @dataclass(frozen=True, kw_only=True)

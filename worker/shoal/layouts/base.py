@@ -137,6 +137,10 @@ class Layout(ABC):
     def begin(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
         """Called at the beginning of a step, with no gradients there. May communicate."""
 
+    def reduce_in_backward(self, reduces: bool) -> None:  # noqa: B027
+        """Whether the passes from here on bring this rank's gradients together with the others', or
+        leave them to a later pass. For layouts that reduce in backward."""
+
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add this rank's gradients of a loss that is the mean over its own samples.
 

@@ -94,6 +94,10 @@ class ReplicatedLayout(Layout):
     def travels(self, name: str) -> bool:
         return False
 
+    def reduce_in_backward(self, reduces: bool) -> None:
+        # What DDP's `no_sync` sets; it has to be so in the forward pass too.
+        self._ddp.require_backward_grad_sync = reduces
+
     def backward(self, loss: Tensor, weight: float) -> None:
         self.exchange.begin_pass()
         super().backward(loss, weight)

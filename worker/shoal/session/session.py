@@ -21,6 +21,7 @@ from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.randomness.dropout import key_dropout
 from shoal.session.batch_sources import BatchSource, LeasedBatches, SynchronousBatches
 from shoal.session.elastic_controller import ElasticController
+from shoal.session.micro_batches import scaled
 from shoal.session.step import Step, reason_of
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
@@ -211,12 +212,17 @@ class Session:
         return self._step
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients of `loss`, the mean over the batch's samples."""
+        """Compute gradients of `loss`, the mean over the samples of the batch, or of a part of it
+        within a loop over `batch.parts`."""
         step = self._open_step("backward")
-        step.loss = loss.detach()
+        fraction = step.micro_batches.passing()
+        step.note_loss(loss, fraction)
         batch = step.batch
         with step.guard.computing():
-            self._controller.strategy.backward(loss, batch.weight if batch is not None else 1.0)
+            self._controller.strategy.backward(
+                loss if fraction == 1.0 else loss * fraction,
+                batch.weight if batch is not None else 1.0,
+            )
 
     @contextmanager
     def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> Iterator[None]:
@@ -262,13 +268,17 @@ class Session:
             session.backward(loss)
 
         and what strategies with a pipeline need, which interleave the two. Returns the mean loss
-        over this member's samples, detached.
+        over this member's samples, detached; of a part, over the part's, and 0 for an empty one.
         """
         step = self._open_step("a pass")
+        fraction = step.micro_batches.passing()
+        whole = batch if fraction == 1.0 or step.batch is None else step.batch
         with step.guard.computing():
-            step.loss = loss = self._controller.strategy.forward_backward(
-                batch.inputs, batch.targets, loss_function, batch.weight
+            loss = self._controller.strategy.forward_backward(
+                batch.inputs, batch.targets, scaled(loss_function, fraction), whole.weight
             )
+        loss = loss / fraction if fraction else loss
+        step.note_loss(loss, fraction)
         return loss
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:

@@ -9,10 +9,12 @@ from typing import Self
 from torch import Tensor
 
 from shoal import randomness
+from shoal.data import parts
 from shoal.data.batches import Batch
 from shoal.membership.draining import Drained
 from shoal.session.batch_sources import BatchSource
 from shoal.session.elastic_controller import ElasticController
+from shoal.session.micro_batches import MicroBatches
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
 
@@ -54,6 +56,8 @@ class Step:
         self.is_open = True
         self.guard.open()
         batch = self.batch
+        self.micro_batches = MicroBatches(strategy, batch, int(self._fields.get("global_batch", 1)))
+        parts.put(self.micro_batches)
         if batch is not None and strategy.synchronous:
             self._draw_by_sample(batch)
         return self
@@ -66,6 +70,7 @@ class Step:
     ) -> bool:
         self.is_open = False
         self.guard.close()
+        parts.put(None)
         randomness.put(None)
         if error is None:
             try:
@@ -83,6 +88,14 @@ class Step:
         """What is trained on, where the session hands out batches."""
         return self._source.batch if self._source is not None else None
 
+    def note_loss(self, loss: Tensor, fraction: float) -> None:
+        """Of a pass for so much of this member's share."""
+        loss = loss.detach()
+        if fraction == 1.0 or self.loss is None:
+            self.loss = loss * fraction
+        else:
+            self.loss = self.loss + loss * fraction
+
     def _draw_by_sample(self, batch: Batch) -> None:
         """Let what is drawn at random in this step depend on its samples, not on who is there."""
         seed = int(self._fields["seed"])
@@ -95,6 +108,7 @@ class Step:
 
     def _commit(self) -> None:
         controller, source = self._controller, self._source
+        self.micro_batches.check_complete()
         with self.guard.committing():
             controller.strategy.end_step(source.acknowledged() if source is not None else _nothing)
         controller.membership.progress(controller.strategy.step)

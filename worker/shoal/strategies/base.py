@@ -126,6 +126,10 @@ class Strategy(ABC):
     def begin_step(self) -> None:
         """Get ready to compute one step: gradients are zero and parameters as they should be."""
 
+    def begin_part(self, index: int, num_parts: int) -> None:  # noqa: B027
+        """The next pass is that of part `index` of `num_parts` of this member's share, and all of
+        them together are the step's. Gradients need be those of all members behind the last one."""
+
     @abstractmethod
     def backward(self, loss: Tensor, weight: float) -> None:
         """Compute gradients of `loss`, the mean over this member's samples.

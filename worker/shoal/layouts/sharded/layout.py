@@ -136,6 +136,10 @@ class ShardedLayout(Layout):
             reduction.forget()
         self._settle()
 
+    def reduce_in_backward(self, reduces: bool) -> None:
+        root: Any = self.module
+        root.set_requires_gradient_sync(reduces)
+
     def check(self) -> None:
         """What is not finite in a rank's own gradients is told on all ranks: NonFiniteGradient to
         that rank, which leaves with it, and GenerationBroken to the others. NonFiniteGradient to

@@ -189,6 +189,7 @@ class LayoutStrategy(SynchronousStrategy):
         if not self._passes.in_step or not torch.is_grad_enabled():
             return layout.plain
         self._begin()
+        self._tell_parts()
         first = self._agreement is not None and self._agreement.is_first_step
         if layout.meets_in_forward(is_first_step=first):
             self._announce()
@@ -219,6 +220,9 @@ class LayoutStrategy(SynchronousStrategy):
             self._copy_due = False
             self._peer_checkpoints.offer(self._binding.collect(self._step))
         layout.begin()
+
+    def _reduce_in_backward(self, reduces: bool) -> None:
+        self._layout().reduce_in_backward(reduces)
 
     def backward(self, loss: Tensor, weight: float) -> None:
         check_loss(loss, self._step)

@@ -160,11 +160,17 @@ class DDP(SynchronousStrategy):
         """DDP within a step; else the plain model, so that evaluating needs no other member."""
         replica = self._replica
         if self._passes.in_step and replica is not None and torch.is_grad_enabled():
+            self._tell_parts()
             first = self._agreement is not None and self._agreement.is_first_step
             if meets_in_forward(replica.ddp, is_first_step=first):
                 self._announce()
             return replica.ddp
         return self._model
+
+    def _reduce_in_backward(self, reduces: bool) -> None:
+        if self._replica is not None:
+            # What DDP's `no_sync` sets; it has to be so in the forward pass too.
+            self._replica.ddp.require_backward_grad_sync = reduces
 
     def backward(self, loss: Tensor, weight: float) -> None:
         with self._weighing():

@@ -30,7 +30,54 @@ from shoal_proto.errors import HyperparametersDiffer, UnequalPasses
 log = structlog.get_logger(__name__)
 
 NUM_WORDS = 3
-"""Passes, twice, and one more if these were all; digest; whether a step comes again otherwise."""
+"""Passes, twice, and one more if these were all, or parts, as a negative number; digest; whether a
+step comes again otherwise."""
+
+
+class StepCut:
+    """Into how many parts a step is cut, all of whose gradients are reduced with the last one.
+
+    Members that cut a step in other ways would begin other collectives: in the first pass one
+    would reduce and another would not. So each step begins as the last one did, and whoever wants
+    another way says so where all listen. Behind a step without parts nobody says anything before
+    the first pass, which is then reduced on its own, also that of a part; behind one with parts all
+    do.
+    """
+
+    def __init__(self) -> None:
+        self._last = 1
+        """Parts of the last step that was committed; 1 for one that was not cut."""
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.num_parts = 1
+        self.is_agreed = False
+        """Whether all members have said that they cut this step in the same way."""
+
+    def begin_part(self, index: int, num_parts: int) -> bool:
+        """The next pass is that of one of so many parts; whether it is to be reduced."""
+        self.num_parts = num_parts
+        return index == num_parts - 1 or (index == 0 and self._last == 1)
+
+    @property
+    def word(self) -> int:
+        """What is said of it."""
+        return -self.num_parts
+
+    @property
+    def is_told_first(self) -> bool:
+        """Whether it is still to be told, before the first backward pass."""
+        return self._last > 1 and not self.is_agreed
+
+    @property
+    def says_all_passes(self) -> bool:
+        """Whether all members know how many passes each of them makes."""
+        return self.is_agreed and self.num_parts > 1
+
+    def commit(self) -> None:
+        """The step is taken by all members."""
+        self._last = self.num_parts
 
 
 class StepAgreement:
@@ -47,6 +94,7 @@ class StepAgreement:
         self._steps = 0
         self._step = 0
         self._passes = 0
+        self._cut = StepCut()
         self._announced = False
         self._settled = False
         self._conflict = ""
@@ -57,6 +105,7 @@ class StepAgreement:
         """A step begins, after so many committed ones."""
         self._step = step
         self._passes = 0
+        self._cut.begin()
         self._announced = False
         self._message = self._work = None
         self._settled = False
@@ -68,16 +117,32 @@ class StepAgreement:
         """Whether it is the first one of the generation."""
         return self._steps == 1
 
+    def begin_part(self, index: int, num_parts: int) -> bool:
+        """The next pass is that of one of so many parts; whether it is to be reduced."""
+        return self._cut.begin_part(index, num_parts)
+
+    def tell_parts(self) -> None:
+        """A forward pass begins. Behind a step that was cut into parts, members say before the
+        first backward pass into how many this one is cut."""
+        if self._cut.is_told_first and self._message is None:
+            self._send(self._cut.word, 0, conflict=False)
+
     def announce(self) -> None:
         """A forward pass begins that communicates. Behind a backward pass it is one of a further
         pass, which all members have to make. Raises UnequalPasses on all if some do not."""
-        if self._passes and not self._announced:
+        if self._passes and not self._announced and not self._cut.says_all_passes:
             self._announced = True
-            self._send(2 * (self._passes + 1), 0, conflict=False)
+            is_cut = self._cut.num_parts > 1
+            self._send(self._cut.word if is_cut else 2 * (self._passes + 1), 0, conflict=False)
             self._compare_passes(self._heard())
+            self._cut.is_agreed = is_cut
 
     def passing(self) -> None:
         """A backward pass begins. Raises as `announce`, before anything of it is sent."""
+        self.tell_parts()
+        if self._message is not None:
+            self._compare_passes(self._heard())
+            self._cut.is_agreed = True
         self.announce()
         self._announced = False
         self._passes += 1
@@ -103,6 +168,7 @@ class StepAgreement:
         if any(row[1] != rows[0][1] or row[2] for row in rows):
             self._compare_values([(self._step, self._hyper.now())])
         self._hyper.apply(self._step)
+        self._cut.commit()
 
     def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
         """Return if all members applied the same in each step of a round in which they stepped by
@@ -152,18 +218,15 @@ class StepAgreement:
         words = [row[0] for row in rows]
         if len(set(words)) == 1:
             return
-        counts = {
-            name: str(word // 2) + ("" if word % 2 else " or more")
-            for name, word in zip(self._members, words, strict=True)
-        }
+        counts = {name: _in_words(word) for name, word in zip(self._members, words, strict=True)}
         self._let_all_hear()
         raise UnequalPasses(
             f"the members make different numbers of backward passes in step {self._step}",
             seen=by_value(counts),
             expected="as many on every member: their gradients are summed up pass by pass",
-            fix="Cut each share into a number of parts that does not depend on its size, as"
-            " batch.inputs.tensor_split(4) does (split(11) cuts 34 samples into 4 and 33 into 3),"
-            " and weigh each part's mean loss by len(part) / len(batch.inputs).",
+            fix="Cut each share into a number of parts that does not depend on its size, as `for"
+            " part in batch.parts(4)` does, with the same number on every member"
+            " (inputs.split(11) cuts 34 samples into 4 and 33 into 3, tensor_split(4) does not).",
             details=counts,
         )
 
@@ -200,6 +263,13 @@ def _changes(applied: Mapping[int, Values]) -> list[tuple[int, Values]]:
         if not found or found[-1][1] != values:
             found.append((step, values))
     return found
+
+
+def _in_words(word: int) -> str:
+    """How many passes a member has said that it makes."""
+    if word < 0:
+        return f"{-word} (batch.parts)" if word < -1 else "1 or more"
+    return str(word // 2) + ("" if word % 2 else " or more")
 
 
 def _at(changes: Sequence[tuple[int, Any]], step: int) -> Any:

@@ -56,6 +56,8 @@ class SynchronousStrategy(Strategy):
         self._step = 0
         self._has_state = False
         self._passes = StepPasses()
+        self._reduces = True
+        """Whether the passes of the step are reduced as they are made."""
         self._watch: HangWatch | None = None
         self._hang = (0, "")
         """The newest generation in which a collective hung, and how."""
@@ -178,6 +180,7 @@ class SynchronousStrategy(Strategy):
         if self._passes.undo() and self._hyperparameters is not None:
             self._hyperparameters.failed(self._step)
         self._agreement = None
+        self._reduces = True
         self._passes.forget()
         self._let_go()
         self._process_group = None
@@ -203,6 +206,23 @@ class SynchronousStrategy(Strategy):
         self._passes.begin(model)
         if self._agreement is not None:
             self._agreement.begin(self._step)
+        if not self._reduces:
+            self._reduces = True
+            self._reduce_in_backward(True)
+
+    def begin_part(self, index: int, num_parts: int) -> None:
+        reduces = self._agreement is None or self._agreement.begin_part(index, num_parts)
+        if reduces != self._reduces:
+            self._reduces = reduces
+            self._reduce_in_backward(reduces)
+
+    def _reduce_in_backward(self, reduces: bool) -> None:
+        """See `Layout.reduce_in_backward`."""
+
+    def _tell_parts(self) -> None:
+        """See `StepAgreement.tell_parts`."""
+        if self._agreement is not None and self.passes_meet:
+            self._agreement.tell_parts()
 
     def _weighing(self) -> AbstractContextManager[None]:
         """See `StepPasses.weighing`.

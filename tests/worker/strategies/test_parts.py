@@ -1,0 +1,112 @@
+"""Batches cut into parts train every strategy to the weights of one process that does not cut them.
+
+Shares differ in size, and some are smaller than the number of parts.
+"""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch.distributed as dist
+from support.collectives.strategy_runs import (
+    Manner,
+    by_a_rank,
+    by_one_process,
+    difference,
+    entered,
+    take_step,
+)
+
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.backends.process_group.collectives import Count, counts, reset_counts
+from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal_proto.errors import UnequalPasses
+
+from . import test_equality as equality
+
+TOLERANCE = 1e-5
+CUT = (3, 3, 1, 4, 4)
+"""Parts of each step, over and over: also of 7 samples on 3 members, in 4 parts."""
+WORLDS = [
+    *(("ddp", 2), ("ddp", 3), ("zero1", 3), ("zero2", 3), ("fsdp", 2), ("fsdp", 3)),
+    *(("tensor", 2), ("pipeline", 2), ("hybrid", 4)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
+def test_parts_add_up_to_the_gradient_of_the_batch(strategy: str, world_size: int) -> None:
+    """With clipping, which needs the norm of all parts together."""
+    clipped = Manner(max_norm=0.1)
+    expected = by_one_process(equality.run_of("sgd", manner=clipped, num_steps=15))
+    cut = Manner(max_norm=0.1, parts_of_session=CUT)
+    run = equality.run_of("sgd", manner=cut, num_steps=15)
+    for ours in run_in_memory(by_a_rank, world_size, run, equality.made(strategy, world_size)):
+        assert difference(ours, expected) < TOLERANCE
+
+
+def _bytes_reduced(strategy_of: Callable[[], Strategy], num_parts: Sequence[int]) -> list[int]:
+    """By step."""
+    strategy = strategy_of()
+    assert isinstance(strategy, SynchronousStrategy)
+    run = equality.run_of("sgd")
+    share_of_rank, loader = entered(run, strategy), run.loader()
+    found = []
+    for step, parts in enumerate(num_parts):
+        reset_counts()
+        batch = loader.synchronous(step, *share_of_rank)
+        take_step(strategy, batch, run.loss, Manner(parts_of_session=[parts] * (step + 1)))
+        reduced = [counts().get(name, Count(0, 0)) for name in ("all_reduce", "reduce_scatter")]
+        found.append(sum(count.bytes for count in reduced))
+    strategy.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_gradients_are_reduced_once_a_step(strategy: str) -> None:
+    """But in the first step that is cut, whose first part is reduced by itself. What members tell
+    each other besides is 24 bytes each."""
+    messages = 4 * 24 * 2
+    for found in run_in_memory(_bytes_reduced, 2, equality.made(strategy, 2), [1, 3, 3, 4, 4, 1]):
+        once, twice, *others, last = found
+        assert 2 * once - messages <= twice <= 2 * once + messages
+        assert all(once - messages <= each <= once + messages for each in (*others, last))
+        assert once > messages
+
+
+def _refused(strategy_of: Callable[[], Strategy], ways: Sequence[Sequence[int]]) -> tuple[str, int]:
+    """What a rank is told whose steps are cut in its own way, and what it has committed by then."""
+    strategy = strategy_of()
+    assert isinstance(strategy, SynchronousStrategy)
+    run, own = equality.run_of("sgd"), ways[dist.get_rank()]
+    share_of_rank, loader = entered(run, strategy), run.loader()
+    try:
+        for step in range(len(own)):
+            batch = loader.synchronous(step, *share_of_rank)
+            take_step(strategy, batch, run.loss, Manner(parts_of_session=own))
+    except UnequalPasses as error:
+        dist.barrier()
+        return str(error), strategy.step
+    finally:
+        strategy.close()
+    raise AssertionError("all steps were taken")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize(
+    ("ways", "said"),
+    [
+        (([1, 1], [1, 3]), "saw 1 by"),
+        (([3, 1], [3, 3]), "1 or more by"),
+        (([3, 3], [3, 4]), "3 (batch.parts) by"),
+        (([2], [4]), "2 (batch.parts) by"),
+    ],
+)
+def test_members_that_cut_a_step_differently_are_told(
+    strategy: str, ways: Sequence[Sequence[int]], said: str
+) -> None:
+    """All of them, before any commits the step; whether or not the step before was cut."""
+    told = run_in_memory(_refused, 2, equality.made(strategy, 2), ways)
+    assert len(set(told)) == 1
+    text, num_committed = told[0]
+    assert said in text
+    assert num_committed == len(ways[0]) - 1

@@ -1,0 +1,99 @@
+"""Cutting a member's share of a batch into micro-batches."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shoal_proto.errors import InvalidSpec
+
+
+class PartsOfStep(Protocol):
+    """What a step under way knows of how its batch is cut."""
+
+    def parts(self, batch: Any, num_parts: int) -> Iterator[Any]:
+        """See `Batch.parts`."""
+
+
+class _Here(threading.local):
+    """By thread: members may be threads of one process."""
+
+    step: PartsOfStep | None = None
+
+
+_here = _Here()
+
+
+def put(step: PartsOfStep | None) -> None:
+    """Which step is under way on this thread, if one is."""
+    _here.step = step
+
+
+def of_step() -> PartsOfStep:
+    """That of the step under way; raises InvalidSpec where none is."""
+    if _here.step is None:
+        raise InvalidSpec(
+            "batch.parts outside of a step",
+            expected="with session.step(): for part in batch.parts(4): ...",
+        )
+    return _here.step
+
+
+def cut(values: Any, start: int, stop: int, size: int) -> Any:
+    """The samples [start, stop) of `values`, which hold `size` of them: tensors along their first
+    dimension, in tuples, lists and mappings of any depth, and lists of one item a sample.
+
+    Raises InvalidSpec for what does not say which part of it is which sample's.
+    """
+    if values is None:
+        return None
+    if isinstance(values, Tensor):
+        if not values.ndim or len(values) != size:
+            raise _not_by_sample(f"a tensor of shape {tuple(values.shape)}", size)
+        return values[start:stop]
+    if isinstance(values, Mapping):
+        make: Any = type(values)
+        return make({key: cut(value, start, stop, size) for key, value in values.items()})
+    if isinstance(values, list | tuple):
+        return _cut_sequence(values, start, stop, size)
+    raise _not_by_sample(f"a {type(values).__name__}", size)
+
+
+def _cut_sequence(values: Any, start: int, stop: int, size: int) -> Any:
+    columns = bool(values) and all(_is_column(value, size) for value in values)
+    if columns and isinstance(values, list) and len(values) == size > 1:
+        raise InvalidSpec(
+            "a list that may hold one tensor a sample, or one tensor for all samples in each place",
+            seen=f"{size} tensors of {size} rows, for {size} samples",
+            expected="a tuple or a dict where each tensor has a row for each sample",
+        )
+    if columns:
+        parts = [cut(value, start, stop, size) for value in values]
+        if hasattr(values, "_fields"):
+            return type(values)(*parts)
+        return type(values)(parts)
+    if len(values) == size:
+        return values[start:stop]
+    raise _not_by_sample(f"a {type(values).__name__} of {len(values)} items", size)
+
+
+def _is_column(value: Any, size: int) -> bool:
+    """Whether a value has something for each sample."""
+    if isinstance(value, Tensor):
+        return bool(value.ndim) and len(value) == size
+    if isinstance(value, Mapping):
+        return all(_is_column(each, size) for each in value.values())
+    if isinstance(value, list | tuple):
+        return len(value) == size or (bool(value) and all(_is_column(each, size) for each in value))
+    return value is None
+
+
+def _not_by_sample(seen: str, size: int) -> InvalidSpec:
+    return InvalidSpec(
+        "a batch that cannot be cut into parts",
+        seen=seen,
+        expected=f"tensors whose first dimension is the samples ({size} here), or lists of them",
+        fix="Let `collate` return such tensors, in a tuple or a dict; or leave out batch.parts and"
+        " cut the batch in the script (docs/strategies.md).",
+    )

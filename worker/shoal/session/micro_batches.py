@@ -1,0 +1,138 @@
+"""The micro-batches of one step: each is passed through once, and all of them are."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shoal import randomness
+from shoal.data.batches import Batch, share
+from shoal.data.parts import cut
+from shoal.layouts.base import LossFunction
+from shoal.strategies.base import Strategy
+from shoal_proto.errors import InvalidSpec
+
+
+def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
+    """What gives this fraction of the loss."""
+    if fraction == 1.0:
+        return loss_function
+    return lambda outputs, targets: loss_function(outputs, targets) * fraction
+
+
+class MicroBatches:
+    """How one step's batch is cut, and which part is passed through at this moment."""
+
+    def __init__(self, strategy: Strategy, batch: Batch | None, max_parts: int) -> None:
+        self._strategy = strategy
+        self._batch = batch
+        self._max_parts = max_parts
+        self._num_parts = 0
+        """0: the batch is not cut."""
+        self._num_begun = 0
+        self._num_passes = 0
+        self._part: Batch | None = None
+
+    def _fraction(self) -> float:
+        """Without a share each part is as much."""
+        if self._part is None or self._batch is None:
+            return 1.0
+        size = len(self._batch.indices)
+        return len(self._part.indices) / size if size else 1.0 / self._num_parts
+
+    def parts(self, batch: Batch, num_parts: int) -> Iterator[Batch]:
+        """See `Batch.parts`."""
+        self._check(batch, num_parts)
+        self._num_parts = num_parts
+        place = randomness.present()
+        size = max(len(batch.indices), 1)
+        for index in range(num_parts):
+            self._check_passed()
+            start, stop = share(0, len(batch.indices), index, num_parts)
+            # A model need not cope with no samples: an empty part has one, and weight 0.
+            rows = (start, stop) if stop > start else (0, 1)
+            self._part = replace(
+                batch,
+                inputs=cut(batch.inputs, *rows, size),
+                targets=cut(batch.targets, *rows, size),
+                indices=batch.indices[start:stop],
+                weight=batch.weight * (stop - start) / size,
+                first=batch.first + start,
+            )
+            self._num_begun += 1
+            self._strategy.begin_part(index, num_parts)
+            if place is not None:
+                first = place.first + rows[0]
+                randomness.put(replace(place, first=first, count=rows[1] - rows[0]))
+            yield self._part
+        self._check_passed()
+        self._part = None
+        randomness.put(place)
+
+    def passing(self) -> float:
+        """A backward pass begins; returns for how much of this member's share.
+
+        Raises InvalidSpec where the parts have no place for it.
+        """
+        if self._num_parts and self._part is None:
+            raise InvalidSpec(
+                "a backward pass behind the last part of the batch",
+                seen=f"batch.parts({self._num_parts}), then another session.backward",
+                expected="one session.backward for each part, and no other in the step",
+                fix="Add what else there is to the loss of a part.",
+            )
+        if self._part is not None and self._num_passes == self._num_begun:
+            raise InvalidSpec(
+                f"a second backward pass for part {self._num_begun} of {self._num_parts}",
+                expected="one session.backward for each part",
+                fix="Of several losses, pass the sum to session.backward.",
+            )
+        self._num_passes += 1
+        return self._fraction()
+
+    def check_complete(self) -> None:
+        """The step is to be committed. Raises InvalidSpec unless every part was passed through."""
+        if self._num_passes < self._num_parts:
+            raise InvalidSpec(
+                f"only {self._num_passes} of {self._num_parts} parts of the batch were trained on",
+                seen="a loop over batch.parts that ended early, or a part without a backward pass",
+                expected="session.backward(loss) for each part, on every member",
+            )
+
+    def _check_passed(self) -> None:
+        if self._num_passes < self._num_begun:
+            raise InvalidSpec(
+                f"part {self._num_begun} of {self._num_parts} was not trained on",
+                expected="one session.backward(loss) for each part",
+                fix="A part that is not to count may have a loss times 0.",
+            )
+
+    def _check(self, batch: Batch, num_parts: int) -> None:
+        if self._part is not None:
+            raise InvalidSpec(
+                "parts within parts",
+                seen=f"batch.parts({num_parts}) in a loop over batch.parts({self._num_parts})",
+                expected=f"one loop: batch.parts({self._num_parts * num_parts})",
+            )
+        if batch is not self._batch:
+            raise InvalidSpec(
+                "parts of a batch that this step does not train on",
+                expected="the batch that session.batches handed out last",
+            )
+        if self._num_parts:
+            raise InvalidSpec(
+                "a step goes over the parts of its batch once",
+                seen=f"batch.parts({num_parts}) behind batch.parts({self._num_parts})",
+                expected="one loop over all parts, with one session.backward each",
+            )
+        if self._num_passes:
+            raise InvalidSpec(
+                "batch.parts behind a backward pass of the whole batch",
+                expected="no session.backward in the step but those of the parts",
+            )
+        if isinstance(num_parts, bool) or not isinstance(num_parts, int):
+            raise InvalidSpec("the number of parts is no integer", seen=repr(num_parts))
+        if not 1 <= num_parts <= self._max_parts:
+            raise InvalidSpec(
+                "the number of parts is out of range",
+                seen=f"batch.parts({num_parts})",
+                expected=f"1 to {self._max_parts}, the samples of a global batch",
+            )
