@@ -88,6 +88,7 @@ class Coordinator:
             self.snapshots.restore_lost,
             measure=shard_reader.measure,
             loss_log=losses,
+            is_restoring=self.snapshots.is_restoring,
         )
         self._while_leading = AsyncExitStack()
         self.rendezvous = RendezvousService(self.registry)

@@ -24,8 +24,15 @@ class AutomaticRestores:
     """Lives on the event loop. At most four jobs are restored at a time, and none waits for a
     storage that another one is read from."""
 
-    def __init__(self, restore: Restore | None, on_news: Callable[[str], None]) -> None:
-        """`on_news` is called with a job of which `outcome` may say something else."""
+    def __init__(
+        self,
+        restore: Restore | None,
+        on_news: Callable[[str], None],
+        is_restoring: Callable[[str], bool] = lambda job: False,
+    ) -> None:
+        """`on_news` is called with a job of which `outcome` may say something else. `is_restoring`:
+        whether anybody has this coordinator restore a job just now."""
+        self.is_restoring = is_restoring
         self._restore = restore
         self._on_news = on_news
         self._tasks = SupervisedTasks()

@@ -20,6 +20,7 @@ from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.coordinator.shards.torch_versions import watching_torch_versions
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, LONGEST_GAP_S
 from shoal_server.core.shards import loads, losses
+from shoal_server.core.shards.abandoned_loads import AbandonedLoads
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
@@ -56,16 +57,18 @@ class ShardController:
         restore: Restore | None = None,
         measure: Measure | None = None,
         loss_log: LossLog | None = None,
+        is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
         """`restore` is asked before shards that nobody has any more are called lost: whether it
         brought all of the job back from a snapshot. `measure` asks the servers of a job how its
         shards are; without it, or where not every shard could be asked for, sizes alone say what a
-        shard weighs. `loss_log` is told of shards that are lost."""
+        shard weighs. `loss_log` is told of shards that are lost. `is_restoring`: whether this
+        coordinator has a job's shards loaded from a snapshot just now."""
         self._store = store
         self._assignments = AssignmentMirror(
             store, lambda job, shard_ids: self._look_at([job]), self._forget, resync=True
         )
-        self._restores = AutomaticRestores(restore, lambda job: self._look_at([job]))
+        self._restores = AutomaticRestores(restore, lambda job: self._look_at([job]), is_restoring)
         self._losses = loss_log or LossLog()
         self._ask = measure
         self._num_bytes: dict[str, dict[int, int]] = {}
@@ -74,6 +77,7 @@ class ShardController:
         self._sightings: defaultdict[str, Sightings] = defaultdict(
             lambda: Sightings(DEAD_AFTER_S, LONGEST_GAP_S)
         )
+        self._loads: defaultdict[str, AbandonedLoads] = defaultdict(AbandonedLoads)
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
         """By job: why its shards are left as they are, which is logged once."""
@@ -172,6 +176,7 @@ class ShardController:
             self._pushed,
             self._weights,
             self._sightings,
+            self._loads,
         ):
             known_of_it.pop(job, None)
         self._losses.forget(job)
@@ -201,18 +206,23 @@ class ShardController:
         servers = sightings.judged(before, seen, asked_s=asked_s, now_s=loop.time())
         if sightings.is_due_soon:
             self._look_again(job)
-        lost = num_lost(before, servers)
+        known = self._loads[job].given_up(
+            before, is_restoring=self._restores.is_restoring(job), now_s=loop.time()
+        )
+        if self._loads[job].is_due_soon:
+            self._look_again(job)
+        lost = num_lost(known, servers)
         tried = losses.RestoreAttempt(is_restored=False)
         if lost:
             outcome = self._restores.outcome(job)
             if outcome is None:
                 return
             tried = outcome
-        elif not losses.lost(before):
+        elif not losses.lost(known):
             self._restores.forget(job)
         # Of thousands of shards it takes a while, in which heartbeats are heard.
-        wished = await asyncio.to_thread(rebalance, before, servers, weights)
-        after = self._losses.noted(before, wished, tried.told)
+        wished = await asyncio.to_thread(rebalance, known, servers, weights)
+        after = self._losses.noted(known, wished, tried.told)
         changes = {
             b.shard_id: (b, a) for b, a in zip(before.shards, after.shards, strict=True) if a != b
         }

@@ -86,6 +86,8 @@ class SnapshotRestorer:
         self._store = store
         self._calls = calls
         self._on_cursor = on_cursor
+        self.under_way: Counter[str] = Counter()
+        """The jobs that are being restored."""
 
     async def restore(
         self, library: SnapshotLibrary, number: int = 0, *, under_members: bool = False
@@ -96,6 +98,16 @@ class SnapshotRestorer:
         ProposalConflict if its shards were cut in another way since; UnknownSnapshot,
         SnapshotDamaged, NoServers, Unavailable.
         """
+        job = library.job
+        self.under_way[job] += 1
+        try:
+            return await self._restore(library, number, under_members=under_members)
+        finally:
+            self.under_way -= Counter([job])
+
+    async def _restore(
+        self, library: SnapshotLibrary, number: int, *, under_members: bool
+    ) -> Restored:
         job = library.job
         await self._check_not_finished(job)
         manifest = await asyncio.to_thread(library.find, number)
@@ -115,11 +127,17 @@ class SnapshotRestorer:
         )
         try:
             await self._load_all(library, manifest, wanted, present)
-        except BaseException as error:
+        except ShoalError as error:
             await self._take_away(job)
-            if before is not None and isinstance(error, ShoalError):
+            if before is not None:
                 why = f"Restoring snapshot {manifest.number} failed: {error}"
                 await self._call_lost(before, wanted, why)
+            raise
+        except BaseException:
+            # This coordinator ends, or leads no longer: whoever leads next finds shards that nobody
+            # loads (`AbandonedLoads`). Without a record, a member might create what was trained.
+            if before is None:
+                await self._take_away(job)
             raise
         lost = losses.lost(before) if before is not None else ()
         servers = sorted({assignment.primary.server_id for assignment in wanted.shards})

@@ -89,6 +89,10 @@ class SnapshotService(SnapshotsServicer):
         summary = _summary(restored.manifest, library)
         return pb.RestoreSnapshotReply(snapshot=summary, servers=restored.servers)
 
+    def is_restoring(self, job: str) -> bool:
+        """Whether servers load the job's shards just now, and this coordinator waits for them."""
+        return job in self._restorer.under_way
+
     async def restore_lost(self, job: str) -> RestoreAttempt:
         """Restore the newest snapshot of a job of which shards are gone for good, members or not.
         Raises what restoring raises, but for a snapshot that is not there."""

@@ -1,6 +1,7 @@
 """The care for shards: no job's trouble holds up that for another's."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +14,15 @@ from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Tally
 from shoal_server.core.generations.roster import Generation, JobSpec
-from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
+from shoal_server.core.shards import abandoned_loads
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+)
 from shoal_server.core.shards.loads import ShardMeasure
+from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue
 from shoal_server.etcd.memory import MemoryStore
@@ -91,6 +99,32 @@ async def test_a_job_that_may_be_joined_again_keeps_its_parameters() -> None:
         await finish(store, "zz-cleared", failed=True, tally=Tally(is_cleared=True))
         await let_go_of(store, "zz-cleared")
     assert sorted(await assignments.jobs(store)) == sorted(over)
+
+
+async def test_what_a_coordinator_was_having_loaded_as_it_ended_is_told_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its successor has it restored again first; here, there is no snapshot."""
+    monkeypatch.setattr(abandoned_loads, "GIVEN_UP_AFTER_S", 0.0)
+    store, asked = MemoryStore(), asyncio.Event()
+
+    async def restore(job: str) -> RestoreAttempt:
+        asked.set()
+        return RestoreAttempt(is_restored=False, told="No snapshot of it is left.")
+
+    shard = ShardAssignment(shard_id=0, epoch=4, primary=HOLDER, content=ShardContent.LOADING)
+    placed = JobAssignments(job="job", copies=1, shards=(shard,), run="r")
+    server = {"address": "127.0.0.1:1", "incarnation": HOLDER.incarnation}
+    await store.put(keys.server(HOLDER.server_id), json.dumps(server).encode())
+    await assignments.place(store, placed)
+    async with ShardController(store, restore).working(), asyncio.timeout(30.0):
+        async for _ in store.watch(keys.assignments("job"), await _revision(store)):
+            known = await assignments.read_shards(store, "job", [0])
+            if known and known[0].content is ShardContent.LOST:
+                break
+        assert asked.is_set()
+        assert known[0].loss is not None and known[0].loss.snapshot == "No snapshot of it is left."
+        assert known[0].epoch == 5
 
 
 async def test_a_server_that_hangs_is_measured_beside_the_work(

@@ -10,11 +10,7 @@ from support.sim.replication.world import ReplicationWorld
 NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
 
 
-ONCE_FAILED = [2265]
-"""Beyond those that are always run. 2265: a process whose disk another one has claims a shard."""
-
-
-@pytest.mark.parametrize("seed", [*range(NUM_SEEDS), *(s for s in ONCE_FAILED if s >= NUM_SEEDS)])
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_no_schedule_of_faults_loses_an_acknowledged_update(seed: int) -> None:
     """Once faults stop, every shard that somebody has is led, copied and answers."""
     simulate_replication(seed)

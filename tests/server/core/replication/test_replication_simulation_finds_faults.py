@@ -17,8 +17,14 @@ from shoal_server.core.replication.protocol.events import Assigned
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards import rebalance
+from shoal_server.core.shards.abandoned_loads import AbandonedLoads
 from shoal_server.core.shards.absences import Absences
-from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+)
 from shoal_server.core.shards.rebalance import Servers
 from shoal_server.core.shards.sightings import Sightings
 
@@ -179,6 +185,17 @@ def what_was_held_in_another_run_is_kept(patch: Patch) -> None:
     patch.setattr(ReplicationCore, "_assigned", assigned)
 
 
+def what_nobody_loads_any_more_is_waited_for(patch: Patch) -> None:
+    """Who restored the job ended in the middle."""
+
+    def given_up(
+        loads: AbandonedLoads, assignments: JobAssignments, **now: object
+    ) -> JobAssignments:
+        return assignments
+
+    patch.setattr(AbandonedLoads, "given_up", given_up)
+
+
 # Two more break none of the invariants. Handing a shard over before its successor is level: what
 # that lacks was acknowledged to nobody, since it counts; it is sent again, and the copy that the
 # old primary keeps is one that has something else. Counting an answer of another epoch: what comes
@@ -187,6 +204,7 @@ def what_was_held_in_another_run_is_kept(patch: Patch) -> None:
 FOCUS: Mapping[Fault, Sequence[str]] = {
     a_copy_that_has_something_else_goes_on: ["deposed unheard"],
     an_absence_goes_on_though_nobody_looked: ["away twice"],
+    what_nobody_loads_any_more_is_waited_for: ["restore", "kill restorer"],
     an_older_copy_of_a_disk_is_led: ["save disk", "roll back", "kill all"],
 }
 """Faults that meet it more often than those of all kinds do."""
@@ -207,6 +225,7 @@ FAULTS: Sequence[Fault] = (
     who_ends_acknowledges_to_the_last,
     an_older_copy_of_a_disk_is_led,
     what_was_held_in_another_run_is_kept,
+    what_nobody_loads_any_more_is_waited_for,
 )
 RARE = (
     a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step,

@@ -1,18 +1,28 @@
 """The coordinator's care for shards: the decisions that ship, between reading and writing etcd."""
 
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING
+
 from support.sim.replication.machine import SimProcess
 from support.sim.replication.registration import read_servers
 from support.sim.replication.setting import Setting
+from support.sim.replication.shard import Update
 from support.sim.replication.store import StoreClient, Stored, decode, key_of
 
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import JobAssignments
+from shoal_server.core.shards.abandoned_loads import AbandonedLoads
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
+from shoal_server.core.shards.losses import after_failed_restore
 from shoal_server.core.shards.rebalance import Servers, rebalance
 from shoal_server.core.shards.sightings import Sightings
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 
+if TYPE_CHECKING:
+    from support.sim.replication.server import SimServer
+
 LOOKS_EACH_S = 0.7
+LOADED_WITHIN_S = 90.0
 
 
 class SimCoordinator:
@@ -25,7 +35,96 @@ class SimCoordinator:
         self._client = StoreClient(setting.store, self.process)
         self._sightings = Sightings(setting.limits.dead_after_s, setting.limits.longest_gap_s)
         self._run = ""
+        self._loads = AbandonedLoads()
+        self._restoring = ""
+        """The run whose shards it has loaded just now."""
         self.process.act(0.01, self._look)
+
+    # --- restoring ---
+
+    def restore(self, snapshot: Mapping[Key, tuple[Update, ...]]) -> None:
+        """Have all servers let go of the job, and those that are there load a snapshot of it."""
+
+        def begin() -> None:
+            servers = [
+                server
+                for server in self._setting.servers.values()
+                if server.process.alive and server.me.server_id in self._setting.store.listed()
+            ]
+            if servers and not self._setting.store.is_away:
+                self._begin_restoring(servers, snapshot)
+
+        self.process.act(0.0, begin)
+
+    def _begin_restoring(
+        self, servers: "Sequence[SimServer]", snapshot: Mapping[Key, tuple[Update, ...]]
+    ) -> None:
+        setting, store = self._setting, self._setting.store
+        before = dict(store.records)
+        chosen = {key: setting.chance.choice(servers) for key in snapshot}
+        store.begin_anew(
+            {
+                key: ShardAssignment(
+                    shard_id=key[1],
+                    epoch=before[key].epoch + 1,
+                    primary=server.me,
+                    content=ShardContent.LOADING,
+                )
+                for key, server in chosen.items()
+            }
+        )
+        run = self._restoring = store.run
+        waits = set(snapshot)
+
+        def load(key: Key, server: "SimServer") -> None:
+            epoch = store.records[key].epoch
+            name = server.process.name
+
+            def arrive() -> None:
+                if not setting.network.is_cut(self.process.name, name):
+                    server.process.do(
+                        lambda: server.copies.load(
+                            key,
+                            epoch,
+                            run,
+                            snapshot[key],
+                            tell=lambda: waits.discard(key),
+                            is_wanted=lambda: self.process.alive,
+                        )
+                    )
+
+            # Not before the record names it, as it knows.
+            setting.clock.later(0.5 + setting.network.delay_s(self.process.name, name), arrive)
+
+        for key, server in chosen.items():
+            load(key, server)
+        give_up_s = self.process.now_s + LOADED_WITHIN_S
+        self.process.act(LOOKS_EACH_S, lambda: self._look_at_loads(run, waits, chosen, give_up_s))
+
+    def _look_at_loads(
+        self,
+        run: str,
+        waits: Set[Key],
+        chosen: "Mapping[Key, SimServer]",
+        give_up_s: float,
+    ) -> None:
+        store = self._setting.store
+        failed = any(not chosen[key].process.alive for key in waits)
+        if store.run != run or not waits:
+            self._restoring = ""
+        elif (failed or self.process.now_s >= give_up_s) and not store.is_away:
+            self._setting.note(self.process.name, "cannot restore the job")
+            shards = tuple(store.records[key] for key in sorted(store.records))
+            wanted = JobAssignments(job="j", copies=self._copies, shards=shards)
+            lost = after_failed_restore(wanted, wanted, "", 1.0).shards
+            store.begin_anew(dict(zip(sorted(store.records), lost, strict=True)))
+            self._restoring = ""
+        else:
+            self.process.act(
+                LOOKS_EACH_S, lambda: self._look_at_loads(run, waits, chosen, give_up_s)
+            )
+
+    # --- looking after shards ---
 
     def _look_later(self) -> None:
         self.process.act(LOOKS_EACH_S * (0.5 + self._setting.chance.random()), self._look)
@@ -54,11 +153,15 @@ class SimCoordinator:
             limits = self._setting.limits
             self._run = run
             self._sightings = Sightings(limits.dead_after_s, limits.longest_gap_s)
+            self._loads = AbandonedLoads()
         before = JobAssignments(
             job="j", copies=self._copies, shards=tuple(stored[key].assignment for key in ordered)
         )
         judged = self._sightings.judged(before, seen, asked_s=asked_s, now_s=self.process.now_s)
-        after = rebalance(before, judged, {})
+        known = self._loads.given_up(
+            before, is_restoring=self._restoring == run, now_s=self.process.now_s
+        )
+        after = rebalance(known, judged, {})
         self._sightings.wrote(after, after)
         waits = 1
 

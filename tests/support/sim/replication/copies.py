@@ -67,6 +67,37 @@ class ServerCopies:
 
     # --- leading ---
 
+    def load(
+        self,
+        key: Key,
+        epoch: int,
+        run: str,
+        updates: tuple[Update, ...],
+        *,
+        tell: Callable[[], None],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        """Load the shard from a snapshot, if it is this server's to load by then, and somebody
+        waits for it still."""
+
+        def loaded() -> None:
+            record = self._server.registration.records.get(key)
+            if (
+                not is_wanted()
+                or record is None
+                or self._server.registration.run_of(key) != run
+                or (record.primary, record.epoch) != (self._server.me, epoch)
+                or key in self.found
+            ):
+                return
+            copy = self.found[key] = self._new(key, epoch)
+            copy.fill(updates)
+            self._setting.ledger.loaded(copy)
+            self._server.tell(ev.Created(key, epoch, copy.version))
+            tell()
+
+        self._server.process.act(self._takes_s(long=True), loaded)
+
     def create(self, key: Key, update: Update, record: ShardAssignment | None) -> None:
         """First values, if the shard has none as far as is known here."""
         if (

@@ -28,6 +28,8 @@ class Promise:
     durable: Row = EMPTY
     opened: Row = EMPTY
     """Its first values, once anybody may have read them."""
+    loaded: Row = EMPTY
+    """What its primary had loaded from a snapshot, before anybody could read it."""
 
 
 class Ledger:
@@ -109,6 +111,14 @@ class Ledger:
         promise, row = self._promises[copy.run, copy.key], (1, copy.chain[1])
         assert promise.opened in (EMPTY, row), f"{copy.key} was created anew"
         promise.opened = row
+        promise.replicated = max(promise.replicated, promise.loaded)
+        self.check(copy.key)
+
+    def loaded(self, copy: Copy) -> None:
+        """Its first values come from a snapshot, and from nowhere else."""
+        promise = self._promises[copy.run, copy.key]
+        assert promise.opened == EMPTY, f"{copy.key} had values, and is loaded"
+        promise.opened, promise.loaded = (1, copy.chain[1]), (copy.version, copy.chain[-1])
 
     def acknowledged(self, who: Holder, copy: Copy, epoch: int, version: int, level: Level) -> None:
         """Somebody is told of a version, and so of all before it."""

@@ -17,6 +17,7 @@ FAULTS = (
     + ["cut coordinator", "full", "replace", "disk", "newcomer", "old pair"]
     + ["replace", "lag", "slow", "leave", "save disk", "roll back"] * 2
     + ["anew", "away twice", "deposed unheard", "kill sender"]
+    + ["snapshot", "restore", "kill restorer", "kill loader"]
 )
 STORY_LINES = 250
 
@@ -198,7 +199,7 @@ class Faults:
 
     def _slow(self, server: SimServer) -> None:
         setting = self._world.setting
-        setting.slow_s = self._chance.choice([0.2, 1.0, 5.0, 15.0])
+        setting.slow_s = self._chance.choice([0.2, 1.0, 5.0, 15.0, 60.0])
         setting.note("world", f"copies take up to {setting.slow_s} s")
         self._world.clock.later(self._for_s(), lambda: setattr(setting, "slow_s", 0.0))
 
@@ -240,6 +241,31 @@ class Faults:
 
     def _anew(self, server: SimServer) -> None:
         self._world.begin_anew()
+
+    def _snapshot(self, server: SimServer) -> None:
+        self._world.take_snapshot()
+
+    def _restore(self, server: SimServer) -> None:
+        self._world.restore()
+
+    def _kill_restorer(self, server: SimServer) -> None:
+        """The coordinator ends while servers load what it restores."""
+        world = self._world
+        world.setting.slow_s = 60.0
+        world.restore()
+        after_s = self._chance.choice([0.0, 0.3, 1.0, 5.0])
+        world.clock.later(after_s, lambda: world.replace_coordinator(kill=True))
+        world.clock.later(after_s + 1.0, lambda: setattr(world.setting, "slow_s", 0.0))
+
+    def _kill_loader(self, server: SimServer) -> None:
+        """A server ends while it loads a shard from a snapshot."""
+
+        def kill() -> None:
+            self._world.kill(server)
+            self._world.clock.later(1.0, lambda: self._start(server.me.server_id))
+
+        self._world.restore()
+        self._world.clock.later(0.4 + self._chance.random(), kill)
 
     def _newcomer(self, server: SimServer) -> None:
         if self._newcomers < 2:

@@ -7,7 +7,7 @@ from support.sim.replication.ledger import Ledger
 from support.sim.replication.machine import Network, SimProcess
 from support.sim.replication.server import SimServer
 from support.sim.replication.setting import Setting
-from support.sim.replication.shard import Copy, Disk
+from support.sim.replication.shard import Copy, Disk, Update
 from support.sim.replication.store import ETCD, SimStore
 from support.sim.replication.workers import SimWorker
 from support.sim.virtual_time import FOREVER_S, Clock
@@ -59,6 +59,8 @@ class ReplicationWorld:
         self.keys: list[Key] = [(JOB, shard_id) for shard_id in range(num_shards)]
         self.current: dict[str, SimServer] = {}
         """The newest process of each server."""
+        self.snapshot: dict[Key, tuple[Update, ...]] = {}
+        """Of every shard, or of none."""
         self._journals = journals
         self._num_starts = 0
         self._num_coordinators = 0
@@ -175,6 +177,22 @@ class ReplicationWorld:
             primary = self.random.choice(present)
             fresh[key] = ShardAssignment(shard_id=shard_id, epoch=1, primary=primary)
         self.store.begin_anew(fresh)
+
+    def take_snapshot(self) -> None:
+        """If every shard is led, as its primary has it applied."""
+        copies = {key: self._copy_of(self.store.records[key].primary, key) for key in self.keys}
+        led = {key: c for key, c in copies.items() if c is not None and c.takes_pushes}
+        if len(led) == len(self.keys):
+            self.setting.note("operator", "takes a snapshot")
+            self.snapshot = {key: tuple(c.updates[: c.num_applied]) for key, c in led.items()}
+
+    def restore(self) -> None:
+        """The newest snapshot takes the place of what there is."""
+        if not self.snapshot:
+            self.take_snapshot()
+        if self.snapshot:
+            self.setting.note("operator", "restores the job")
+            self.coordinator.restore(self.snapshot)
 
     def pause(self, process: SimProcess, for_s: float) -> None:
         if process.paused_since_s is not None or not process.alive:

@@ -1,0 +1,48 @@
+"""Shards that nobody loads from their snapshot any more are lost, and told as such."""
+
+from dataclasses import replace
+
+from shoal_server.core.shards import losses
+from shoal_server.core.shards.abandoned_loads import GIVEN_UP_AFTER_S, AbandonedLoads
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+)
+
+A = Holder("a", "1")
+LOADING = ShardAssignment(shard_id=1, epoch=5, primary=A, content=ShardContent.LOADING)
+LOADED = replace(LOADING, shard_id=0, content=ShardContent.PRESENT)
+JOB = JobAssignments(job="job", copies=2, shards=(LOADED, LOADING), run="r")
+
+
+def test_what_another_coordinator_had_loaded_is_given_up_after_a_while() -> None:
+    """It may be on its way. What has been loaded stays."""
+    loads = AbandonedLoads()
+    assert loads.given_up(JOB, is_restoring=False, now_s=0.0) == JOB
+    assert loads.is_due_soon
+    assert loads.given_up(JOB, is_restoring=False, now_s=GIVEN_UP_AFTER_S - 0.1) == JOB
+    after = loads.given_up(JOB, is_restoring=False, now_s=GIVEN_UP_AFTER_S)
+    assert losses.lost(after) == [replace(LOADING, epoch=6, content=ShardContent.LOST)]
+    assert after.shards[0] == LOADED
+
+
+def test_what_this_coordinator_has_loaded_is_not_given_up() -> None:
+    loads = AbandonedLoads()
+    for now_s in (0.0, 100.0):
+        assert loads.given_up(JOB, is_restoring=True, now_s=now_s) == JOB
+    # From its end on, it counts.
+    assert loads.given_up(JOB, is_restoring=False, now_s=101.0) == JOB
+    assert losses.lost(loads.given_up(JOB, is_restoring=False, now_s=111.0))
+
+
+def test_each_shard_that_is_loaded_meanwhile_shows_that_somebody_loads() -> None:
+    loads = AbandonedLoads()
+    both = replace(JOB, shards=(replace(LOADED, content=ShardContent.LOADING), LOADING))
+    assert loads.given_up(both, is_restoring=False, now_s=0.0) == both
+    assert loads.given_up(JOB, is_restoring=False, now_s=9.0) == JOB
+    assert loads.given_up(JOB, is_restoring=False, now_s=18.0) == JOB
+    done = replace(JOB, shards=(LOADED,))
+    assert loads.given_up(done, is_restoring=False, now_s=30.0) == done
+    assert not loads.is_due_soon
