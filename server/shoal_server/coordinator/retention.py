@@ -148,9 +148,9 @@ class Retention:
             kept = await StoredJobs(self._store).state(name)
             assert kept is not None, "what came of a job is kept before it is cleared"
             left = replace(kept, tally=replace(actor.job.tally, is_cleared=True))
-            await self._store.transact((), _cleared(name, left))
+            written = await self._store.transact((), _cleared(name, left))
             self._clocks.forget(name)
-        self._registry.keep_cleared(left)
+        self._registry.keep_cleared(replace(left, revision=written.revision))
         log.info("job_cleared", job=name, over_for_s=self._limits.records_s)
 
 

@@ -19,8 +19,6 @@ from shoal_server.coordinator.persistence.stored_chunks import (
 )
 from shoal_server.coordinator.persistence.stored_jobs import StoredJob, StoredJobs
 from shoal_server.core.generations.roster import Generation, JobSpec, Record
-from shoal_server.core.job.job import Job
-from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,
@@ -93,7 +91,11 @@ class SimEtcd:
         return max(self.back_s - self._clock.now_s, 0.0) + self._clock.random.random() * LATENCY_S
 
     async def transact(
-        self, compares: Sequence[Compare], then: Sequence[Operation], process: Process
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation],
+        process: Process,
     ) -> TransactionResult:
         """Raises Unavailable for a transaction of which nobody knows whether it was made."""
         clock, answers = self._clock, list[TransactionResult]()
@@ -104,7 +106,7 @@ class SimEtcd:
             if clock.now_s < self.back_s:
                 clock.later(self.away_s(), apply)
                 return
-            answers.append(_done(self._memory.transact(compares, then)))
+            answers.append(_done(self._memory.transact(compares, then, otherwise)))
             if answers[0].succeeded:
                 self._note(then)
             # The answer may find its leader dead: what is durable is durable.
@@ -139,12 +141,9 @@ class SimEtcd:
         found = _done(self._memory.range(keys.roster_chunks(job))).items
         return from_stored(job, number, stored, chunks_in(job, found))
 
-    def load(self, spec: JobSpec, limits: Limits) -> tuple[Job | None, StoredChunks]:
-        """The job as a leader takes it up that is elected now; None: there is none."""
-        stored = _event_loop().run_until_complete(self._load(spec.job))
-        if stored is None:
-            return None, StoredChunks()
-        return stored.begun(limits, self._clock.now_s), stored.chunks
+    def load(self, spec: JobSpec) -> StoredJob | None:
+        """The job as it is now; None: there is none."""
+        return _event_loop().run_until_complete(self._load(spec.job))
 
     async def _load(self, job: str) -> StoredJob | None:
         jobs = StoredJobs(self._memory)
@@ -178,9 +177,12 @@ class SimConnection:
     process: Process
 
     async def transact(
-        self, compares: Sequence[Compare], then: Sequence[Operation]
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
     ) -> TransactionResult:
-        return await self.etcd.transact(compares, then, self.process)
+        return await self.etcd.transact(compares, then, otherwise, self.process)
 
 
 @cache

@@ -143,7 +143,12 @@ class Leader:
 
     def _begin(self) -> Steps[None]:
         yield Wait(lambda: False, self.etcd.away_s())
-        self._lead(*self.etcd.load(self._spec, self._limits))
+        stored = self.etcd.load(self._spec)
+        self._jobs.keep(self._spec.job, stored.state if stored is not None else None)
+        if stored is None:
+            self._lead(None, StoredChunks())
+        else:
+            self._lead(stored.begun(self._limits, self.clock.now_s), stored.chunks)
         self.leads = True
         self._plan()
 

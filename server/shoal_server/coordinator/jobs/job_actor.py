@@ -186,6 +186,16 @@ class JobActor:
             self._driver.heartbeat(event, step, self._dependencies.clock())
 
     @property
+    def is_attended(self) -> bool:
+        """Whether somebody has a stream here, let in or not."""
+        return any(True for _ in self._driver.streams)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something that was decided is not durable yet."""
+        return self._driver.is_writing
+
+    @property
     def last_seen(self) -> Mapping[str, LastSeen]:
         """The newest sign of life of each member."""
         return {

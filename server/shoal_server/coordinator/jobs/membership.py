@@ -58,20 +58,23 @@ class MembershipService(MembershipServicer):
         self._registry.require_leading()
         self._registry.check_run(token)
         actor = self._registry.find_or_create(spec)
-        _check_not_expelled(actor, token)
-        stream = actor.open(
-            token.member_id,
-            token.incarnation,
-            keeps_prepare=request.keeps_prepare,
-            takes_chunks=request.takes_chunks,
-        )
         try:
-            await actor.submit(joined(request))
-            yield self._admitted(actor, protocol)
-            while (notice := await stream.notices.get()) is not None:
-                yield notice
+            _check_not_expelled(actor, token)
+            stream = actor.open(
+                token.member_id,
+                token.incarnation,
+                keeps_prepare=request.keeps_prepare,
+                takes_chunks=request.takes_chunks,
+            )
+            try:
+                await actor.submit(joined(request))
+                yield self._admitted(actor, protocol)
+                while (notice := await stream.notices.get()) is not None:
+                    yield notice
+            finally:
+                actor.closed(stream)
         finally:
-            actor.closed(stream)
+            await self._registry.drop_if_empty(actor)
 
     def _admitted(self, actor: JobActor, protocol: int) -> pb.Notice:
         admitted = pb.Admitted(

@@ -318,12 +318,25 @@ class Registry:
             self._quarantine.release(job)
             self._dependencies.board.begin_anew(job)
             if actor is not None and self._actors.get(job) is actor:
-                del self._actors[job]
-                if (task := self._tasks.pop(job, None)) is not None:
-                    task.cancel()
-                await actor.end()
+                await self._let_go(actor)
         finally:
             self._resetting.discard(job)
+
+    async def drop_if_empty(self, actor: JobActor) -> None:
+        """Forget a job that never was: nobody was let in, and nothing of it is in etcd."""
+        job = actor.job
+        name, is_known = job.spec.job, self._actors.get(job.spec.job) is actor
+        is_empty = not job.members and not actor.is_attended and not actor.is_writing
+        if is_known and is_empty and not self._dependencies.jobs.has_written(name):
+            await self._let_go(actor)
+
+    async def _let_go(self, actor: JobActor) -> None:
+        name = actor.job.spec.job
+        del self._actors[name]
+        self._dependencies.jobs.forget(name)
+        if (task := self._tasks.pop(name, None)) is not None:
+            task.cancel()
+        await actor.end()
 
     async def retry(self, job: str, *, from_scratch: bool) -> JobActor:
         """Let a job that is over be joined again. Raises what `find` raises, JobFinished, and
@@ -346,7 +359,7 @@ class Registry:
 
     def _add(self, actor: JobActor, stored: StateRecord | None = None) -> JobActor:
         name = actor.job.spec.job
-        self._dependencies.jobs.keep(name, stored.more if stored is not None else {})
+        self._dependencies.jobs.keep(name, stored)
         if earlier := self.earlier_runs.get(name):
             earlier.continued_by(actor.job)
         self._actors[name] = actor

@@ -1,4 +1,9 @@
-"""What the coordinator writes to etcd, each write fenced by its own leadership."""
+"""What the coordinator writes to etcd, each write fenced by its own leadership.
+
+A job's writes compare the revision of the job's own record, too: it is as this coordinator read it
+or wrote it last. So nothing is decided upon what somebody else has written since, and a write of
+unknown outcome that arrives late, behind its repetition, changes nothing.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,14 +12,25 @@ from typing import Protocol
 
 import structlog
 
-from shoal_proto.errors import AccessDenied, NotLeader, RetryError
+from shoal_proto.errors import AccessDenied, InternalError, NotLeader, RetryError
 from shoal_server.coordinator.persistence import codec, stored_chunks
 from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
 from shoal_server.coordinator.persistence.stored_json import state_to_json
-from shoal_server.core.driver.job_write import JobWrite
+from shoal_server.core.driver.job_write import JobWrite, StateRecord
 from shoal_server.core.membership.member import Member
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Delete, Operation, Put, TransactionResult
+from shoal_server.etcd.api import (
+    Compare,
+    Delete,
+    Get,
+    KeyValue,
+    Operation,
+    Put,
+    Revision,
+    TransactionResult,
+    holds,
+    unchanged_since,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -27,7 +43,10 @@ class Transactions(Protocol):
     """The one thing that is asked of the store here."""
 
     async def transact(
-        self, compares: Sequence[Compare], then: Sequence[Operation]
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
     ) -> TransactionResult: ...
 
 
@@ -38,13 +57,28 @@ class DurableJobs:
         self._store = store
         self._leadership = leadership
         self._more: dict[str, Mapping[str, object]] = {}
+        self._revisions: dict[str, Revision] = {}
+        """Of jobs' own records, as they were read or written last."""
+        self._unsure: set[str] = set()
+        """Jobs with a write of unknown outcome, which is made again."""
 
-    def keep(self, job: str, more: Mapping[str, object]) -> None:
-        """Write these fields, of which a later release knows, with each record of the job."""
-        if more:
-            self._more[job] = more
-        else:
-            self._more.pop(job, None)
+    def keep(self, job: str, stored: StateRecord | None) -> None:
+        """Go on from this record of the job (None: there is none in etcd), and write again with
+        each one what a later release has written beside it."""
+        self.forget(job)
+        if stored is not None:
+            self._more[job] = stored.more
+            self._revisions[job] = Revision(stored.revision)
+
+    def forget(self, job: str) -> None:
+        """The job's record is not this coordinator's to write any more."""
+        self._more.pop(job, None)
+        self._revisions.pop(job, None)
+        self._unsure.discard(job)
+
+    def has_written(self, job: str) -> bool:
+        """Whether etcd has a record of the job, as far as this coordinator knows."""
+        return bool(self._revisions.get(job)) or job in self._unsure
 
     async def apply(self, operations: Sequence[Operation]) -> None:
         """Make the operations durable in one transaction.
@@ -72,7 +106,8 @@ class DurableJobs:
         """Make a job's write durable. `chunks`: those of it that etcd holds, which is noted.
 
         Takes as long as it takes: while etcd is away, or denies access, changes wait, and training
-        goes on. Raises NotLeader once another coordinator leads, and what etcd refuses it with.
+        goes on. Raises NotLeader once another coordinator leads, InternalError if somebody else
+        wrote the job's own record, and what etcd refuses it with.
         """
         await self._until_written(write.job, operations_of(self._with_more(write), chunks))
         if write.record is not None:
@@ -87,7 +122,8 @@ class DurableJobs:
     async def _until_written(self, job: str, operations: Sequence[Operation]) -> None:
         while True:
             try:
-                await self.apply_all(operations)
+                for batch in _batches(operations):
+                    await self.apply_to(job, batch)
                 return
             except NotLeader:
                 raise
@@ -95,15 +131,58 @@ class DurableJobs:
                 log.warning("etcd_away", job=job, reason=str(error))
             await asyncio.sleep(ETCD_RETRY_S)
 
+    async def apply_to(self, job: str, operations: Sequence[Operation]) -> None:
+        """As `apply`, while the job's own record is the one that this coordinator knows."""
+        key = keys.job_state(job)
+        own = next((o.value for o in operations if isinstance(o, Put) and o.key == key), None)
+        while True:
+            leadership, known = self._leadership(), self._revisions.get(job, Revision(0))
+            compares = [*leadership, unchanged_since(key, known)]
+            looks = [Get(each.key) for each in compares]
+            try:
+                result = await self._store.transact(compares, operations, looks)
+            except RetryError as error:
+                if error.details.get("outcome") != "unknown":
+                    raise
+                self._unsure.add(job)
+                continue
+            break
+        revision = result.revision
+        if not result.succeeded:
+            *leads, found = (items[0] if items else None for items in result.reads)
+            if not all(holds(c, i) for c, i in zip(leadership, leads, strict=True)):
+                raise _not_leader()
+            if found is None or found.value != own or job not in self._unsure:
+                raise _changed(job, found, known)
+            revision = found.mod_revision  # the write of unknown outcome had arrived
+        if own is not None:
+            self._revisions[job] = revision
+            self._unsure.discard(job)
+
     @staticmethod
     def _require(result: TransactionResult) -> None:
         if not result.succeeded:
-            raise NotLeader(
-                "this coordinator no longer leads",
-                seen="another leader's key in etcd",
-                expected="its own",
-                fix="Ask another coordinator.",
-            )
+            raise _not_leader()
+
+
+def _not_leader() -> NotLeader:
+    return NotLeader(
+        "this coordinator no longer leads",
+        seen="another leader's key in etcd",
+        expected="its own",
+        fix="Ask another coordinator.",
+    )
+
+
+def _changed(job: str, found: KeyValue | None, known: Revision) -> InternalError:
+    seen = "none" if found is None else f"one written at revision {found.mod_revision}"
+    return InternalError(
+        f"the record of job {job} in etcd is not the one that its coordinator left there",
+        seen=seen,
+        expected=f"the one of revision {known}" if known else "none",
+        fix=f"Something other than the leading coordinator writes to {keys.job_state(job)}."
+        f" `shoal repair {job}` shows it; `shoal repair {job} --apply` goes on from it.",
+    )
 
 
 def operations_of(write: JobWrite, chunks: StoredChunks) -> list[Operation]:

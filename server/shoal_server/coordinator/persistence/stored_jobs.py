@@ -5,7 +5,7 @@ What cannot be read concerns its own job alone: that one is quarantined, with ke
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import structlog
@@ -38,7 +38,7 @@ from shoal_server.core.job.restore import Saved, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.member import Member
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import NO_LEASE, Get, Keyspace, Put
+from shoal_server.etcd.api import NO_LEASE, Get, Keyspace, KeyValue, Put
 from shoal_server.etcd.json_fields import Unreadable
 from shoal_server.serving.tasks import gather_bounded
 
@@ -138,10 +138,10 @@ class StoredJobs:
         failed: dict[str, JobQuarantined] = {}
         found = await self._read([keys.job_state(name) for name in names], STATES_A_READ)
         for name in names:
-            value = found.get(keys.job_state(name))
+            item = found.get(keys.job_state(name))
             try:
-                if value is not None:
-                    states[name] = state_from_json(name, _value(value))
+                if item is not None:
+                    states[name] = _state(name, _found(item))
             except (Unreadable, ShoalError) as error:
                 failed[name] = unreadable(name, keys.job_state(name), error)
         owners = {key: _job_of_member(key) for key in in_members}
@@ -172,7 +172,7 @@ class StoredJobs:
         if item is None:
             return None
         try:
-            return state_from_json(job, item.value)
+            return _state(job, item)
         except Unreadable as error:
             raise unreadable(job, item.key, error) from error
 
@@ -230,11 +230,11 @@ class StoredJobs:
         at = {number: keys.generation(job, number) for number in numbers}
         found = await self._read(list(at.values()), RECORDS_A_READ)
         for number, key in at.items():
-            value = found.get(key)
-            if value is None:
+            item = found.get(key)
+            if item is None:
                 continue
             try:
-                data = _value(value)
+                data = _found(item).value
                 stored = in_chunks(data)
                 if stored is None:
                     reading.records.append(codec.stored_record(job, number, data))
@@ -253,18 +253,18 @@ class StoredJobs:
             for digest in digests
             if digest not in reading.chunks
         }
-        for key, value in (await self._read(list(names), CHUNKS_A_READ)).items():
-            reading.chunks[names[key]] = _value(value)
+        for key, item in (await self._read(list(names), CHUNKS_A_READ)).items():
+            reading.chunks[names[key]] = _found(item).value
 
-    async def _read(self, names: Sequence[str], at_once: int) -> dict[str, bytes | ShoalError]:
-        """The values of the keys that are there, or what keeps one from being read."""
+    async def _read(self, names: Sequence[str], at_once: int) -> dict[str, KeyValue | ShoalError]:
+        """The keys that are there, or what keeps one from being read."""
         parts = [names[start : start + at_once] for start in range(0, len(names), at_once)]
-        found: dict[str, bytes | ShoalError] = {}
+        found: dict[str, KeyValue | ShoalError] = {}
         for part in await gather_bounded(self._read_part, parts, READS_AT_ONCE):
             found |= part
         return found
 
-    async def _read_part(self, names: Sequence[str]) -> dict[str, bytes | ShoalError]:
+    async def _read_part(self, names: Sequence[str]) -> dict[str, KeyValue | ShoalError]:
         try:
             result = await self._store.transact([], [Get(name) for name in names])
         except RetryError:
@@ -274,8 +274,8 @@ class StoredJobs:
                 return {names[0]: error}
             # One of them may be too large for an answer: it is to harm no other.
             parts = [await self._read_part([name]) for name in names]
-            return {name: value for part in parts for name, value in part.items()}
-        return {item.key: item.value for read in result.reads for item in read}
+            return {name: item for part in parts for name, item in part.items()}
+        return {item.key: item for read in result.reads for item in read}
 
 
 @dataclass
@@ -306,10 +306,15 @@ def _job_of_member(key: str) -> str:
     return job if is_name(job) and is_name(member_id) else ""
 
 
-def _value(found: bytes | ShoalError) -> bytes:
-    if isinstance(found, ShoalError):
-        raise found
-    return found
+def _found(item: KeyValue | ShoalError) -> KeyValue:
+    if isinstance(item, ShoalError):
+        raise item
+    return item
+
+
+def _state(job: str, item: KeyValue) -> StateRecord:
+    """Raises Unreadable."""
+    return replace(state_from_json(job, item.value), revision=item.mod_revision)
 
 
 def _enough(records: Sequence[Record]) -> bool:

@@ -32,6 +32,8 @@ class StateRecord:
     """When it was over; 0: it is not, or that is not known."""
     more: Mapping[str, object] = field(default_factory=dict, compare=False)
     """What a later release has written beside it."""
+    revision: int = field(default=0, compare=False)
+    """As of which revision of the store it was read; 0: it was not."""
 
     @property
     def may_go_on(self) -> bool:

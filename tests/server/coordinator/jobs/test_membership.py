@@ -22,8 +22,10 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
@@ -225,3 +227,25 @@ async def test_a_new_leader_takes_over_a_running_job() -> None:
             assert record.roster.planned
             assert record.roster.generation == 2
             assert not a.is_broken(1)
+
+
+async def test_nothing_is_left_of_a_job_that_nobody_was_let_into() -> None:
+    """Refused for what it says of its devices, or of a generation that it was in."""
+    async with served(MemoryStore()) as world:
+        registry = world.coordinator.registry
+        async with grpc.aio.insecure_channel(world.address) as channel:
+            for generation, device, refused in ((0, "cuda", InvalidSpec), (3, "cpu", Fenced)):
+                token = Token(job="typo", member_id="a", incarnation=new_incarnation())
+                token.generation = generation
+                spec = pb.JobSpec(job="typo", min_members=1, max_members=2, desired_members=1)
+                info = pb.MemberInfo(host="h", pid=1, address="127.0.0.1", device=device)
+                request = pb.AttendRequest(token=token, spec=spec, info=info)
+                request.protocol = OWN_PROTOCOLS.newest
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await MembershipStub(channel).Attend(request).read()
+                assert isinstance(from_rpc_error(caught.value, world.address), refused), (
+                    caught.value
+                )
+        assert [actor.job.spec.job for actor in registry.actors()] == []
+        await world.training("a")
+        assert [actor.job.spec.job for actor in registry.actors()] == ["j"]

@@ -64,6 +64,7 @@ def write(decided: Record) -> JobWrite:
 async def persist(store: MemoryStore, chunks: StoredChunks, *decided: Record) -> None:
     jobs = DurableJobs(store, tuple)
     for each in decided:
+        jobs.keep("j", await StoredJobs(store).state("j"))
         await jobs.persist(write(each), chunks)
 
 

@@ -56,13 +56,12 @@ def admitted_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_deposed_leader_writes(patch: pytest.MonkeyPatch) -> None:
-    """The fence on the leader's key is left out."""
-    real = DurableJobs.apply
+    """The fences are left out: on the leader's key, and on the job's own record."""
 
-    async def apply(jobs: DurableJobs, operations: Sequence[Operation]) -> None:
-        await real(DurableJobs(jobs._store, lambda: ()), operations)
+    async def apply_to(jobs: DurableJobs, job: str, operations: Sequence[Operation]) -> None:
+        await DurableJobs(jobs._store, lambda: ()).apply(operations)
 
-    patch.setattr(DurableJobs, "apply", apply)
+    patch.setattr(DurableJobs, "apply_to", apply_to)
 
 
 def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,119 @@
+"""A job's writes compare the revision of its own record: nothing is decided upon another's."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from support.clusters.coordinator_world import served
+
+from shoal_proto.errors import DeadlineExceeded, InternalError, JobQuarantined, NotLeader
+from shoal_server.coordinator.persistence.durable import DurableJobs
+from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
+from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
+from shoal_server.core.driver.job_write import JobWrite, StateRecord
+from shoal_server.core.generations.roster import Generation, JobSpec
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult, absent
+from shoal_server.etcd.memory import MemoryStore
+
+KEY = keys.job_state("j")
+
+
+class UnknownOutcomes(MemoryStore):
+    """Next to a transaction's answer, says of each that nobody knows it, once."""
+
+    def __init__(self, *, arrives: bool) -> None:
+        super().__init__()
+        self._arrives = arrives
+        self.late: list[tuple[Sequence[Compare], Sequence[Operation]]] = []
+        """What has not arrived yet."""
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        if not self.late:
+            self.late.append((compares, then))
+            if self._arrives:
+                await super().transact(compares, then)
+            raise DeadlineExceeded("no answer", details={"outcome": "unknown"})
+        return await super().transact(compares, then, otherwise)
+
+
+def write(generation: int) -> JobWrite:
+    state = StateRecord(
+        spec=JobSpec(job="j", max_members=2),
+        last_generation=Generation(generation),
+        finished=False,
+        reason="r",
+    )
+    return JobWrite(job="j", members={}, state=state, record=None)
+
+
+async def newest(store: MemoryStore) -> int:
+    state = await StoredJobs(store).state("j")
+    return state.last_generation if state is not None else 0
+
+
+async def test_a_record_that_another_wrote_is_not_written_over() -> None:
+    """Neither one that was changed, nor one that was not there, nor one that is gone."""
+    store = MemoryStore()
+    jobs = DurableJobs(store, tuple)
+    await jobs.persist(write(1), StoredChunks())
+    await jobs.persist(write(2), StoredChunks())
+    late = DurableJobs(store, tuple)
+    with pytest.raises(InternalError, match=r"shoal repair j --apply"):
+        await late.persist(write(7), StoredChunks())
+    late.keep("j", await StoredJobs(store).state("j"))
+    await late.persist(write(8), StoredChunks())
+    with pytest.raises(InternalError, match="expected the one of revision"):
+        await jobs.persist(write(3), StoredChunks())
+    assert await newest(store) == 8
+    await store.delete(KEY)
+    with pytest.raises(InternalError, match="saw none"):
+        await late.persist(write(9), StoredChunks())
+
+
+async def test_a_write_of_unknown_outcome_is_known_by_what_it_wrote() -> None:
+    store = UnknownOutcomes(arrives=True)
+    jobs = DurableJobs(store, tuple)
+    await jobs.persist(write(1), StoredChunks())
+    await jobs.persist(write(2), StoredChunks())
+    assert await newest(store) == 2
+
+
+async def test_a_write_that_arrives_behind_its_repetition_changes_nothing() -> None:
+    store = UnknownOutcomes(arrives=False)
+    jobs = DurableJobs(store, tuple)
+    await jobs.persist(write(1), StoredChunks())
+    await jobs.persist(write(2), StoredChunks())
+    compares, then = store.late[0]
+    assert not (await store.transact(compares, then)).succeeded
+    assert await newest(store) == 2
+
+
+async def test_who_does_not_lead_is_told_so_whatever_became_of_the_record() -> None:
+    store = MemoryStore()
+    jobs = DurableJobs(store, lambda: (absent(keys.LEADER),))
+    await store.put(keys.LEADER, b"another")
+    await store.put(KEY, b"another's")
+    with pytest.raises(NotLeader):
+        await jobs.persist(write(1), StoredChunks())
+
+
+async def test_a_job_whose_record_somebody_changed_is_quarantined_alone() -> None:
+    """And is gone on with from what is there now, once an operator says so."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (a,) = await world.training("a")
+        item = await store.get(KEY)
+        assert item is not None
+        await store.transact((), [Put(KEY, item.value)])
+        with pytest.raises(JobQuarantined, match="is not the one that its coordinator left"):
+            await asyncio.to_thread(world.client("b", desired=1).join)
+        assert not world.coordinator.term.deposed.is_set()
+        assert await world.coordinator.registry.take_up_again("j") is not None
+        assert not a.is_broken(1)
+        await world.joined("c", desired=1)
