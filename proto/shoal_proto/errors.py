@@ -153,6 +153,12 @@ class HyperparametersDiffer(RefusedError):
     """
 
 
+class RegisteredStateDiffers(RefusedError):
+    """What a script has registered is not the same on all members. `details` maps each member to
+    what it has where they differ.
+    """
+
+
 class PeersUnreachable(RefusedError):
     """This member and others cannot reach each other over the network; `details` names them."""
 

@@ -13,7 +13,6 @@ from support.training.elastic_bodies import numbers as data
 from support.training.rank_bodies import session_of
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler
 
 from shoal.data.batches import Batch, Loader, Order
 from shoal.session.session import Session
@@ -33,13 +32,28 @@ class Steps(Elastic):
     in_one_call: bool = True
     """Both passes of a part by `forward_backward`."""
     rates: str = ""
-    """Where the learning rate comes from: "scheduler", "scheduler if committed",
-    "scheduler by its own count, if committed", "step", "closed
-    form", "own" (another one on the last member, from step 5 on)."""
+    """Where the learning rate comes from: "schedule", "schedule if committed",
+    "schedule by its own count, if committed", "step", "own" (another one on the last member, from
+    step 5 on)."""
 
 
 def rate(step: int) -> float:
     return 0.02 * 0.97**step
+
+
+@dataclass
+class Schedule:
+    """A script's own, of which the session knows nothing."""
+
+    optimizer: torch.optim.Optimizer
+    counts: bool
+    """Sets the rate by how often it was stepped; else lowers the present one."""
+    num_steps: int = 0
+
+    def step(self) -> None:
+        self.num_steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(self.num_steps) if self.counts else 0.97 * group["lr"]
 
 
 def cut(run: Steps, batch: Batch, rank: int) -> Iterator[tuple[Batch, float]]:
@@ -67,7 +81,7 @@ def cut(run: Steps, batch: Batch, rank: int) -> Iterator[tuple[Batch, float]]:
 def train(report: Report, run: Steps) -> None:
     """Steps until the stop; then the whole model."""
     model, optimizer = build(run.optimizer, "layers")
-    schedule = scheduler_of(run, optimizer)
+    schedule = Schedule(optimizer, counts="own count" in run.rates)
     with session_of(run) as session:
         model, optimizer = session.distribute(
             model, optimizer, strategy=elastic_bodies.strategy_of(run)
@@ -78,9 +92,6 @@ def train(report: Report, run: Steps) -> None:
             if run.rates == "step":
                 for group in optimizer.param_groups:
                     group["lr"] = rate(batch.step)
-            elif run.rates == "closed form":
-                schedule.last_epoch = batch.step - 1
-                schedule.step()
             elif run.rates == "own" and batch.step >= 5 and session.rank == session.world_size - 1:
                 optimizer.param_groups[0]["lr"] = 0.0125
             report_try(report, session, batch, optimizer)
@@ -89,16 +100,10 @@ def train(report: Report, run: Steps) -> None:
                     take(session, model, part, fraction, run)
             if step.committed:
                 report("committed", step=batch.step, generation=session.generation)
-            if run.rates == "scheduler" or (step.committed and "committed" in run.rates):
+            if run.rates == "schedule" or (step.committed and "committed" in run.rates):
                 schedule.step()
         weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
         report("finished", step=session.step_number, weights=weights)
-
-
-def scheduler_of(run: Steps, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    if run.rates == "closed form" or "own count" in run.rates:
-        return LambdaLR(optimizer, lambda step: rate(step) / rate(0))
-    return ExponentialLR(optimizer, 0.97)
 
 
 def report_try(

@@ -7,6 +7,7 @@ that plain torch finds what it looks for:
     model.<parameter>               ("model", <parameter>)
     optim.<parameter>/<key>         ("optim", "state", <parameter>, <key>)
     values["groups"][i][<setting>]  ("optim", "param_groups", i, <setting>)
+    registered.<name>/<path>        ("registered", <name>, <path>)
     everything else                 ("shoal", "state"), JSON
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.state.shards import MODEL, OPTIM, Json
+from shoal.state.shards import MODEL, OPTIM, REGISTERED, Json
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 FORMAT = 1
@@ -47,6 +48,9 @@ def path_of(name: str) -> Path:
     """Where the shard of this name stands."""
     if name.startswith(MODEL):
         return ("model", name.removeprefix(MODEL))
+    if name.startswith(REGISTERED):
+        owner, _, path = name.removeprefix(REGISTERED).partition("/")
+        return ("registered", owner, path)
     parameter, _, key = name.removeprefix(OPTIM).rpartition("/")
     return ("optim", "state", parameter, key.partition("#")[0])
 
@@ -57,13 +61,15 @@ def is_number(name: str) -> bool:
 
 
 def name_of_tensor(path: Path) -> str | None:
-    """The name of the shard that a tensor there is; None for what is neither model nor optimizer.
+    """The name of the shard that a tensor there is; None for what is none of a state's.
 
     Raises InvalidSpec for what torch can save and Shoal has no place for.
     """
     match path:
         case ("model", *rest):
             return MODEL + key_of(tuple(rest))
+        case ("registered", str(owner), *rest) if rest:
+            return f"{REGISTERED}{owner}/{key_of(tuple(rest))}"
         case ("optim", "state", str(parameter), str(key)):
             return f"{OPTIM}{parameter}/{key}"
         case ("optim", "state", *_):

@@ -87,6 +87,11 @@ class ElasticController:
         self._strategy = strategy
 
     @property
+    def has_proposed(self) -> bool:
+        """Whether the others know what this member trains."""
+        return self._proposed
+
+    @property
     def strategy(self) -> Strategy:
         if self._strategy is None:
             raise InvalidSpec(
@@ -108,6 +113,8 @@ class ElasticController:
         strategy = self.strategy
         if self._left:
             raise InvalidSpec("the session is over", expected="a new shoal.join")
+        if self._is_ready:
+            self._end_of_script(strategy)
         while True:
             if not self._is_ready:
                 self._form(fields)
@@ -129,6 +136,15 @@ class ElasticController:
                 self._recover(GenerationBroken(f"generation {generation.number} was broken"))
             else:
                 return generation
+
+    def _end_of_script(self, strategy: Strategy) -> None:
+        """The script asks for the next step: what it did behind the last one is done."""
+        try:
+            strategy.between_steps()
+        except Exception as error:
+            if not self.is_break(error):
+                raise
+            self._recover(error)
 
     def _hand_over(self) -> None:
         try:

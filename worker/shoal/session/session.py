@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,18 @@ from shoal.randomness.dropout import key_dropout
 from shoal.session.batch_sources import BatchSource, LeasedBatches, SynchronousBatches
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.micro_batches import scaled
+from shoal.session.script_calls import ScriptCalls
 from shoal.session.step import Step, reason_of
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
+from shoal.state.registered.objects import RegisteredState, Stateful
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec, ShoalError
 
 PAUSE_S = 1800.0
 """What a pause may take that states no limit."""
+S = TypeVar("S", bound=Stateful)
 
 
 class Session:
@@ -51,6 +54,8 @@ class Session:
         self._source: BatchSource | None = None
         self._step: Step | None = None
         self._guard: StepGuard | None = None
+        self._registered = RegisteredState()
+        self._calls: ScriptCalls | None = None
         self._paused = False
         self._signal = DrainSignal(self.drain)
 
@@ -81,6 +86,8 @@ class Session:
         reports, self._reports = self._reports, None
         if self._guard is not None:
             self._guard.release()
+        if self._calls is not None:
+            self._calls.release()
         try:
             if self._source is not None:
                 self._source.close()
@@ -144,6 +151,8 @@ class Session:
         chosen.choose_backend(device, self._config.backend)
         if checkpoints is not None:
             chosen.keep_checkpoints(checkpoints)
+        if chosen.carries or self._registered:
+            chosen.carry(self._registered)
         distributed = chosen.distribute(model, optimizer)
         self._fields = {"strategy": chosen.name, "torch": torch.__version__, **chosen.fields()}
         if validators.names:
@@ -153,7 +162,43 @@ class Session:
             self._fields |= _devices_of(model)
         self._controller.set_strategy(chosen, validators)
         self._guard = StepGuard(optimizer, lambda: chosen.step)
+        if self._registered:
+            self._fields["registered"] = self._registered.description
+        if chosen.carries:
+            self._calls = ScriptCalls(optimizer, (model, distributed[0]), self._registered)
+            self._calls.watch(lambda: self._step is not None and self._step.is_open)
         return distributed
+
+    def register(self, name: str, stateful: S) -> S:
+        """Let the state of an object of the script's be part of what is trained: anything with
+        `state_dict()` and `load_state_dict(state)`, such as a learning rate scheduler, an
+        `AveragedModel`, a sampler or a metric. Before the first batch, on every member alike.
+
+            schedule = session.register("schedule", CosineAnnealingLR(optimizer, 10_000))
+
+        It is committed with each step, with all that the script does behind the step before it asks
+        for the next batch; it is taken back with a step that did not happen, given to members that
+        join, written to checkpoints and read from them. All members must hold the same, which is
+        compared in each new generation, before each checkpoint and at the end:
+        RegisteredStateDiffers names what differs. Returns the object.
+
+        `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
+        within `session.step()`, are done once the optimizer has stepped, if the step is committed.
+
+        Raises InvalidSpec for what cannot be carried: docs/strategies.md.
+        """
+        if self._controller.has_proposed:
+            raise InvalidSpec(
+                f"{name!r} is registered too late",
+                seen="a first batch or step before it",
+                expected="session.register before the first batch, on every member",
+            )
+        if self._fields:
+            self._controller.strategy.carry(self._registered)
+        self._registered.add(name, stateful)
+        if self._fields:
+            self._fields["registered"] = self._registered.description
+        return stateful
 
     def batches(
         self,

@@ -5,6 +5,7 @@ out (whole copies, rows, columns, stages), its state has the same names and whol
 what one layout wrote another can read:
 
     model.<parameter or buffer>            optim.<parameter>/<key of the optimizer's state>
+    registered.<name>/<path>               of what the script has registered; whole on every rank
 
 where <parameter> is the fully qualified name in the user's model.
 """
@@ -21,6 +22,7 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MODEL = "model."
 OPTIM = "optim."
+REGISTERED = "registered."
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

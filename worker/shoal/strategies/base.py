@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.membership.generation import Context, Generation
+from shoal.state.registered.objects import RegisteredState
 from shoal_proto.errors import InvalidSpec
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class Strategy(ABC):
     """True: all members take each step together, and a lost peer stops the rest until they agreed
     on a new generation. False: members train on through every change; only the generation in
     their token moves."""
+
+    carries: ClassVar[bool] = False
+    """Whether what a script registers is committed with its steps; see `carry`."""
 
     @abstractmethod
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -64,6 +68,22 @@ class Strategy(ABC):
             f"strategy {self.name} writes no checkpoints",
             expected="a synchronous strategy, whose members hold the state",
         )
+
+    def carry(self, registered: RegisteredState) -> None:
+        """Commit this state with each step, take it back with a step that did not happen, and give
+        it to whoever gets the model's. Called before `distribute`.
+
+        Raises InvalidSpec for a strategy that `carries` none.
+        """
+        if not self.carries:
+            raise InvalidSpec(
+                f"strategy {self.name} carries no registered state",
+                expected="a strategy whose members commit each step together, such as ddp or fsdp",
+            )
+
+    def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
+        """The script has done all that it does behind the last step. Synchronous strategies: called
+        by all members, at the same step. Raises as `end_step`."""
 
     def trains_on(self, samples: Mapping[str, str]) -> None:  # noqa: B027
         """Learn what the order of samples follows from: global batch, dataset, seed, shuffle.

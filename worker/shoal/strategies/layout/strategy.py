@@ -18,8 +18,9 @@ from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.module_proxy import proxy_of, retarget, take_modes
 from shoal.state.peer_checkpoints import PeerCheckpoints
+from shoal.state.registered.objects import into_shard, of_shard
 from shoal.state.resharding import reshard
-from shoal.state.shards import StateShard
+from shoal.state.shards import REGISTERED, Chunk, StateShard
 from shoal.state.whole_model import whole_model
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.strategy import (
@@ -88,6 +89,7 @@ class LayoutStrategy(SynchronousStrategy):
         }
         self._device = next(model.parameters()).device
         self._optimizer = optimizer
+        self._registered.follow(optimizer)
         self._hyperparameters = Hyperparameters(optimizer)
         self._proxy = proxy_of(model, lambda: self.module)
         return self._proxy, optimizer
@@ -119,18 +121,30 @@ class LayoutStrategy(SynchronousStrategy):
         held = self._peer_checkpoints.held(members)
         source, _ = receivers_of(generation)
         if not held and not self._has_state and world.rank == source:
-            held.append(self._meta_model.initial())
+            held.append(into_shard(self._meta_model.initial(), self._registered.current()))
         state_shard = self._found(generation, group, held, binding)
         binding.fill(state_shard)
+        self._registered.adopt(of_shard(state_shard))
         take_modes(self._proxy, binding.layout.plain)
         binding.layout.watch(self._passes.ours)
         self._binding, self._step = binding, state_shard.step
         retarget(self._proxy, binding.layout.plain)
-        filled = replace(binding.collect(self._step), elsewhere=binding.known)
-        self._peer_checkpoints.start(filled, members, dist.new_group, binding.layout.travels)
+        own = self._collect(binding)
+        filled = replace(own, elsewhere=binding.known | own.shards.keys())
+        self._peer_checkpoints.start(
+            filled,
+            members,
+            dist.new_group,
+            # What is registered is whole on every member.
+            lambda name: not name.startswith(REGISTERED) and binding.layout.travels(name),
+        )
         self._checkpoints.join_writers(world.world_size)
         check_same_step(generation.number, self._step, group)
         self._meta_model.forget_weights()
+
+    def _collect(self, binding: OptimizerBinding) -> StateShard:
+        """What this member holds behind the last committed step."""
+        return into_shard(binding.collect(self._step), self._registered.current())
 
     def _found(
         self,
@@ -140,9 +154,18 @@ class LayoutStrategy(SynchronousStrategy):
         binding: OptimizerBinding,
     ) -> StateShard:
         """The newest state that the members hold together, or else that a checkpoint holds."""
+
+        def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
+            if not name.startswith(REGISTERED):
+                return binding.needs(name, shape, dtype)
+            return Chunk.whole(shape) if self._registered else None
+
+        def place(name: str, chunk: Chunk) -> Tensor | None:
+            return None if name.startswith(REGISTERED) else binding.place(name, chunk)
+
         try:
             # Everything is copied once, into the layout, also where that has to be on a device.
-            state_shard = reshard(group, held, binding.needs, borrow=True, place=binding.place)
+            state_shard = reshard(group, held, needs, borrow=True, place=place)
         except StateLost:
             path = self._checkpoints.newest(generation, group)
             if path is None:
@@ -152,7 +175,7 @@ class LayoutStrategy(SynchronousStrategy):
             path = self._checkpoints.newest(generation, group) if fresh else None
             if path is None:
                 return state_shard
-        return self._checkpoints.read(path, binding.needs)
+        return self._checkpoints.read(path, needs)
 
     def cut(self, generation: int) -> None:
         super().cut(generation)
@@ -170,7 +193,7 @@ class LayoutStrategy(SynchronousStrategy):
             return
         self._optimizer.zero_grad(set_to_none=True)
         # In the midst of an update there is neither the old state nor the new.
-        self._peer_checkpoints.stop(binding.collect(self._step) if self._whole else None)
+        self._peer_checkpoints.stop(self._collect(binding) if self._whole else None)
         self._whole = True
         binding.layout.release()
 
@@ -179,7 +202,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _hand_over(self) -> None:
         if self._binding is not None:
-            self._peer_checkpoints.hand_over(self._binding.collect(self._step))
+            self._peer_checkpoints.hand_over(self._collect(self._binding))
 
     # --- steps ---
 
@@ -218,7 +241,7 @@ class LayoutStrategy(SynchronousStrategy):
         layout = self._layout()
         if self._copy_due and self._binding is not None:
             self._copy_due = False
-            self._peer_checkpoints.offer(self._binding.collect(self._step))
+            self._peer_checkpoints.offer(self._collect(self._binding))
         layout.begin()
 
     def _reduce_in_backward(self, reduces: bool) -> None:
@@ -281,9 +304,19 @@ class LayoutStrategy(SynchronousStrategy):
             binding.collect(self._step)
         # Made when the next step begins: the members' report of this one does not wait for it.
         self._copy_due = self._peer_checkpoints.due(self._step)
-        self._checkpoints.write(self._step, lambda: binding.collect(self._step), binding.writes)
+        self._checkpoint()
         acknowledged()
         self._backend.tidy()
+
+    def _write_checkpoint(self) -> None:
+        binding, group = self._binding, self._process_group
+        assert binding is not None, "behind a step"
+        assert group is not None, "behind a step"
+
+        def writes(name: str) -> bool:
+            return group.rank() == 0 if name.startswith(REGISTERED) else binding.writes(name)
+
+        self._checkpoints.write(self._step, lambda: self._collect(binding), writes)
 
     # --- state ---
 

@@ -21,7 +21,9 @@ from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.module_proxy import proxy_of
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
+from shoal.state.registered.objects import into_shard, into_state, of_shard, of_state
 from shoal.state.replicated import ReplicatedState, State
+from shoal.state.shards import StateShard
 from shoal.state.transfer import receive, send
 from shoal.state.whole_model import on_host
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
@@ -80,6 +82,7 @@ class DDP(SynchronousStrategy):
             "compression": str(self._compression or "none"),
         }
         self._model, self._optimizer = model, optimizer
+        self._registered.follow(optimizer)
         self._hyperparameters = Hyperparameters(optimizer)
         return proxy_of(model, lambda: self.module), optimizer
 
@@ -109,6 +112,7 @@ class DDP(SynchronousStrategy):
         self._checkpoints.join_writers(generation.world_size)
         if self._step == 0 and (path := self._checkpoints.newest(generation, group)):
             self._state.adopt(state_shard := self._checkpoints.read(path, everything))
+            self._registered.adopt(of_shard(state_shard))
             self._step = state_shard.step
         self._rank = generation.rank
         self._wrap(group)
@@ -124,7 +128,8 @@ class DDP(SynchronousStrategy):
         """Give every member the state of the source. Also the generation's first collective."""
         source, receivers = receivers_of(generation)
         if generation.rank == source and receivers:
-            send(self._state.collect(self._step), receivers, group)
+            state = self._state.collect(self._step)
+            send(into_state(state, self._registered.current()), receivers, group)
         elif generation.rank in receivers:
             state = receive(source, group)
             held, self._has_state = self._has_state, False
@@ -197,11 +202,15 @@ class DDP(SynchronousStrategy):
         replica.running.share(group)
         self._optimizer.step()
         self._commit_step()
-        self._checkpoints.write(
-            self._step, lambda: self._state.state_shard(self._step), lambda _: self._rank == 0
-        )
+        self._checkpoint()
         acknowledged()
         self._backend.tidy()
+
+    def _write_checkpoint(self) -> None:
+        def state_shard() -> StateShard:
+            return into_shard(self._state.state_shard(self._step), self._registered.current())
+
+        self._checkpoints.write(self._step, state_shard, lambda _: self._rank == 0)
 
     def _not_averaged(self) -> InvalidSpec:
         """Why some gradients are this member's alone: the step would let the members drift."""
@@ -238,5 +247,7 @@ class DDP(SynchronousStrategy):
         return on_host(self._model)
 
     def restore(self, state: State) -> None:
-        self._state.restore(state)
+        own, registered = of_state(state)
+        self._state.restore(own)
+        self._registered.adopt(registered)
         self._step = state.step

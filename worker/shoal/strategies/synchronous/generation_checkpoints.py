@@ -33,6 +33,8 @@ class GenerationCheckpoints:
         self._checkpoints: Checkpoints | None = None
         self._writers: Peers | None = None
         self._samples: Mapping[str, str] = {}
+        self.owed = False
+        """Whether one is due of the last step, as soon as the script is done with that."""
 
     def keep(self, checkpoints: Checkpoints) -> None:
         """Write these, and start from one of them. Called before all else."""

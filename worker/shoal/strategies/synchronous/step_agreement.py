@@ -113,6 +113,11 @@ class StepAgreement:
         self._steps += 1
 
     @property
+    def members(self) -> Sequence[str]:
+        """By rank."""
+        return self._members
+
+    @property
     def is_first_step(self) -> bool:
         """Whether it is the first one of the generation."""
         return self._steps == 1
@@ -280,9 +285,8 @@ def _differ(what: str, **parts: Any) -> HyperparametersDiffer:
     return HyperparametersDiffer(
         what,
         expected="the same on every member in every step, also when it is taken again",
-        fix="Let them follow from the committed step: set group['lr'] from batch.step before each"
-        " step, or a scheduler's last_epoch. One of torch's that is stepped in the loop counts its"
-        " own calls: a member that joins gets the groups of the others but begins its scheduler"
-        " anew, and a step that is taken again is counted twice (docs/strategies.md).",
+        fix="Let session.register carry what they come from, as it does torch's schedulers, or set"
+        " them from batch.step before each step. What counts its own calls begins anew on a member"
+        " that joins, and counts a step that is taken again twice (docs/strategies.md).",
         **parts,
     )

@@ -18,6 +18,8 @@ from shoal.backends.network.gloo import GlooBackend
 from shoal.backends.process_group.interface import Backend, Group
 from shoal.checkpoint.background import Checkpoints
 from shoal.membership.generation import Context, Generation
+from shoal.state.registered.comparison import UNTRAINED, compare
+from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
 from shoal.strategies.synchronous.generation_group import GenerationGroup
@@ -44,6 +46,7 @@ class SynchronousStrategy(Strategy):
     """
 
     synchronous = True
+    carries = True
     passes_meet: ClassVar[bool] = True
     """Whether members communicate in the passes of a step."""
 
@@ -53,6 +56,7 @@ class SynchronousStrategy(Strategy):
         self._process_group: dist.ProcessGroup | None = None
         self._coordinators: Coordinators | None = None
         self._checkpoints = GenerationCheckpoints()
+        self._registered = RegisteredState()
         self._step = 0
         self._has_state = False
         self._passes = StepPasses()
@@ -76,6 +80,9 @@ class SynchronousStrategy(Strategy):
     @abstractmethod
     def _let_go(self) -> None:
         """Drop whatever holds the group. Quick, raises nothing, may be called twice."""
+
+    def _write_checkpoint(self) -> None:
+        """Have one written, if it is due, of the state behind the last step."""
 
     # --- generations ---
 
@@ -124,6 +131,7 @@ class SynchronousStrategy(Strategy):
 
     def enter(self, generation: Generation) -> None:
         started_s = time.perf_counter()
+        self._registered.restore()
         if self._hyperparameters is not None:
             self._hyperparameters.entering()
         group = self._new_group(generation)
@@ -132,6 +140,9 @@ class SynchronousStrategy(Strategy):
             process_group = self._generation_group.open(group)
             opened_s = time.perf_counter()
             self._set_stage(TrainerStage.BRINGING_UP, generation.number, process_group)
+            if self._registered:
+                members = [entry.member_id for entry in generation.entries]
+                self._compare_registered(process_group, members)
             self._bring_up(generation, process_group)
         except RuntimeError as error:
             if self._generation_group.has_cut(generation.number):
@@ -140,6 +151,7 @@ class SynchronousStrategy(Strategy):
                     seen=str(error),
                 ) from None
             raise
+        self._registered.keep()
         self._process_group = process_group
         self._set_stage(TrainerStage.TRAINING, generation.number, process_group)
         self._has_state = True
@@ -177,14 +189,40 @@ class SynchronousStrategy(Strategy):
 
     def abandon(self) -> None:
         self._set_stage(TrainerStage.AWAY)
-        if self._passes.undo() and self._hyperparameters is not None:
-            self._hyperparameters.failed(self._step)
+        self._checkpoints.owed = False
+        if self._passes.undo():
+            self._registered.undo()
+            if self._hyperparameters is not None:
+                self._hyperparameters.failed(self._step)
         self._agreement = None
         self._reduces = True
         self._passes.forget()
         self._let_go()
         self._process_group = None
         self._generation_group.release()
+
+    # --- what the script registered ---
+
+    def carry(self, registered: RegisteredState) -> None:
+        super().carry(registered)
+        self._registered = registered
+
+    def between_steps(self) -> None:
+        self._registered.keep()
+        if self._checkpoints.owed:
+            self._check_registered()
+            self._checkpoints.owed = False
+            self._write_checkpoint()
+
+    def _check_registered(self) -> None:
+        """Collective: raise RegisteredStateDiffers unless it is the same on all members."""
+        if self._process_group is not None and self._agreement is not None:
+            self._compare_registered(self._process_group, self._agreement.members)
+
+    def _compare_registered(self, group: dist.ProcessGroup, members: Sequence[str]) -> None:
+        # Without state of the job's, members have weights of their own, and averages of them.
+        content = self._registered.comparable(with_tensors=self._has_state)
+        compare(group, members, self._step if self._has_state else UNTRAINED, content)
 
     # --- checkpoints ---
 
@@ -193,6 +231,16 @@ class SynchronousStrategy(Strategy):
 
     def trains_on(self, samples: Mapping[str, str]) -> None:
         self._checkpoints.trains_on(samples)
+
+    def _checkpoint(self) -> None:
+        """A step is committed: write a checkpoint, if one is due.
+
+        What the script has registered may change behind the step still, and belongs to it.
+        """
+        if self._registered:
+            self._checkpoints.owed = self._checkpoints.due(self._step)
+        else:
+            self._write_checkpoint()
 
     def checkpoint_steps(self) -> Sequence[int]:
         return self._checkpoints.steps()
@@ -203,6 +251,7 @@ class SynchronousStrategy(Strategy):
         """A step begins: remember what a forward pass changes, so that it can be undone."""
         if self._watch is not None:
             self._watch.sign()
+        self._registered.attempt()
         self._passes.begin(model)
         if self._agreement is not None:
             self._agreement.begin(self._step)
@@ -259,15 +308,20 @@ class SynchronousStrategy(Strategy):
     def _commit_step(self) -> None:
         if self._watch is not None:
             self._watch.sign()
+        self._registered.stepped()
         self._step += 1
         self._passes.commit()
+        self._registered.committed()
 
     def finish(self) -> None:
         if self._process_group is None:
             raise GenerationBroken("the last step was taken in a generation that is over")
+        group = self._process_group
+        if self._registered:
+            self._check_registered()
+            self.between_steps()
         # Before anybody leaves: each writes its part.
         self._checkpoints.close()
-        group = self._process_group
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
     def is_failure(self, error: BaseException) -> bool:

@@ -1,0 +1,99 @@
+"""Members whose scripts have state of their own: a scheduler, an average of the weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support.processes.ranks import Report
+from support.training import elastic_bodies
+from support.training.elastic_bodies import EPOCHS, Elastic, build, checkpoints_of, is_over, order
+from support.training.elastic_bodies import numbers as data
+from support.training.rank_bodies import session_of
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from shoal.data.batches import Loader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registering(Elastic):
+    """One member's part."""
+
+    averages: bool = True
+    """Whether it keeps an average of the weights: for strategies that leave them whole."""
+    behind: bool = False
+    """Steps both behind the step, whether it was committed or not; else in it."""
+
+
+def made(run: Registering) -> tuple[Any, Any, Any, Any]:
+    """Model, optimizer, a chained schedule, and the average."""
+    model, optimizer = build(run.optimizer, "layers")
+    schedule = CosineAnnealingLR(optimizer, 40)
+    return model, optimizer, schedule, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+def train(report: Report, run: Registering) -> None:
+    """Steps until the stop; then the whole model, the rate and the average."""
+    model, optimizer, schedule, average = made(run)
+    with session_of(run) as session:
+        session.register("schedule", schedule)
+        if run.averages:
+            session.register("average", average)
+        model, optimizer = session.distribute(
+            model,
+            optimizer,
+            strategy=elastic_bodies.strategy_of(run),
+            checkpoints=checkpoints_of(run),
+        )
+
+        def advance() -> None:
+            schedule.step()
+            if run.averages:
+                average.update_parameters(model)
+
+        for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS):
+            if is_over(run.stop_file, batch.step):
+                break
+            tried = {"step": batch.step, "generation": session.generation}
+            report("tried", **tried, lr=optimizer.param_groups[0]["lr"])
+            with session.step() as step:
+                session.forward_backward(batch, cross_entropy)
+                if not run.behind:
+                    advance()
+            if run.behind:
+                advance()
+            if step.committed:
+                report("committed", **tried)
+        weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
+        report(
+            "finished",
+            step=session.step_number,
+            weights=weights,
+            average=listed(average) if run.averages else {},
+            lr=optimizer.param_groups[0]["lr"],
+            epochs=schedule.last_epoch,
+        )
+
+
+def listed(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in module.state_dict().items()}
+
+
+def one_process(run: Registering, num_steps: int) -> dict[str, Any]:
+    """What `train` reports, of the same steps in plain torch."""
+    model, optimizer, schedule, average = made(run)
+    loader = Loader(data(), order(run.batch_size))
+    for step in range(num_steps):
+        batch = loader.synchronous(step, 0, 1)
+        optimizer.zero_grad()
+        cross_entropy(model(batch.inputs), batch.targets).backward()
+        optimizer.step()
+        schedule.step()
+        average.update_parameters(model)
+    return {
+        "weights": listed(model),
+        "average": listed(average) if run.averages else {},
+        "lr": optimizer.param_groups[0]["lr"],
+        "epochs": schedule.last_epoch,
+    }

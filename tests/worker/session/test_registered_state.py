@@ -1,0 +1,210 @@
+"""`session.register`: schedulers and averages count committed steps, whoever came when."""
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.members.elastic_schedule import Schedule, lose_all
+from support.processes.ranks import Ranks
+from support.training import registered_bodies
+from support.training.elastic_bodies import build
+from support.training.elastic_bodies import numbers as data
+from support.training.registered_bodies import Registering
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR, SequentialLR
+from torch.optim.swa_utils import AveragedModel
+
+import shoal
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec, RegisteredStateDiffers
+
+TOLERANCE = 1e-6
+
+
+class Metric:
+    """Counts what the script tells it."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+def registering(cluster: LocalCluster, strategy: str, **changes: Any) -> Registering:
+    whole = strategy in ("ddp", "zero1")
+    return Registering(
+        coordinator=cluster.coordinator,
+        job=f"registered-{secrets.token_hex(4)}",
+        member_id="",
+        strategy=strategy,
+        **{"desired_members": 3, "batch_size": 24, "averages": whole, **changes},
+    )
+
+
+def check_as_one_process(finished: Any, run: Registering) -> None:
+    expected = registered_bodies.one_process(run, finished["step"])
+    assert finished["epochs"] == expected["epochs"]
+    assert finished["lr"] == pytest.approx(expected["lr"], rel=1e-9)
+    for kind in ("weights", "average"):
+        assert finished[kind].keys() == expected[kind].keys()
+        for name, own in finished[kind].items():
+            difference = (torch.tensor(own) - torch.tensor(expected[kind][name])).abs().max()
+            assert difference < TOLERANCE, (kind, name)
+
+
+@pytest.mark.sampled("kind")
+@pytest.mark.parametrize("behind", [True, False], ids=["behind the step", "in the step"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("whole", "ddp"),
+        ("spread", "fsdp"),
+        *(("whole", "zero1"), ("spread", "zero2")),
+        *(("spread", "tensor"), ("spread", "pipeline")),
+    ],
+)
+def test_schedule_and_average_are_those_of_one_process_after_a_kill_and_a_join(
+    cluster: LocalCluster, tmp_path: Path, kind: str, strategy: str, behind: bool
+) -> None:
+    """Steps that are taken again count once, and the joiner begins where the others are."""
+    run = registering(cluster, strategy, behind=behind)
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=5, body=registered_bodies.train)
+        schedule.start(3)
+        schedule.kill()
+        schedule.join()
+        check_as_one_process(schedule.finish(), run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_they_go_on_from_a_checkpoint(cluster: LocalCluster, tmp_path: Path, strategy: str) -> None:
+    """With what the script did behind the checkpoint's last step, which is part of it."""
+    run = registering(cluster, strategy, behind=True, checkpoints=str(tmp_path / "checkpoints"))
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=6, body=registered_bodies.train)
+        schedule.start(3)
+        step = lose_all(schedule, Path(run.checkpoints), 2)
+        again = Schedule(ranks, run, tmp_path, seed=7, body=registered_bodies.train)
+        again.start(3)
+        first = next(d for kind, d in again.all[0].seen if kind == "tried")
+        assert first["step"] >= step
+        check_as_one_process(again.finish(), run)
+
+
+def lone(cluster: LocalCluster, **options: Any) -> shoal.Session:
+    return shoal.join(f"own-{secrets.token_hex(4)}", coordinator=cluster.coordinator, **options)
+
+
+def test_a_schedule_of_several_steps_in_the_block_as_behind_optimizer_step(
+    cluster: LocalCluster,
+) -> None:
+    """The rate of the step under way is not changed by a call in its block; a schedule that is made
+    of others steps those itself."""
+    model, optimizer = build("sgd", "layers")
+    phases = [LinearLR(optimizer, 0.1, total_iters=2), ExponentialLR(optimizer, 0.5)]
+    schedule = SequentialLR(optimizer, phases, [2])
+    rates = []
+    with lone(cluster) as session:
+        replica, optimizer = session.distribute(model, optimizer)
+        session.register("schedule", schedule)
+        for batch in session.batches(data(), global_batch_size=24):
+            with session.step():
+                schedule.step()
+                session.backward(cross_entropy(replica(batch.inputs), batch.targets))
+                rates.append(optimizer.param_groups[0]["lr"])
+    _, plain = build("sgd", "layers")
+    phases = [LinearLR(plain, 0.1, total_iters=2), ExponentialLR(plain, 0.5)]
+    expected, reference = [], SequentialLR(plain, phases, [2])
+    for _ in rates:
+        expected.append(plain.param_groups[0]["lr"])
+        plain.step()
+        reference.step()
+    assert rates == expected
+    optimizer.step()
+    schedule.step()  # the script's own again
+
+
+def test_a_schedule_or_average_that_is_not_registered_is_refused_by_its_name(
+    cluster: LocalCluster,
+) -> None:
+    """It would count on where a step did not happen, and begin anew on who joins."""
+    model, optimizer = build("sgd", "layers")
+    other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    schedule, elsewhere = ExponentialLR(optimizer, 0.9), ExponentialLR(other, 0.9)
+    average = AveragedModel(model)
+    with lone(cluster) as session:
+        replica, optimizer = session.distribute(model, optimizer)
+        ExponentialLR(optimizer, 0.9)  # is made, and not used
+        for batch in session.batches(data(), global_batch_size=24):
+            with session.step():
+                session.backward(cross_entropy(replica(batch.inputs), batch.targets))
+            with pytest.raises(InvalidSpec, match=r"ExponentialLR is used.*session\.register"):
+                schedule.step()
+            with pytest.raises(InvalidSpec, match=r"AveragedModel is used.*session\.register"):
+                average.update_parameters(replica)
+            other.step()
+            elsewhere.step()
+
+
+def test_what_comes_too_late_or_where_nothing_is_committed_together_is_refused(
+    cluster: LocalCluster,
+) -> None:
+    model, optimizer = build("sgd", "layers")
+    with lone(cluster) as session:
+        replica, optimizer = session.distribute(model, optimizer)
+        session.register("metric", Metric())
+        for batch in session.batches(data(), global_batch_size=101):
+            with pytest.raises(InvalidSpec, match="'late' is registered too late"):
+                session.register("late", Metric())
+            with session.step():
+                session.backward(cross_entropy(replica(batch.inputs), batch.targets))
+    for strategy in ("local-sgd", "async-sgd"):
+        model, optimizer = build("sgd", "layers")
+        with lone(cluster) as session:
+            session.distribute(model, optimizer, strategy=strategy)
+            with pytest.raises(InvalidSpec, match=f"{strategy} carries no registered state"):
+                session.register("metric", Metric())
+            session.leave(reason="refused")
+
+
+def member(coordinator: str, job: str, own: float) -> str:
+    """One of two threads: counts this a step; what it is told at the end."""
+    model, optimizer = build("sgd", "layers")
+    metric = Metric()
+    try:
+        with shoal.join(
+            job, coordinator=coordinator, backend="in-memory", desired_members=2
+        ) as session:
+            replica, optimizer = session.distribute(model, optimizer)
+            session.register("seen", metric)
+            for batch in session.batches(data(), global_batch_size=50):
+                with session.step() as step:
+                    session.backward(cross_entropy(replica(batch.inputs), batch.targets))
+                if step.committed:
+                    metric.total += own
+    except RegisteredStateDiffers as error:
+        return str(error)
+    return f"{metric.total:g}"
+
+
+@pytest.mark.parametrize("own", [1.0, 2.0], ids=["the same", "another"])
+def test_state_that_is_one_members_alone_is_an_error_by_name_on_all(
+    cluster: LocalCluster, own: float
+) -> None:
+    job = f"differs-{secrets.token_hex(4)}"
+    with ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(member, cluster.coordinator, job, each) for each in (1.0, own)]
+        told = {end.result() for end in ends}
+    if own == 1.0:
+        assert told == {"3"}
+    else:
+        assert len(told) == 1
+        assert "state of 'seen' differs behind step 3" in told.pop()

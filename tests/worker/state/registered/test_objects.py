@@ -1,0 +1,269 @@
+"""State of a script's own: carried by value, taken back with a step, refused where it cannot be."""
+
+import json
+import random
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from torch.optim.swa_utils import AveragedModel
+
+from shoal.state.registered import objects
+from shoal.state.registered.comparison import difference
+from shoal.state.registered.objects import Captured, RegisteredState
+from shoal.state.registered.plain import put_together, take_apart
+from shoal_proto.errors import InvalidSpec, MalformedMessage
+
+
+class Counter:
+    """A metric."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state: dict[str, Any] = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = dict(state)
+
+
+def travelled(captured: Captured) -> Captured:
+    """As another member receives it."""
+    return Captured(values=json.loads(json.dumps(captured.values)), tensors=captured.tensors)
+
+
+def optimizer_of(lr: float = 0.1) -> SGD:
+    return SGD(nn.Linear(2, 2).parameters(), lr=lr, momentum=0.9)
+
+
+SCHEDULES = {
+    "cosine": lambda o: CosineAnnealingLR(o, 7),
+    "exponential": lambda o: ExponentialLR(o, 0.9),
+    "one cycle": lambda o: OneCycleLR(o, 0.3, total_steps=30),
+    "sequence": lambda o: SequentialLR(o, [LinearLR(o), CosineAnnealingLR(o, 9)], [4]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_with_another_member_as_if_it_had_counted_there(name: str) -> None:
+    """Its rates are a function of what travelled alone: settings of the groups among it."""
+    crew = []
+    for _ in range(2):
+        optimizer = optimizer_of()
+        registered = RegisteredState()
+        schedule = SCHEDULES[name](optimizer)
+        registered.add("schedule", schedule)
+        registered.follow(optimizer)
+        crew.append((optimizer, schedule, registered))
+    (first, schedule, giver), (second, follower, taker) = crew
+    for _ in range(6):
+        first.step()
+        schedule.step()
+    taker.adopt(travelled(giver.current()))
+    second.step()
+    for _ in range(9):
+        assert second.param_groups[0]["lr"] == first.param_groups[0]["lr"]
+        schedule.step()
+        follower.step()
+
+
+def test_a_step_that_did_not_happen_leaves_no_trace_in_schedule_rate_and_average() -> None:
+    """Nor does what the script does behind it, before its next batch."""
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule, average = ExponentialLR(optimizer, 0.5), AveragedModel(model)
+    registered = RegisteredState()
+    registered.add("schedule", schedule)
+    registered.add("average", average)
+    registered.follow(optimizer)
+    average.update_parameters(model)
+    registered.keep()
+    before = registered.current()
+    registered.attempt()
+    with torch.no_grad():
+        model.weight += 1.0
+    average.update_parameters(model)
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    registered.undo()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    schedule.step()
+    registered.restore()
+    now = registered.current()
+    assert now.values == before.values
+    assert all(torch.equal(now.tensors[name], before.tensors[name]) for name in before.tensors)
+    assert schedule.last_epoch == 0
+
+
+def test_what_is_given_away_is_what_was_committed_while_a_step_is_under_way() -> None:
+    """Copies for peers are made when the next step has begun already."""
+    registered, counter = RegisteredState(), Counter(seen=5)
+    registered.add("counter", counter)
+    registered.keep()
+    registered.attempt()
+    counter.state["seen"] = 6
+    assert registered.current().values["counter"] == {"seen": 5}
+    registered.committed()
+    assert registered.current().values["counter"] == {"seen": 6}
+
+
+def test_deferred_calls_are_made_once_and_only_by_a_step_that_is_taken() -> None:
+    registered, made = RegisteredState(), []
+    registered.attempt()
+    registered.defer(lambda: made.append("first"))
+    registered.undo()
+    registered.attempt()
+    registered.defer(lambda: made.append("second"))
+    registered.stepped()
+    registered.stepped()
+    assert made == ["second"]
+
+
+STATES: dict[str, Any] = {
+    "numbers": {"a": 1, "b": 0.1, "c": True, "d": None, "e": float("inf"), "f": 1 << 80},
+    "tuples": {"betas": (0.9, (0.99, [1])), "empty": ()},
+    "keys": {1: "one", (2, 3): "pair", "$tensor": "a text"},
+    "bytes": {"raw": b"\x00\xff"},
+    "random": {"python": random.Random(3).getstate()},
+    "ordered": OrderedDict(b=1, a=[2, {"c": 3}]),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_a_state_dict_holds_comes_back_as_it_was(name: str) -> None:
+    values, tensors = take_apart(STATES[name], name)
+    assert put_together(json.loads(json.dumps(values)), tensors) == STATES[name]
+
+
+def test_tensors_and_arrays_come_back_with_shape_and_dtype() -> None:
+    state = {
+        "tensors": [torch.arange(6).reshape(2, 3), {"half": torch.ones(2).half()}],
+        "array": np.arange(4, dtype=np.uint32).reshape(2, 2),
+        "scalar": np.float32(0.5),
+    }
+    values, tensors = take_apart(state, "mixed")
+    assert sorted(tensors) == ["tensors.0", "tensors.1.half"]
+    got = put_together(json.loads(json.dumps(values)), tensors)
+    assert torch.equal(got["tensors"][0], state["tensors"][0])
+    assert got["tensors"][1]["half"].dtype == torch.float16
+    assert got["array"].dtype == np.uint32
+    assert got["array"].tolist() == [[0, 1], [2, 3]]
+    assert got["scalar"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"a": {"b": [object()]}}, r"a object at a\.b\.0"),
+        ({"fn": len}, "builtin_function_or_method at fn"),
+        ({"sparse": torch.eye(2).to_sparse()}, "sparse"),
+        ({"much": list(range(20_001))}, "20,000 values"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "two tensors"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_by_place_when_it_is_registered(
+    state: dict[str, Any], words: str
+) -> None:
+    registered = RegisteredState()
+    with pytest.raises(InvalidSpec, match=words):
+        registered.add("odd", Counter(**state))
+    assert not registered
+
+
+def test_too_much_is_refused_with_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is copied before each step."""
+    monkeypatch.setattr(objects, "MAX_TENSOR_BYTES", 100)
+    with pytest.raises(InvalidSpec, match=r"404 bytes.*at most 100"):
+        RegisteredState().add("large", Counter(table=torch.zeros(101)))
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "a.b", "x" * 65, "param_groups"])
+def test_names_that_could_not_be_told_apart_are_refused(name: str) -> None:
+    with pytest.raises(InvalidSpec, match="name"):
+        RegisteredState().add(name, Counter())
+
+
+def test_duplicates_and_things_without_state_are_refused() -> None:
+    registered, counter = RegisteredState(), Counter()
+    registered.add("counter", counter)
+    with pytest.raises(InvalidSpec, match="'counter' is registered already"):
+        registered.add("counter", Counter())
+    with pytest.raises(InvalidSpec, match="under another name"):
+        registered.add("other", counter)
+    with pytest.raises(InvalidSpec, match=r"a list.*state_dict\(\)"):
+        registered.add("list", [])  # type: ignore[arg-type]
+    with pytest.raises(InvalidSpec, match="state_dict"):
+        registered.add("class", Counter)  # type: ignore[arg-type]
+
+
+def test_a_tensor_that_grows_is_refused_before_a_copy_of_it_could_not_be_used() -> None:
+    counter = Counter(table=torch.zeros(3))
+    registered = RegisteredState()
+    registered.add("counter", counter)
+    registered.keep()
+    counter.state["table"] = torch.zeros(4)
+    with pytest.raises(InvalidSpec, match=r"'counter'.*table: \(4,\).*expected \(3,\)"):
+        registered.keep()
+
+
+def test_a_state_without_what_is_registered_is_refused_by_name() -> None:
+    """Else a schedule would begin anew amid the training."""
+    registered = RegisteredState()
+    registered.add("schedule", Counter(last=0))
+    with pytest.raises(InvalidSpec, match="nothing under 'schedule'"):
+        registered.adopt(Captured(values={"other": {}}))
+
+
+def test_an_object_that_does_not_take_the_state_of_its_like_is_named() -> None:
+    given, taker = RegisteredState(), RegisteredState()
+    given.add("net", nn.Linear(2, 3))
+    taker.add("net", nn.Linear(2, 4))
+    with pytest.raises(InvalidSpec, match="'net' does not take the state"):
+        taker.adopt(given.current())
+
+
+@pytest.mark.parametrize(
+    "values", [{"$tensor": "gone"}, {"$what": 1}, {"$bytes": 3}, {"$array": ["O", [1], "AA=="]}]
+)
+def test_what_no_member_makes_is_refused_and_runs_nothing(values: Any) -> None:
+    with pytest.raises(MalformedMessage):
+        put_together(values, {})
+
+
+def test_a_plateau_that_saw_other_losses_differs_by_its_name_and_place() -> None:
+    crew = {}
+    for name, loss in (("a", 1.0), ("b", 1.0), ("c", 0.5)):
+        registered, schedule = RegisteredState(), ReduceLROnPlateau(optimizer_of())
+        registered.add("schedule", schedule)
+        schedule.step(loss)
+        crew[name] = registered.comparable(with_tensors=True)
+    found = difference(crew)
+    assert found is not None
+    assert found == ("schedule.values.best", {"a": "1.0", "b": "1.0", "c": "0.5"})
+
+
+def test_averages_may_differ_by_rounding_and_by_nothing_else() -> None:
+    def told(tensor: torch.Tensor) -> Any:
+        registered = RegisteredState()
+        registered.add("average", Counter(weight=tensor))
+        return registered.comparable(with_tensors=True)
+
+    own = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    assert difference({"a": told(own), "b": told(own * (1 + 1e-7))}) is None
+    for other in (own * 1.001, own.flip(1), -own, own.reshape(50, 4), own.double()):
+        found = difference({"a": told(own), "b": told(other)})
+        assert found is not None
+        assert found[0].startswith("average.tensors.weight")

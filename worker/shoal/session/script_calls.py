@@ -1,0 +1,117 @@
+"""What a script does with its learning rate schedulers and averaged models in a session.
+
+In plain torch they are stepped behind `optimizer.step()`. In a session that is at the end of the
+`with session.step()` block, so what is called in the block waits until then. One that the session
+does not carry would count its own calls: begun anew on a member that joins, and ahead of the others
+where a step did not happen. That trains something else without an error, so it is refused.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from shoal.state.registered.objects import RegisteredState
+from shoal.torch_private.schedulers import is_being_made
+from shoal_proto.errors import InvalidSpec
+
+_MARK = "_shoal_watched"
+
+
+class ScriptCalls:
+    """Those that concern the optimizer and the model of one session."""
+
+    def __init__(
+        self, optimizer: Optimizer, models: tuple[nn.Module, ...], registered: RegisteredState
+    ) -> None:
+        self._owners: tuple[Any, ...] = (optimizer, *models)
+        self._registered = registered
+        self._in_step: Callable[[], bool] = lambda: False
+
+    def watch(self, in_step: Callable[[], bool]) -> None:
+        """From now on; `in_step` tells whether a step of the session is open."""
+        self._in_step = in_step
+        for owner in self._owners:
+            _watching[owner] = self
+        _watch(LRScheduler, "step", lambda scheduler, _: _optimizer_of(scheduler))
+        _watch(AveragedModel, "update_parameters", _averaged)
+
+    def release(self) -> None:
+        """The session is over: they are the script's again. May be called twice."""
+        for owner in self._owners:
+            if _watching.get(owner) is self:
+                del _watching[owner]
+
+    def made(self, stateful: Any, call: Callable[[], Any]) -> Any:
+        """The script makes this call on its object: now, or once the optimizer has stepped."""
+        if stateful not in self._registered:
+            kind = type(stateful).__name__
+            raise InvalidSpec(
+                f"{kind} is used in a session, and not registered with it",
+                seen=f"a {kind} of which the session would lose count at the first loss or join",
+                expected=f'session.register("a name", its {kind}) before the first batch',
+            )
+        if not self._in_step():
+            return call()
+        self._registered.defer(call)
+        return None
+
+
+_watching: WeakKeyDictionary[Any, ScriptCalls] = WeakKeyDictionary()
+"""By optimizer and by model; of all sessions in this process."""
+
+
+class _Depth(threading.local):
+    calls = 0
+
+
+_depth = _Depth()
+
+
+def _optimizer_of(scheduler: Any) -> Any:
+    return None if is_being_made(scheduler) else getattr(scheduler, "optimizer", None)
+
+
+def _averaged(_: Any, arguments: tuple[Any, ...]) -> Any:
+    return arguments[0] if arguments else None
+
+
+def _watch(root: type, method: str, owner_of: Callable[[Any, tuple[Any, ...]], Any]) -> None:
+    """Let this method of a class, and of those made of it, tell the session that is concerned.
+
+    Once for the process; harmless without a session.
+    """
+    kinds = [root]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        plain = vars(kind).get(method)
+        if plain is not None and not hasattr(plain, _MARK):
+            setattr(kind, method, _watched(plain, owner_of))
+
+
+def _watched(
+    plain: Callable[..., Any], owner_of: Callable[[Any, tuple[Any, ...]], Any]
+) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call() -> Any:
+            # A scheduler steps those that it is made of, and a class the one it is made of.
+            _depth.calls += 1
+            try:
+                return plain(self, *args, **kwargs)
+            finally:
+                _depth.calls -= 1
+
+        owner = None if _depth.calls else owner_of(self, args)
+        calls = _watching.get(owner) if owner is not None else None
+        return call() if calls is None else calls.made(self, call)
+
+    setattr(watched, _MARK, True)
+    return watched

@@ -1,0 +1,108 @@
+"""Whether registered state is the same on all members that are at the same step."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.backends.abortable.last_word import let_all_hear
+from shoal.state.resharding import gather
+from shoal.state.shards import Json
+from shoal_proto.errors import RegisteredStateDiffers
+
+TOLERANCE = 1e-5
+"""Relative: hosts with other instruction sets round sums, and so averages of weights, otherwise."""
+UNTRAINED = -1
+"""The step of members that hold no state of the job's: they compare among themselves."""
+MAX_SHOWN = 120
+
+
+def compare(
+    group: dist.ProcessGroup, members: Sequence[str], step: int, own: Mapping[str, Json] | None
+) -> None:
+    """Collective: return if the members at the same step hold the same.
+
+    `own` is this member's state by the objects' names; None: it holds none that counts. `members`
+    by rank. Raises RegisteredStateDiffers, on all members alike.
+    """
+    if len(members) == 1:
+        return
+    text = json.dumps([step, own], sort_keys=True)
+    digests = gather(blake2b(text.encode(), digest_size=16).digest(), group)
+    if len(set(digests)) == 1:
+        return
+    told = [json.loads(word) for word in gather(text.encode(), group)]
+    by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for member, (at_step, held) in zip(members, told, strict=True):
+        if held is not None:
+            by_step.setdefault(at_step, {})[member] = held
+    for at_step, holders in sorted(by_step.items()):
+        found = difference(holders)
+        if found:
+            let_all_hear(group)
+            raise _differs(at_step, found)
+
+
+def difference(holders: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
+    """The first place in which not all holders have the same, and what each has there, in words."""
+    own, *others = holders.values()
+    for other in others:
+        place = _place(own, other, ())
+        if place is not None:
+            shown = {name: _at(held, place) for name, held in holders.items()}
+            return ".".join(place), shown
+    return None
+
+
+def _differs(step: int, found: tuple[str, dict[str, str]]) -> RegisteredStateDiffers:
+    """Which object, where in its state, and what each member has there."""
+    path, shown = found
+    name, _, inside = path.partition(".")
+    inside = inside.partition(".")[2] or "its state"
+    holders: dict[str, list[str]] = {}
+    for member, value in shown.items():
+        holders.setdefault(value, []).append(member)
+    words = "; ".join(f"{value} by {', '.join(who[:8])}" for value, who in holders.items())
+    return RegisteredStateDiffers(
+        f"the members' state of {name!r} differs "
+        + ("before the first step" if step == UNTRAINED else f"behind step {step}"),
+        seen=f"{inside}: {words}",
+        expected="the same on every member: what one member alone counts is no state of the job",
+        fix="Change it with the same values on all members, in the step or `if step.committed`;"
+        " of a metric, register the sum over members.",
+        details=shown,
+    )
+
+
+def _place(one: Any, other: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Where the two differ first; None: nowhere."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        pairs = {key: (one.get(key), other.get(key)) for key in [*one, *other]}
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = {str(i): pair for i, pair in enumerate(zip(one, other, strict=True))}
+    else:
+        return None if _same(one, other) else path
+    for key, (a, b) in pairs.items():
+        place = _place(a, b, (*path, key))
+        if place is not None:
+            return place
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float | int):
+        both_nan = math.isnan(one) and math.isnan(other)
+        return both_nan or math.isclose(one, other, rel_tol=TOLERANCE)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _at(held: Any, place: tuple[str, ...]) -> str:
+    for key in place:
+        if isinstance(held, dict):
+            held = held.get(key)
+        elif isinstance(held, list) and int(key) < len(held):
+            held = held[int(key)]
+    return str(held)[:MAX_SHOWN]

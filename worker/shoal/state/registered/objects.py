@@ -1,0 +1,339 @@
+"""The objects that a script has registered, and their state as of the last committed step."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.state.registered.plain import put_together, take_apart
+from shoal.state.replicated import State
+from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard
+from shoal_proto.errors import InvalidSpec
+
+MAX_OBJECTS = 32
+MAX_TENSOR_BYTES = 4 * 1024**3
+"""Of all objects together. It is copied before each step, so that the step can be undone."""
+GROUPS = "param_groups"
+"""The settings of the optimizer's groups travel under this name: schedulers write there."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What torch's schedulers, averaged models, scalers and samplers are, and many metrics."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, as plain values and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Go on from that state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """The state of all registered objects at one moment."""
+
+    values: Mapping[str, Json] = field(default_factory=dict)
+    """By the object's name; they name tensors."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """By "<object>/<path in its state>"."""
+
+    def copied(self, into: Mapping[str, Tensor] | None = None) -> "Captured":
+        """The same in memory of its own: that of `into` where it fits."""
+        return replace(
+            self, tensors={k: _copy(t, (into or {}).get(k)) for k, t in self.tensors.items()}
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class RegisteredState:
+    """Those of one session. Each is as it was behind the last committed step, and again so when a
+    step is taken anew: with all that the script did behind that step, before the next batch.
+
+    False while nothing is registered.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+        self._optimizer: Optimizer | None = None
+        self._committed: Captured | None = None
+        self._is_attempt = False
+        """Whether the objects may differ from `_committed` for a step that is not committed."""
+        self._deferred: list[Callable[[], object]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    def __contains__(self, registered: object) -> bool:
+        return any(each is registered for each in self._objects.values())
+
+    def add(self, name: str, registered: Stateful) -> None:
+        """Carry this object under this name.
+
+        Raises InvalidSpec, before anything is changed, for what cannot be carried.
+        """
+        if not _NAME.fullmatch(name) or name == GROUPS:
+            raise InvalidSpec(
+                "a name that state cannot be registered under",
+                seen=repr(name),
+                expected=f"1 to 64 letters, digits, - and _, and not {GROUPS!r}",
+            )
+        if name in self._objects:
+            raise InvalidSpec(
+                f"{name!r} is registered already",
+                seen=type(self._objects[name]).__name__,
+                expected="a name of its own for each object",
+            )
+        if registered in self:
+            raise InvalidSpec(f"{name!r} is registered already, under another name")
+        if not isinstance(registered, Stateful) or isinstance(registered, type):
+            raise InvalidSpec(
+                f"{name!r} has no state that could be carried",
+                seen=f"a {type(registered).__name__}",
+                expected="an object with state_dict() and load_state_dict(state)",
+            )
+        if len(self._objects) == MAX_OBJECTS:
+            raise InvalidSpec("too many registered objects", expected=f"at most {MAX_OBJECTS}")
+        self._objects[name] = registered
+        try:
+            self._capture()
+        except InvalidSpec:
+            del self._objects[name]
+            raise
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """The settings of this optimizer's groups are carried with the objects."""
+        self._optimizer = optimizer
+
+    @property
+    def description(self) -> str:
+        """What all members must have registered alike."""
+        kinds = (f"{name}: {type(each).__name__}" for name, each in sorted(self._objects.items()))
+        return ", ".join(kinds)
+
+    # --- steps ---
+
+    def keep(self) -> None:
+        """What the objects hold now belongs to the step that was committed last."""
+        if self._objects:
+            before = self._committed.tensors if self._committed is not None else {}
+            self._committed = self._capture().copied(before)
+        self._is_attempt = False
+
+    def attempt(self) -> None:
+        """A step begins."""
+        self._deferred.clear()
+        self._is_attempt = True
+
+    def defer(self, call: Callable[[], object]) -> None:
+        """Have this done once the optimizer has stepped, if the step comes to that."""
+        self._deferred.append(call)
+
+    def stepped(self) -> None:
+        """The optimizer has stepped: what was deferred is done, and belongs to this step."""
+        while self._deferred:
+            self._deferred.pop(0)()
+
+    def committed(self) -> None:
+        """The step is committed; what the script does behind it still belongs to it."""
+        self._is_attempt = False
+
+    def undo(self) -> None:
+        """The step did not happen, nor does what the script does from here to its next batch."""
+        self._deferred.clear()
+        self._is_attempt = True
+        self.restore()
+
+    def restore(self) -> None:
+        """Where a step did not happen, let the objects be as before it once more."""
+        if self._is_attempt and self._committed is not None:
+            self._load(self._committed)
+
+    # --- from member to member, and to disk ---
+
+    def current(self) -> Captured:
+        """The state behind the last committed step, in memory of its own."""
+        if self._is_attempt and self._committed is not None:
+            return self._committed.copied()
+        return self._capture().copied()
+
+    def adopt(self, captured: Captured) -> None:
+        """Make this state that of the objects. Raises InvalidSpec if one of them does not take it,
+        or if it does not speak of all of them."""
+        missing = sorted(self._objects.keys() - captured.values.keys())
+        if missing:
+            raise InvalidSpec(
+                "there is no state for what the script has registered",
+                seen=f"nothing under {', '.join(map(repr, missing))}",
+                expected="the state of every registered object, as of the same step",
+                fix="A checkpoint that was written without it cannot go on with it: load its"
+                " weights into the model before session.distribute, and write to another"
+                " directory (docs/checkpoints.md).",
+            )
+        self._load(captured)
+        self._is_attempt = False
+
+    def comparable(self, *, with_tensors: bool) -> dict[str, Json]:
+        """By name, what is to be the same on all members: values, and figures of the tensors."""
+        now = self.current()
+        found: dict[str, Json] = {}
+        for name in self._objects:
+            figures: dict[str, Json] = {}
+            if with_tensors:
+                own = {k: t for k, t in now.tensors.items() if k.startswith(f"{name}/")}
+                figures = {k.removeprefix(f"{name}/"): _figures(t) for k, t in own.items()}
+            found[name] = {"values": now.values[name], "tensors": figures}
+        return found
+
+    def _capture(self) -> Captured:
+        values: dict[str, Json] = {}
+        tensors: dict[str, Tensor] = {}
+        for name, each in self._objects.items():
+            self._take(name, each.state_dict(), values, tensors)
+        if self._optimizer is not None and self._objects:
+            settings = [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self._optimizer.param_groups
+            ]
+            self._take(GROUPS, settings, values, tensors)
+        captured = Captured(values=values, tensors=tensors)
+        if captured.num_bytes > MAX_TENSOR_BYTES:
+            raise InvalidSpec(
+                "the registered state is too large",
+                seen=f"{captured.num_bytes:,} bytes in tensors",
+                expected=f"at most {MAX_TENSOR_BYTES:,}",
+            )
+        self._check_shapes(captured)
+        return captured
+
+    def _take(
+        self, name: str, state: Any, values: dict[str, Json], tensors: dict[str, Tensor]
+    ) -> None:
+        values[name], own = take_apart(state, name)
+        tensors |= {f"{name}/{path}": tensor for path, tensor in own.items()}
+
+    def _check_shapes(self, captured: Captured) -> None:
+        """What copies and checkpoints of several steps hold must be one tensor in all of them."""
+        for key, before in (self._committed.tensors if self._committed is not None else {}).items():
+            now = captured.tensors.get(key)
+            if now is None or now.shape != before.shape or now.dtype != before.dtype:
+                name, _, path = key.partition("/")
+                raise InvalidSpec(
+                    f"a tensor in the state of {name!r} has changed its shape or dtype, or is gone",
+                    seen=f"{path}: {'nothing' if now is None else _outline(now)}",
+                    expected=_outline(before),
+                    fix="Make it as large as it is to become, or a list of numbers.",
+                )
+
+    def _load(self, captured: Captured) -> None:
+        for name, each in self._objects.items():
+            now = take_apart(each.state_dict(), name)[1]
+            given = {
+                path: tensor.to(now[path].device if path in now else "cpu", copy=True)
+                for path, tensor in _of(name, captured.tensors).items()
+            }
+            try:
+                each.load_state_dict(put_together(captured.values[name], given))
+            except (RuntimeError, ValueError, LookupError, TypeError) as error:
+                raise InvalidSpec(
+                    f"{name!r} does not take the state that another one of its kind had",
+                    seen=f"{type(error).__name__}: {error}",
+                    expected="load_state_dict(state) to take what state_dict() gave",
+                ) from error
+        if self._optimizer is not None and GROUPS in captured.values:
+            settings = put_together(captured.values[GROUPS], _of(GROUPS, captured.tensors))
+            _set_groups(self._optimizer, settings)
+
+
+def into_shard(state_shard: StateShard, captured: Captured) -> StateShard:
+    """The state shard with the registered state beside model and optimizer."""
+    if not captured.values:
+        return state_shard
+    shards = {
+        REGISTERED + name: TensorShard.whole(tensor) for name, tensor in captured.tensors.items()
+    }
+    values = {**state_shard.values, "registered": dict(captured.values)}
+    return replace(state_shard, shards={**state_shard.shards, **shards}, values=values)
+
+
+def of_shard(state_shard: StateShard) -> Captured:
+    """What `into_shard` put there."""
+    values: Any = state_shard.values.get("registered", {})
+    shards = {
+        name.removeprefix(REGISTERED): shard.tensor
+        for name, shard in state_shard.shards.items()
+        if name.startswith(REGISTERED)
+    }
+    return Captured(values=values, tensors=shards)
+
+
+def into_state(state: State, captured: Captured) -> State:
+    """The same for a state that is handed over whole."""
+    if not captured.values:
+        return state
+    tensors = {REGISTERED + name: tensor for name, tensor in captured.tensors.items()}
+    values = {**state.values, "registered": dict(captured.values)}
+    return replace(state, tensors={**state.tensors, **tensors}, values=values)
+
+
+def of_state(state: State) -> tuple[State, Captured]:
+    """What `into_state` was given."""
+    rest = {name: t for name, t in state.tensors.items() if not name.startswith(REGISTERED)}
+    own = {
+        name.removeprefix(REGISTERED): t
+        for name, t in state.tensors.items()
+        if name.startswith(REGISTERED)
+    }
+    values: Any = state.values.get("registered", {})
+    return replace(state, tensors=rest), Captured(values=values, tensors=own)
+
+
+def _of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = f"{name}/"
+    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+
+
+@torch.no_grad()
+def _set_groups(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in own.items():
+            held = group.get(key)
+            if isinstance(held, Tensor) and isinstance(value, Tensor):
+                held.copy_(value)
+            else:
+                group[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:
+    fits = into is not None and (into.shape, into.dtype, into.device) == (
+        tensor.shape,
+        tensor.dtype,
+        tensor.device,
+    )
+    target = into if into is not None and fits else torch.empty_like(tensor)
+    return target.copy_(tensor)
+
+
+def _outline(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _figures(tensor: Tensor) -> list[Json]:
+    """What two tensors have in common that are the same: shape, sizes, signs, and where they lie.
+
+    Each number is as large as the tensor's elements together, so that rounding is small beside it.
+    """
+    flat = tensor.detach().reshape(-1)
+    values = flat.abs() if flat.is_complex() else flat
+    exact = values.to("cpu", torch.float64)
+    place = torch.linspace(0.5, 1.5, exact.numel(), dtype=torch.float64)
+    size = exact.abs().sum()
+    figures = (size, 2.0 * size + exact.sum(), 2.0 * size + exact @ place)
+    return [_outline(tensor), *(float(figure) for figure in figures)]
