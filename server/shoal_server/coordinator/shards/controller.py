@@ -221,7 +221,9 @@ class ShardController:
         elif not losses.lost(known):
             self._restores.forget(job)
         # Of thousands of shards it takes a while, in which heartbeats are heard.
-        wished = await asyncio.to_thread(rebalance, known, servers, weights)
+        wished = known
+        if known == before:
+            wished = await asyncio.to_thread(rebalance, before, servers, weights)
         after = self._losses.noted(known, wished, tried.told)
         changes = {
             b.shard_id: (b, a) for b, a in zip(before.shards, after.shards, strict=True) if a != b

@@ -290,8 +290,10 @@ class ServerCopies:
         here."""
         disk, copy = self._server.disk, self.found.get(key)
         leads = copy is not None and copy.leads
-        if disk is not None and not may_be_put_on_disk(record, self._server.me) and not leads:
-            disk.shards.pop(key, None)
+        if not may_be_put_on_disk(record, self._server.me) and not leads:
+            if disk is not None:
+                disk.shards.pop(key, None)
+            self._server.kept_there.discard(key)
             self._server.recovered.pop(key, None)
 
     def _load_journal(self, effect: fx.LoadJournal) -> None:

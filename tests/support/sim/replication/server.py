@@ -39,6 +39,8 @@ class SimServer:
         self.disk = disk
         self.recovered = dict(disk.shards) if disk is not None else {}
         """What the disk had when the process began."""
+        self.kept_there: set[Key] = set()
+        """What was on the disk when it was taken away: the process does not know that it is."""
         self.copies = ServerCopies(self, setting)
         self.peers = ServerPeers(self, setting)
         self.registration = ServerRegistration(self, setting)
@@ -155,6 +157,12 @@ class SimServer:
         self.waiting[token] = key, epoch, version, level, answer
         self.post(ev.Asked(token, key, epoch, version, level))
 
+    def disk_taken(self) -> None:
+        """Another process has it from here on."""
+        if self.disk is not None:
+            self.kept_there, self.disk = set(self.disk.shards), None
+            self.process.act(0.0, self.disk_failed)
+
     def disk_failed(self) -> None:
         """What is led here is kept no longer."""
         for key, copy in list(self.copies.found.items()):
@@ -213,14 +221,14 @@ class SimServer:
             self.copies.let_journal_go(key, assignment)
 
     def _missing(self) -> list[Key]:
-        """What the records place on its disk, and is not there. One whose disk was taken away from
-        it knows what it kept there."""
-        if not self.registration.was_registered or self.disk is None:
+        """What the records place on its disk, and is not there, as far as it knows."""
+        if not self.registration.was_registered:
             return []
         return [key for key, record in self._records.items() if self._is_missing(key, record)]
 
     def _is_missing(self, key: Key, record: ShardAssignment) -> bool:
-        is_on_disk = key in self.recovered or (self.disk is not None and key in self.disk.shards)
+        on_disk = self.kept_there if self.disk is None else self.disk.shards.keys()
+        is_on_disk = key in self.recovered or key in on_disk
         return record.on_disk == self.me.server_id and not is_on_disk
 
     def _disown(self, key: Key) -> None:

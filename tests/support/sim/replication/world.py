@@ -122,8 +122,7 @@ class ReplicationWorld:
         before = self.current.get(server_id)
         ended: set[Holder] = set()
         if before is not None and is_replacement:
-            before.disk = None
-            before.process.act(0.0, before.disk_failed)
+            before.disk_taken()
         elif before is not None:
             before.die()
             ended = {
