@@ -2,12 +2,32 @@
 
 import re
 
+from shoal_proto.errors import InvalidSpec
+
 MAX_NAME_LENGTH = 128
 NAME_RULE = f"1 to {MAX_NAME_LENGTH} letters, digits, '.', '_' or '-', not starting with '.' or '-'"
 
+MAX_PREFIX_LENGTH = 200
+PREFIX_RULE = (
+    "names of letters, digits, '.', '_' and '-', each behind a slash, as in /team-a:"
+    f" at most {MAX_PREFIX_LENGTH} characters"
+)
+
+_PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)*")
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
 
 
 def is_name(text: str) -> bool:
     """Whether `text` may name a job, a member or a server; `NAME_RULE` says what may."""
     return _NAME.fullmatch(text) is not None
+
+
+def check_prefix(prefix: str) -> None:
+    """Raise InvalidSpec unless the keys of a cluster may begin with `prefix` (--prefix)."""
+    expected = ""
+    if not _PREFIX.fullmatch(prefix) or len(prefix) > MAX_PREFIX_LENGTH:
+        expected = PREFIX_RULE
+    elif "/shoal/v1/" in f"{prefix}/":
+        expected = "one without /shoal/v1, within which the keys of another cluster lie"
+    if expected:
+        raise InvalidSpec("bad --prefix", seen=repr(prefix[:MAX_PREFIX_LENGTH]), expected=expected)

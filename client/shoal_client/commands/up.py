@@ -19,6 +19,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import check_prefix
 
 GRPC_PORT = 7700
 HTTP_PORT = 7780
@@ -52,6 +53,7 @@ class UpConfig:
         for option, port in (("--port", self.port), ("--http-port", self.http_port)):
             if port is not None and not 0 <= port < 2**16:
                 raise InvalidSpec(f"bad {option}", seen=str(port), expected="0 to 65535")
+        check_prefix(self.prefix)
         if self.num_coordinators < 1:
             raise InvalidSpec(
                 "bad --coordinators", seen=str(self.num_coordinators), expected="1 or more"

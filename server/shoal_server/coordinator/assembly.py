@@ -141,6 +141,7 @@ class Coordinator:
             on_failed=failed,
             on_member_lost=member_lost,
             on_change=changed,
+            result_of=self._result_of,
         )
 
     async def _take_up_again(self, job: str) -> str:

@@ -6,7 +6,6 @@ whose record is gone or is another run's, and generation numbers go on rising (`
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import structlog
 
@@ -29,6 +28,7 @@ from shoal_server.etcd.records import assignments
 log = structlog.get_logger(__name__)
 
 WRITTEN_WITHIN_S = 10.0
+FORGOTTEN_AT_ONCE = 100
 
 
 class JobReset:
@@ -74,7 +74,8 @@ class JobReset:
 
     async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
         """Take away what is kept of the job. Whether there was anything, and its last generation.
-        `forgets_processes`: it is over for so long that none of its processes may come back.
+        `forgets_processes`: it is over for so long that none of its processes may come back, and
+        nothing needs to outlive it.
 
         Raises JobInUse while it has members, Unavailable while etcd is away, NotLeader. Then the
         job is as it was.
@@ -97,14 +98,32 @@ class JobReset:
             else:
                 # A job that this coordinator could not take up: its records tell of its number.
                 earlier = earlier.with_run(_newest_generation(job, held), ())
+            await self._jobs.apply(_operations(earlier, keeps_runs=not forgets_processes))
             if forgets_processes:
-                earlier = replace(earlier, expelled=())
-            await self._jobs.apply(_operations(earlier))
-            self._registry.earlier_runs[job] = earlier
+                self._registry.earlier_runs.pop(job, None)
+            else:
+                self._registry.earlier_runs[job] = earlier
             self._clocks.forget(job)
         self._rendezvous.drop_dead(job)
         log.info("job_reset", job=job, last_generation=earlier.last_generation)
         return True, earlier.last_generation
+
+    async def forget_runs(self, before_unix_s: float) -> None:
+        """Forget the runs of names of which nothing is left, and that were begun anew before then.
+        Raises Unavailable while etcd is away, NotLeader."""
+        known = self._registry.earlier_runs
+        old = [
+            earlier
+            for name, earlier in known.items()
+            if 0 < earlier.ended_unix_s < before_unix_s and self._registry.is_free(name)
+        ]
+        for start in range(0, len(old), FORGOTTEN_AT_ONCE):
+            part = old[start : start + FORGOTTEN_AT_ONCE]
+            # Should one be joined meanwhile: none of the processes of then is there any more.
+            await self._jobs.apply([Delete(keys.reset(each.job)) for each in part])
+            for each in part:
+                if known.get(each.job) is each:
+                    del known[each.job]
 
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
@@ -120,11 +139,12 @@ def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
     return max(found, default=0)
 
 
-def _operations(earlier: EarlierRuns) -> list[Operation]:
+def _operations(earlier: EarlierRuns, *, keeps_runs: bool) -> list[Operation]:
     job = earlier.job
+    runs = Put(keys.reset(job), earlier.to_json()) if keeps_runs else Delete(keys.reset(job))
     return [
         Delete(keys.job_prefix(job), prefix=True),
         assignments.taken_away(job),
         Delete(keys.quarantined(job), prefix=True),
-        Put(keys.reset(job), earlier.to_json()),
+        runs,
     ]

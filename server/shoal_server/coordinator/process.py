@@ -12,7 +12,6 @@ from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.coordinator.leadership.health import HealthService
 from shoal_server.coordinator.leadership.leader_failover import end_when_gone
-from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.election import Election, Leadership
 from shoal_server.etcd.leader_key import Candidate, Leader
@@ -38,13 +37,15 @@ LEAD_AGAIN_S = 1.0
 
 
 async def serve(config: CoordinatorConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises AddressInUse, Unavailable (etcd) at the start."""
+    """Serve until SIGTERM or SIGINT. Raises AddressInUse, and AccessDenied from etcd.
+
+    While etcd does not answer it serves as one that does not lead, and says why.
+    """
     stop = stop_requested()
     async with AsyncExitStack() as stack:
         server = new_server()
         address = advertised(config.advertise, config.listen, bind(server, config.listen))
         store = await stack.enter_async_context(opened(config.etcd))
-        await store.get(keys.LEADER)  # an etcd that is not there is reported at once
         coordinator = Coordinator(
             store,
             config.limits,
@@ -68,8 +69,8 @@ async def serve(config: CoordinatorConfig) -> None:
         campaign = asyncio.create_task(leader_loop.run_for_ever(), name="campaign")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         stack.push_async_callback(_ended, campaign, stopping)
-        await wait_first(leader_loop.leader_known.wait(), campaign, stopping)
-        if leader_loop.leader_known.is_set():
+        await wait_first(leader_loop.has_begun.wait(), campaign, stopping)
+        if leader_loop.has_begun.is_set():
             write_ready_file(config.ready_file, {"grpc": address, "http": url})
             warn_of_reach({"grpc": config.listen, "http": config.http}, config.etcd.endpoints)
             log.info("coordinator_serves", grpc=address, http=url)
@@ -112,8 +113,8 @@ class LeaderLoop:
         self._election.on_trouble = self._note_trouble
         self._election.on_leader = self._note
         coordinator.view.address = candidate.address
-        self.leader_known = asyncio.Event()
-        """Set once this coordinator leads, or has seen who does."""
+        self.has_begun = asyncio.Event()
+        """Set once this coordinator leads, or knows who does, or that etcd does not tell."""
 
     async def run_for_ever(self) -> None:
         await self._election.end_predecessor()
@@ -131,7 +132,7 @@ class LeaderLoop:
         coordinator = self._coordinator
         try:
             await coordinator.lead((leadership.condition,))
-            self.leader_known.set()
+            self.has_begun.set()
             self._health.set_leads(True)
             await wait_first(coordinator.term.deposed.wait(), leadership.lost.wait())
             reason = coordinator.term.why_deposed or leadership.reason
@@ -153,6 +154,7 @@ class LeaderLoop:
         known = self._coordinator.registry.known_leader
         known.address = ""
         known.why_nobody = f"nobody is known to lead: etcd does not answer ({reason})"
+        self.has_begun.set()
 
     async def _follow(self) -> None:
         watching: asyncio.Task[None] | None = None
@@ -176,4 +178,4 @@ class LeaderLoop:
         elif not known.address:
             known.why_nobody = "this coordinator was elected, and reads what etcd holds of jobs"
         if leader is not None:
-            self.leader_known.set()
+            self.has_begun.set()

@@ -81,6 +81,7 @@ class Retention:
 
     async def sweep(self) -> None:
         """Do what is due, of each job by itself: one's trouble is to harm no other."""
+        await self._forget_runs()
         actors = self._registry.actors()
         self._note_empty(actors)
         for actor in actors:
@@ -96,6 +97,12 @@ class Retention:
                 except Exception as error:
                     log.exception("not_swept", job=job, due=what.name, reason=str(error))
                     break
+
+    async def _forget_runs(self) -> None:
+        try:
+            await self._resetting.forget_runs(self._clock() - self._limits.summary_s)
+        except RetryError as error:
+            log.warning("earlier_runs_not_forgotten", reason=str(error))
 
     def _note_empty(self, actors: Iterable[JobActor]) -> None:
         now_s = self._clock()

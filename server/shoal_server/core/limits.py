@@ -108,6 +108,12 @@ class Limits:
         return self.join_s / 4
 
     @property
+    def longest_bring_up_s(self) -> float:
+        """A bring-up in which something moves is over after so long all the same: six hours, where
+        --join-s is not changed."""
+        return 720 * self.bring_up_s
+
+    @property
     def watchdog_s(self) -> float:
         """A process none of whose threads has run for so long is taken for hung."""
         return 2 * self.collective_s

@@ -110,9 +110,48 @@ async def test_a_finished_job_shrinks_to_its_result_and_then_its_name_is_free() 
         await sweeper.after(29 * DAY_S)
         assert await names(store) == {"jobs/j/state"}
         await sweeper.after(2 * DAY_S)
-        assert await names(store) == {"resets/j"}
+        assert await names(store) == set()
         (again,) = await world.training("a")
-        assert again.token.generation == 2
+        assert again.token.generation == 1
+
+
+async def test_a_name_that_was_removed_is_forgotten_in_time() -> None:
+    """Where nothing of that name is left, as after `shoal rm`; by the next leader, too."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (a,) = await world.training("a")
+        await leave([a], completed=True)
+        await world.coordinator.resetting.reset("j")
+        sweeper = Sweeper(world)
+        await sweeper.after(29 * DAY_S)
+        assert await names(store) == {"resets/j"}
+    async with served(store) as world:
+        (a,) = await world.training("a")
+        sweeper = Sweeper(world)
+        await sweeper.after(31 * DAY_S)
+        assert "resets/j" in await names(store)
+        await leave([a], completed=True)
+        await world.coordinator.resetting.reset("j")
+        await sweeper.after(0.0)
+        assert await names(store) == set()
+
+
+async def test_what_is_known_of_a_job_as_it_ends_is_kept_with_its_end() -> None:
+    """A leader that dies in the next moment has told nobody of the loss."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (a,) = await world.training("a")
+        await train_on_samples(world, a)
+        retention = world.coordinator.retention
+        retention.sweep = no_sweep  # type: ignore[method-assign]
+        await leave([a], completed=True)
+    async with served(store) as world:
+        told = Sweeper(world).summary()
+        assert (told.state, told.step, told.loss, told.num_samples) == ("finished", 7, 0.5, 8)
+
+
+async def no_sweep() -> None:
+    """The leader is dead by then."""
 
 
 async def test_a_job_to_which_nobody_comes_back_fails_and_keeps_what_it_may_go_on_from() -> None:

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -69,6 +69,8 @@ class JobDependencies:
     """(job, member_id, incarnation), for each member that is gone."""
     on_change: Callable[[str], None]
     """(job), after each step of its state machine and before anybody is told of it."""
+    result_of: Callable[[str], Result]
+    """(job), of one that is over: what is known by now of what came of it."""
 
 
 class JobActor:
@@ -350,11 +352,20 @@ class JobActor:
 
     async def _persist(self, write: JobWrite) -> None:
         try:
-            await self._dependencies.jobs.persist(write, self._stored_chunks)
+            await self._dependencies.jobs.persist(self._with_result(write), self._stored_chunks)
         except Exception as error:  # noqa: BLE001 - told to all who wait
             self._do(self._driver.fail(self._failure(error)))
         else:
             self._do(self._driver.written(self._dependencies.clock()))
+
+    def _with_result(self, write: JobWrite) -> JobWrite:
+        """With the end of a job goes what came of it, as far as it is known by then: should this
+        leader die at once, the next one has heard of no loss."""
+        state = write.state
+        if state is None or not state.finished or state.tally is None or state.tally.result:
+            return write
+        tally = replace(state.tally, result=self._dependencies.result_of(write.job))
+        return replace(write, state=replace(state, tally=tally))
 
     def _failure(self, error: Exception) -> Exception:
         """What everybody is told from now on: the state is ahead of what is durable."""

@@ -269,6 +269,11 @@ class Registry:
     def actor_if_known(self, job: str) -> JobActor | None:
         return self._actors.get(job)
 
+    def is_free(self, name: str) -> bool:
+        """Whether there is no job of that name, as far as this coordinator has read them."""
+        tables = (self._actors, self._unread, self._resetting)
+        return name not in self._quarantine and not any(name in each for each in tables)
+
     def find_or_create(self, spec: JobSpec) -> JobActor:
         """The job's actor, made on the first worker's arrival."""
         self.require_leading()

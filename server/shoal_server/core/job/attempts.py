@@ -204,6 +204,8 @@ class Attempts:
         self._state.do(Write(record=record))
         to_boundary_s = self._state.limits.collective_s if agreement.has_boundary else 0.0
         self._state.deadlines.deadline_s = now_s + to_boundary_s + self._state.limits.bring_up_s
+        longest_s = to_boundary_s + self._state.limits.longest_bring_up_s
+        self._state.deadlines.bring_up_over_s = now_s + longest_s
         self._state.table.settle(self._state.members_of(roster), settled=not roster.synchronous)
         notice = OutcomeNotice(reason=reason, record=record)
         for member in self._state.concerned(roster):

@@ -13,6 +13,8 @@ class Deadlines:
 
     deadline_s: float | None = None
     """When the phase is over at the latest."""
+    bring_up_over_s: float | None = None
+    """Whatever still moves then, the generation is not brought up."""
     first_proposal_s: float | None = None
     """Since when somebody is ready to train."""
     broken_since_s: float | None = None
@@ -25,11 +27,12 @@ class Deadlines:
     def stop(self) -> None:
         """Nothing is waited for any more."""
         self.deadline_s = self.broken_since_s = self.suspect_since_s = None
-        self.overdue_check_s = None
+        self.bring_up_over_s = self.overdue_check_s = None
 
     def postpone(self, by_s: float) -> None:
         """For so long nobody could be told anything."""
         self.deadline_s = _later(self.deadline_s, by_s)
+        self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
         self.suspect_since_s = _later(self.suspect_since_s, by_s)
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
@@ -37,6 +40,7 @@ class Deadlines:
     def hold(self, by_s: float) -> None:
         """For so long somebody was paused. Whatever tells of a loss goes on as ever."""
         self.deadline_s = _later(self.deadline_s, by_s)
+        self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
         self.first_proposal_s = _later(self.first_proposal_s, by_s)

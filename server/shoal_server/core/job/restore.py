@@ -116,6 +116,7 @@ def _continue_generation(
         state.stage.phase = Phase.COMMITTED
         state.agreement = Agreement.on(roster, record.digest, stopping=stopping, inherited=True)
         state.deadlines.deadline_s = now_s + state.limits.collective_s + state.limits.bring_up_s
+        state.deadlines.bring_up_over_s = now_s + state.limits.longest_bring_up_s
     elif roster.synchronous and present:
         # One of them was lost while nobody led: those who are left hear of it when they attend.
         state.deadlines.broken_since_s = now_s

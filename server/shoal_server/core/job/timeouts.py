@@ -49,13 +49,16 @@ class Timeouts:
             self._bring_up_overdue(agreement, now_s)
 
     def _bring_up_overdue(self, agreement: Agreement, now_s: float) -> None:
-        """A bring-up in which anything moves is never late, however long its state takes.
+        """A bring-up in which anything moves is not late, however long its state takes, but for
+        members that move for hours and come to nothing.
 
         Where it stands still, who waits for others is not to blame.
         """
+        over_s = self._state.deadlines.bring_up_over_s
+        is_over = over_s is not None and now_s >= over_s
         concerned = self._state.concerned(agreement.roster)
         moved_s = max((m.trainer.moved_s for m in concerned), default=float("-inf"))
-        if now_s < moved_s + self._state.limits.bring_up_s:
+        if now_s < moved_s + self._state.limits.bring_up_s and not is_over:
             self._state.deadlines.deadline_s = moved_s + self._state.limits.bring_up_s
             # Who waits for this one to end counts from now on.
             self._pause_keeper.tell_all()
@@ -65,10 +68,11 @@ class Timeouts:
         waiting = {m.member_id for m in concerned if m.trainer.waits_for_others}
         if late <= waiting:
             names = names_of([m for m in concerned if m.member_id in late])
-            limit = f"{self._state.limits.bring_up_s:g} s"
-            self._endings.abort(
-                f"nothing moved for {limit}, and {names} wait for each other", now_s
-            )
+            limits = self._state.limits
+            stuck = f"nothing moved for {limits.bring_up_s:g} s"
+            if is_over:
+                stuck = f"it was not brought up within {limits.longest_bring_up_s:g} s"
+            self._endings.abort(f"{stuck}, and {names} wait for each other", now_s)
             return
         self._expel_late(late - waiting, "bring the generation up", now_s)
 

@@ -1,6 +1,5 @@
 """How to reach etcd."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import check_prefix
 from shoal_server.serving.options import INTERNAL
 
 
@@ -36,8 +36,6 @@ def _password(kind: Any, tokens: Sequence[Any]) -> str:
 
 
 _ETCD = Group("etcd")
-_PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)*")
-MAX_PREFIX_LENGTH = 200
 
 
 def _option(name: str, metavar: str) -> Parameter:
@@ -84,7 +82,7 @@ class EtcdConfig:
             raise InvalidSpec("no etcd endpoint", expected="host:port[,host:port...]")
         for endpoint in self.endpoints:
             _check_endpoint(endpoint)
-        _check_prefix(self.prefix)
+        check_prefix(self.prefix)
         if bool(self.user) != bool(self.password):
             missing = "password" if self.user else "user"
             raise InvalidSpec(
@@ -104,22 +102,6 @@ class EtcdConfig:
             )
         if not self.silence_s > 0:
             raise InvalidSpec("bad silence_s", seen=str(self.silence_s), expected="above 0")
-
-
-def _check_prefix(prefix: str) -> None:
-    if not _PREFIX.fullmatch(prefix) or len(prefix) > MAX_PREFIX_LENGTH:
-        raise InvalidSpec(
-            "bad --prefix",
-            seen=repr(prefix[:MAX_PREFIX_LENGTH]),
-            expected=f"names of letters, digits, '.', '_' and '-', each behind a slash, as in"
-            f" /team-a: at most {MAX_PREFIX_LENGTH} characters",
-        )
-    if "/shoal/v1/" in f"{prefix}/":
-        raise InvalidSpec(
-            "bad --prefix",
-            seen=repr(prefix),
-            expected="one without /shoal/v1, within which the keys of another cluster lie",
-        )
 
 
 def _check_endpoint(endpoint: str) -> None:

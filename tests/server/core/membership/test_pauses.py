@@ -176,6 +176,25 @@ def test_a_bring_up_whose_state_is_under_way_is_never_late() -> None:
     assert w.roster() == ["a", "b", "c"]
 
 
+def test_who_moves_for_hours_and_comes_to_nothing_is_blamed() -> None:
+    """It holds the others up for so long, and no longer; each of the tries counts."""
+    w = _joining()
+    newcomer, moved, w.slow = w.members["c"], 0, ""
+    until_s = w.now_s + LIMITS.collective_s + LIMITS.longest_bring_up_s + LIMITS.bring_up_s
+    while w.now_s < until_s and newcomer.refused is None:
+        w.run(w.now_s + LIMITS.bring_up_s / 2)
+        moved += 1
+        for name in "ab":
+            w.beat(name, moved=1, waits=True)
+        if newcomer.refused is None:
+            w.beat("c", moved=moved)
+    assert w.now_s > LIMITS.longest_bring_up_s
+    assert newcomer.refused is not None
+    assert "c did not bring the generation up" in newcomer.refused.what
+    w.run(w.now_s + 10.0)
+    assert w.roster() == ["a", "b"]
+
+
 def test_who_stands_still_is_blamed_and_not_who_waits_for_it() -> None:
     """The newcomer's model is being compiled, say; a and b hold the state and wait."""
     w = _joining()
