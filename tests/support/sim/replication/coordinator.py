@@ -62,17 +62,16 @@ class SimCoordinator:
         setting, store = self._setting, self._setting.store
         before = dict(store.records)
         chosen = {key: setting.chance.choice(servers) for key in snapshot}
-        store.begin_anew(
-            {
-                key: ShardAssignment(
-                    shard_id=key[1],
-                    epoch=before[key].epoch + 1,
-                    primary=server.me,
-                    content=ShardContent.LOADING,
-                )
-                for key, server in chosen.items()
-            }
-        )
+        wanted = {
+            key: ShardAssignment(
+                shard_id=key[1],
+                epoch=before[key].epoch + 1,
+                primary=server.me,
+                content=ShardContent.LOADING,
+            )
+            for key, server in chosen.items()
+        }
+        store.begin_anew(wanted)
         run = self._restoring = store.run
         waits = set(snapshot)
 
@@ -99,30 +98,31 @@ class SimCoordinator:
         for key, server in chosen.items():
             load(key, server)
         give_up_s = self.process.now_s + LOADED_WITHIN_S
-        self.process.act(LOOKS_EACH_S, lambda: self._look_at_loads(run, waits, chosen, give_up_s))
 
-    def _look_at_loads(
-        self,
-        run: str,
-        waits: Set[Key],
-        chosen: "Mapping[Key, SimServer]",
-        give_up_s: float,
+        def look() -> None:
+            if self._has_ended(run, waits):
+                return
+            failed = any(not chosen[key].process.alive for key in waits)
+            if (failed or self.process.now_s >= give_up_s) and not store.is_away:
+                self._call_lost(before, wanted)
+            else:
+                self.process.act(LOOKS_EACH_S, look)
+
+        self.process.act(LOOKS_EACH_S, look)
+
+    def _has_ended(self, run: str, waits: Set[Key]) -> bool:
+        ended = self._setting.store.run != run or not waits
+        if ended:
+            self._restoring = ""
+        return ended
+
+    def _call_lost(
+        self, before: Mapping[Key, ShardAssignment], wanted: Mapping[Key, ShardAssignment]
     ) -> None:
-        store = self._setting.store
-        failed = any(not chosen[key].process.alive for key in waits)
-        if store.run != run or not waits:
-            self._restoring = ""
-        elif (failed or self.process.now_s >= give_up_s) and not store.is_away:
-            self._setting.note(self.process.name, "cannot restore the job")
-            shards = tuple(store.records[key] for key in sorted(store.records))
-            wanted = JobAssignments(job="j", copies=self._copies, shards=shards)
-            lost = after_failed_restore(wanted, wanted, "", 1.0).shards
-            store.begin_anew(dict(zip(sorted(store.records), lost, strict=True)))
-            self._restoring = ""
-        else:
-            self.process.act(
-                LOOKS_EACH_S, lambda: self._look_at_loads(run, waits, chosen, give_up_s)
-            )
+        self._setting.note(self.process.name, "cannot restore the job")
+        self._restoring = ""
+        lost = after_failed_restore(_of_job(before), _of_job(wanted), "", 1.0)
+        self._setting.store.begin_anew({("j", shard.shard_id): shard for shard in lost.shards})
 
     # --- looking after shards ---
 
@@ -179,3 +179,7 @@ class SimCoordinator:
                     key, new, stored[key], lambda made, stands: ended(), lambda unknown: ended()
                 )
         ended()
+
+
+def _of_job(records: Mapping[Key, ShardAssignment]) -> JobAssignments:
+    return JobAssignments(job="j", copies=1, shards=tuple(records[key] for key in sorted(records)))
