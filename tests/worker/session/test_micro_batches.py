@@ -152,3 +152,43 @@ def test_dropout_does_not_depend_on_how_a_batch_is_cut(cluster: LocalCluster) ->
 
         run(cluster, "ddp", body, num_steps=1)
     assert torch.equal(drawn[1], drawn[5])
+
+
+def test_a_loss_is_weighed_by_its_tokens(cluster: LocalCluster) -> None:
+    """Every third sample is padding: parts have other numbers of tokens, but each counts alike."""
+
+    def targets_of(batch: shoal.Batch) -> Tensor:
+        padding = torch.tensor(batch.indices) % 3 == 0
+        return batch.targets.masked_fill(padding, -100)
+
+    def whole(session: Session, model: Any, batch: shoal.Batch) -> None:
+        session.backward(cross_entropy(model(batch.inputs), targets_of(batch)))
+
+    def in_parts(session: Session, model: Any, batch: shoal.Batch) -> None:
+        for part in batch.parts(7):
+            targets = targets_of(part)
+            loss = cross_entropy(model(part.inputs), targets)
+            session.backward(loss, weight=(targets != -100).sum())
+
+    expected, found = run(cluster, "fsdp", whole), run(cluster, "fsdp", in_parts)
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_what_is_no_weight_is_refused(cluster: LocalCluster, weight: float) -> None:
+    def body(session: Session, model: Any, batch: shoal.Batch) -> None:
+        session.backward(cross_entropy(model(batch.inputs), batch.targets), weight=weight)
+
+    with pytest.raises(InvalidSpec, match="weight of a loss"):
+        run(cluster, "ddp", body)
+
+
+def test_a_step_is_weighted_in_one_way(cluster: LocalCluster) -> None:
+    def body(session: Session, model: Any, batch: shoal.Batch) -> None:
+        for index, part in enumerate(batch.parts(2)):
+            loss = cross_entropy(model(part.inputs), part.targets)
+            session.backward(loss, weight=3 if index else None)
+
+    with pytest.raises(InvalidSpec, match="two ways"):
+        run(cluster, "ddp", body)

@@ -42,6 +42,12 @@ def clip(layout: "Layout", max_norm: float) -> Tensor:
     return total
 
 
+@torch.no_grad()
+def scale(layout: "Layout", factor: float) -> None:
+    """Multiply all gradients of this rank."""
+    foreach_mul_(list(_local_gradients(layout.parameters).values()), torch.tensor(factor))
+
+
 def check_loss(loss: Tensor, step: int) -> None:
     """Raise NonFiniteGradient unless the loss is finite; `step` are committed before it."""
     if not bool(torch.isfinite(loss.detach()).all()):

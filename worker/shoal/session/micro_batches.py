@@ -1,7 +1,10 @@
 """The micro-batches of one step: each is passed through once, and all of them are."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+
+from torch import Tensor
 
 from shoal import randomness
 from shoal.data.batches import Batch, share
@@ -29,6 +32,7 @@ class MicroBatches:
         """0: the batch is not cut."""
         self._num_begun = 0
         self._num_passes = 0
+        self._by_weight = False
         self._part: Batch | None = None
 
     def _fraction(self) -> float:
@@ -67,11 +71,19 @@ class MicroBatches:
         self._part = None
         randomness.put(place)
 
-    def passing(self) -> float:
+    def passing(self, *, by_weight: bool = False) -> float:
         """A backward pass begins; returns for how much of this member's share.
 
-        Raises InvalidSpec where the parts have no place for it.
+        Raises InvalidSpec where the parts have no place for it, or where the pass before it was not
+        weighted in the same way.
         """
+        if self._num_passes and by_weight != self._by_weight:
+            raise InvalidSpec(
+                "the losses of a step are weighted in two ways",
+                seen="session.backward(loss, weight=...) and session.backward(loss)",
+                expected="a weight for all passes of the step, or for none",
+            )
+        self._by_weight = by_weight
         if self._num_parts and self._part is None:
             raise InvalidSpec(
                 "a backward pass behind the last part of the batch",
@@ -87,6 +99,21 @@ class MicroBatches:
             )
         self._num_passes += 1
         return self._fraction()
+
+    def counted(self, weight: float | Tensor) -> float:
+        """What a loss of this weight counts for: nothing where there are no samples.
+
+        Raises InvalidSpec for what is no weight.
+        """
+        value = float(weight)
+        if not math.isfinite(value) or value < 0:
+            raise InvalidSpec(
+                "the weight of a loss is out of range",
+                seen=f"weight={value}",
+                expected="the number of tokens, or of whatever the loss is a mean over: 0 or more",
+            )
+        present = self._part or self._batch
+        return value if present is None or present.indices else 0.0
 
     def check_complete(self) -> None:
         """The step is to be committed. Raises InvalidSpec unless every part was passed through."""

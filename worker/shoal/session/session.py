@@ -256,18 +256,28 @@ class Session:
         )
         return self._step
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None) -> None:
         """Compute gradients of `loss`, the mean over the samples of the batch, or of a part of it
-        within a loop over `batch.parts`."""
+        within a loop over `batch.parts`.
+
+        With `weight`, the loss is a mean over so many of something else: the tokens that are not
+        padding, say. The step's gradients are those of the mean over all tokens of the global
+        batch. A weight for every pass of a step on every member, or for none.
+        """
         step = self._open_step("backward")
-        fraction = step.micro_batches.passing()
-        step.note_loss(loss, fraction)
-        batch = step.batch
+        fraction = step.micro_batches.passing(by_weight=weight is not None)
+        batch, strategy = step.batch, self._controller.strategy
+        counted = fraction if weight is None else step.micro_batches.counted(weight)
+        step.note_loss(loss, counted)
         with step.guard.computing():
-            self._controller.strategy.backward(
-                loss if fraction == 1.0 else loss * fraction,
-                batch.weight if batch is not None else 1.0,
-            )
+            if weight is not None:
+                # The mean over no tokens is no number, and counts for nothing.
+                strategy.backward_by_weight(loss if counted else loss.nan_to_num(), counted)
+            else:
+                strategy.backward(
+                    loss if fraction == 1.0 else loss * fraction,
+                    batch.weight if batch is not None else 1.0,
+                )
 
     @contextmanager
     def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> Iterator[None]:

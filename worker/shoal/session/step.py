@@ -44,6 +44,8 @@ class Step:
         """Whether it has begun and not yet ended."""
         self.committed = False
         self.loss: Tensor | None = None
+        """The mean of this member's losses so far."""
+        self._weight = 0.0
 
     def __enter__(self) -> Self:
         self._started_s = time.perf_counter()
@@ -88,13 +90,16 @@ class Step:
         """What is trained on, where the session hands out batches."""
         return self._source.batch if self._source is not None else None
 
-    def note_loss(self, loss: Tensor, fraction: float) -> None:
-        """Of a pass for so much of this member's share."""
+    def note_loss(self, loss: Tensor, weight: float) -> None:
+        """Of a pass whose mean loss has this weight among those of the step."""
+        self._weight += weight
+        if not weight:
+            return
         loss = loss.detach()
-        if fraction == 1.0 or self.loss is None:
-            self.loss = loss * fraction
+        if self.loss is None:
+            self.loss = loss
         else:
-            self.loss = self.loss + loss * fraction
+            self.loss = self.loss + (loss - self.loss) * (weight / self._weight)
 
     def _draw_by_sample(self, batch: Batch) -> None:
         """Let what is drawn at random in this step depend on its samples, not on who is there."""

@@ -159,6 +159,19 @@ class Strategy(ABC):
         than once a step; gradients add up.
         """
 
+    def backward_by_weight(self, loss: Tensor, weight: float) -> None:
+        """Compute gradients of `loss`, a mean over `weight` of something: tokens, say.
+
+        The step's gradients are those of the mean over all that the members' passes together have.
+        Raises InvalidSpec for a strategy that weighs by samples only.
+        """
+        raise InvalidSpec(
+            f"strategy {self.name} weighs losses by samples only",
+            seen="session.backward(loss, weight=...)",
+            expected="session.backward(loss), the mean over the batch's samples; or one of ddp,"
+            " zero1, zero2, fsdp, tensor",
+        )
+
     @property
     @abstractmethod
     def module(self) -> nn.Module:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
-from shoal.layouts.gradients import check_loss, clip
+from shoal.layouts.gradients import check_loss, clip, scale
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
@@ -251,6 +251,16 @@ class LayoutStrategy(SynchronousStrategy):
         check_loss(loss, self._step)
         with self._weighing():
             self._layout().backward(loss, weight)
+
+    def backward_by_weight(self, loss: Tensor, weight: float) -> None:
+        self._refuse_weights()
+        self.backward(loss, self._weigh(weight))
+
+    def _refuse_weights(self) -> None:
+        """Raise InvalidSpec where losses cannot have weights of their own."""
+
+    def _scale_gradients(self, factor: float) -> None:
+        scale(self._layout(), factor)
 
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float

@@ -11,6 +11,7 @@ from shoal.layouts.base import Layout, World
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.synchronous.strategy import refuse_compressed_weights
 
 
 class Zero1(LayoutStrategy):
@@ -54,6 +55,9 @@ class Zero1(LayoutStrategy):
             find_unused_parameters=self._find_unused_parameters,
             compressor=self._compressor,
         )
+
+    def _refuse_weights(self) -> None:
+        refuse_compressed_weights(self._compression)
 
     def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""

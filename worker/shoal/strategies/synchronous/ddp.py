@@ -32,8 +32,10 @@ from shoal.strategies.synchronous.strategy import (
     SynchronousStrategy,
     check_same_step,
     receivers_of,
+    refuse_compressed_weights,
     refuse_lbfgs,
 )
+from shoal.torch_private.tensors import foreach_mul_
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 
@@ -183,7 +185,18 @@ class DDP(SynchronousStrategy):
                 self._replica.exchange.begin_pass()
             (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
+    def backward_by_weight(self, loss: Tensor, weight: float) -> None:
+        refuse_compressed_weights(self._compression)
+        self.backward(loss, self._weigh(weight))
+
+    def _scale_gradients(self, factor: float) -> None:
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        foreach_mul_(gradients, torch.tensor(factor))
+
     def clip_grad_norm(self, max_norm: float) -> Tensor:
+        if self._agreement is not None and self._agreement.weights.are_own:
+            # Until all have said what theirs weigh, gradients are sums and no means.
+            self._settle()
         norm: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
         return norm
 

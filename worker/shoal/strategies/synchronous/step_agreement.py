@@ -25,13 +25,14 @@ from shoal.strategies.synchronous.hyperparameters import (
     digest_of,
     in_words,
 )
-from shoal_proto.errors import HyperparametersDiffer, UnequalPasses
+from shoal.strategies.synchronous.step_weights import StepWeights
+from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, UnequalPasses
 
 log = structlog.get_logger(__name__)
 
-NUM_WORDS = 3
+NUM_WORDS = 4
 """Passes, twice, and one more if these were all, or parts, as a negative number; digest; whether a
-step comes again otherwise."""
+step comes again otherwise; what the losses weigh."""
 
 
 class StepCut:
@@ -95,6 +96,7 @@ class StepAgreement:
         self._step = 0
         self._passes = 0
         self._cut = StepCut()
+        self.weights = StepWeights()
         self._announced = False
         self._settled = False
         self._conflict = ""
@@ -106,6 +108,7 @@ class StepAgreement:
         self._step = step
         self._passes = 0
         self._cut.begin()
+        self.weights.begin()
         self._announced = False
         self._message = self._work = None
         self._settled = False
@@ -159,21 +162,45 @@ class StepAgreement:
             word = 2 * self._passes + 1
             self._send(word, self._hyper.digest(), conflict=bool(self._conflict))
 
-    def settle(self) -> None:
-        """Return if all members take the step in the same way, and wait for that.
+    def settle(self) -> float:
+        """Return if all members take the step in the same way, and wait for that: by what the
+        gradients are to be multiplied before they are used, for the first time that this is asked.
 
-        Raises UnequalPasses or HyperparametersDiffer, on all of them.
+        Raises UnequalPasses, HyperparametersDiffer or InvalidSpec, on all of them.
         """
         if self._settled:
-            return
+            return 1.0
         self.propose()
         rows = self._heard()
         self._settled = True
         self._compare_passes(rows)
         if any(row[1] != rows[0][1] or row[2] for row in rows):
             self._compare_values([(self._step, self._hyper.now())])
+        factor = self._factor([row[3] for row in rows])
         self._hyper.apply(self._step)
         self._cut.commit()
+        return factor
+
+    def _factor(self, words: Sequence[int]) -> float:
+        weights = self.weights.said(words)
+        known = [weight for weight in weights if weight is not None]
+        if not known:
+            return 1.0
+        if len(known) == len(weights) and any(known):
+            return self.weights.factor(known)
+        self._let_all_hear()
+        if len(known) == len(weights):
+            raise InvalidSpec(
+                f"the losses of step {self._step} weigh nothing",
+                seen="weight=0 on every member",
+                expected="session.backward(loss, weight=...) with a weight above 0 somewhere",
+            )
+        said = dict(zip(self._members, weights, strict=True))
+        raise InvalidSpec(
+            f"the losses of step {self._step} are weighted in two ways",
+            seen=by_value({k: "by samples" if v is None else "weight=" for k, v in said.items()}),
+            expected="session.backward(loss, weight=...) on every member, or on none",
+        )
 
     def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
         """Return if all members applied the same in each step of a round in which they stepped by
@@ -192,7 +219,8 @@ class StepAgreement:
 
     def _send(self, word: int, digest: int, *, conflict: bool) -> None:
         self._message = torch.zeros(len(self._members), NUM_WORDS, dtype=torch.int64)
-        self._message[self._rank] = torch.tensor([word, digest, int(conflict)])
+        own = [word, digest, int(conflict), self.weights.word()]
+        self._message[self._rank] = torch.tensor(own, dtype=torch.int64)
         if len(self._members) > 1:
             self._work = dist.all_reduce(self._message, group=self._group, async_op=True)
 

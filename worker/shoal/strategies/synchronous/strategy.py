@@ -295,7 +295,20 @@ class SynchronousStrategy(Strategy):
     def _settle(self) -> None:
         """See `StepAgreement.settle`: from here on nobody makes a further pass in this step."""
         if self._agreement is not None:
-            self._agreement.settle()
+            factor = self._agreement.settle()
+            if factor != 1.0:
+                self._scale_gradients(factor)
+
+    def _scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients that this member's optimizer uses."""
+
+    def _weigh(self, weight: float) -> float:
+        """A loss weighs so much; by what it is to be multiplied."""
+        agreement = self._agreement
+        if agreement is None:
+            raise GenerationBroken(f"step {self._step} was begun outside any generation")
+        agreement.weights.add(weight)
+        return weight / agreement.weights.unit
 
     def _check_weighted(self) -> None:
         if not self._passes.weighted:
@@ -380,4 +393,15 @@ def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
             f"{name} cannot run LBFGS",
             seen="an optimizer that calls the loss several times a step",
             expected="one that uses each gradient once, such as SGD or AdamW",
+        )
+
+
+def refuse_compressed_weights(compression: object) -> None:
+    """Raise InvalidSpec for losses of weights of their own where gradients are compressed."""
+    if compression is not None:
+        raise InvalidSpec(
+            "losses with weights of their own are not trained with compressed gradients",
+            seen=f"session.backward(loss, weight=...) and compression {compression}",
+            expected="one of the two: what a step's compression leaves out is added to the next"
+            " one's, which is divided by another sum of weights",
         )

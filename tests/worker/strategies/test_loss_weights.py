@@ -1,0 +1,151 @@
+"""Losses that are means over tokens train to the weights of one process, which takes the mean over
+all tokens of the global batch, whoever has how many of them."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from support.collectives.strategy_runs import difference, entered
+from torch import Tensor, nn
+
+import shoal
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.data.batches import Batch, Loader
+from shoal.session.micro_batches import MicroBatches
+from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal_proto.errors import InvalidSpec
+
+from . import test_equality as equality
+
+TOLERANCE = 1e-5
+NUM_STEPS = 12
+IGNORED = -100
+
+
+class Padded(Loader):
+    """Seven samples of ten are padding, and in one step all of a member's."""
+
+    def synchronous(self, step: int, index: int, count: int) -> Batch:
+        batch = super().synchronous(step, index, count)
+        places = range(batch.first, batch.first + len(batch.targets))
+        for row, place in enumerate(places):
+            if (place * 7 + step) % 10 < 7 or (step == 4 and place < 4):
+                batch.targets[row] = IGNORED
+        return batch
+
+
+def loader() -> Loader:
+    plain = equality.loader()
+    return Padded(plain._dataset, plain._order)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, ignore_index=IGNORED)
+
+
+def step_by_tokens(strategy: Strategy, batch: Batch, num_parts: int, max_norm: float) -> None:
+    strategy.begin_step()
+    of_step = MicroBatches(strategy, batch, 100)
+    for part in of_step.parts(batch, num_parts):
+        of_step.passing(by_weight=True)
+        found = loss(strategy.module(part.inputs), part.targets)
+        num_tokens = of_step.counted((part.targets != IGNORED).sum())
+        strategy.backward_by_weight(found if num_tokens else found.nan_to_num(), num_tokens)
+    if math.isfinite(max_norm):
+        strategy.clip_grad_norm(max_norm)
+    strategy.end_step(lambda: None)
+
+
+def by_tokens(made: Callable[[], Strategy], num_parts: int, max_norm: float) -> dict[str, Tensor]:
+    """The weights of a rank."""
+    strategy = made()
+    assert isinstance(strategy, SynchronousStrategy)
+    share = entered(equality.run_of("sgd"), strategy)
+    batches = loader()
+    for step in range(NUM_STEPS):
+        step_by_tokens(strategy, batches.synchronous(step, *share), num_parts, max_norm)
+    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    strategy.close()
+    return weights
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "max_norm"),
+    [
+        *(("ddp", 2, math.inf), ("ddp", 3, 0.1), ("zero1", 3, 0.1), ("fsdp", 3, math.inf)),
+        *(("zero2", 2, 0.1), ("tensor", 2, 0.1)),
+    ],
+)
+def test_each_token_counts_alike(
+    strategy: str, world_size: int, max_norm: float, num_parts: int
+) -> None:
+    expected = by_tokens_alone(max_norm)
+    made = equality.made(strategy, world_size)
+    for ours in run_in_memory(by_tokens, world_size, made, num_parts, max_norm):
+        assert difference(ours, expected) < TOLERANCE
+
+
+def by_tokens_alone(max_norm: float) -> dict[str, Tensor]:
+    """Of one process, on whole batches."""
+    model, optimizer = equality.build("sgd", 0)
+    batches = loader()
+    for step in range(NUM_STEPS):
+        batch = batches.synchronous(step, 0, 1)
+        optimizer.zero_grad()
+        loss(model(batch.inputs), batch.targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def refused(made: Callable[[], Strategy], weights: list[float | None]) -> str:
+    """What a rank is told whose loss has this weight."""
+    strategy = made()
+    assert isinstance(strategy, SynchronousStrategy)
+    share = entered(equality.run_of("sgd"), strategy)
+    batch, weight = equality.loader().synchronous(0, *share), weights[dist.get_rank()]
+    strategy.begin_step()
+    found = equality.loss(strategy.module(batch.inputs), batch.targets)
+    if weight is None:
+        strategy.backward(found, batch.weight)
+    else:
+        strategy.backward_by_weight(found, weight)
+    try:
+        strategy.end_step(lambda: None)
+    except InvalidSpec as error:
+        dist.barrier()
+        return str(error)
+    finally:
+        strategy.close()
+    raise AssertionError(f"committed step {strategy.step}")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("weights", "said"), [([3.0, None], "weighted in two ways"), ([0.0, 0.0], "weigh nothing")]
+)
+def test_weights_that_do_not_go_together_are_refused_on_all(
+    strategy: str, weights: list[float | None], said: str
+) -> None:
+    found = run_in_memory(refused, 2, equality.made(strategy, 2), weights)
+    assert len(set(found)) == 1
+    assert said in found[0]
+
+
+@pytest.mark.parametrize("strategy", [shoal.DDP, shoal.Zero1])
+def test_compressed_gradients_are_refused(strategy: Callable[..., Strategy]) -> None:
+    model, optimizer = equality.build("sgd", 0)
+    made = strategy(compression="int8")
+    made.distribute(model, optimizer)
+    with pytest.raises(InvalidSpec, match="compress"):
+        made.backward_by_weight(model.idle.sum(), 3.0)  # type: ignore[operator,union-attr]
+
+
+@pytest.mark.parametrize("strategy", [shoal.LocalSGD, shoal.AsyncSGD])
+def test_strategies_that_cannot_say_so(strategy: Callable[..., Strategy]) -> None:
+    model, _ = equality.build("sgd", 0)
+    with pytest.raises(InvalidSpec, match="by samples only"):
+        strategy().backward_by_weight(model.idle.sum(), 3.0)  # type: ignore[operator,union-attr]
