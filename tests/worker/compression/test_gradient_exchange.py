@@ -1,10 +1,17 @@
-"""A member by itself averages with nobody, and is told the same of its gradients."""
+"""A member by itself averages with nobody, and is told the same of its gradients. What is on a GPU
+is looked at when all of it is there."""
+
+import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
+from shoal.compression import gradient_exchange
+from shoal.model import gradients
 from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
 from shoal_proto.errors import NonFiniteGradient
 
@@ -39,6 +46,61 @@ def test_one_rank_names_the_parameter_whose_gradient_is_not_finite() -> None:
     with pytest.raises(NonFiniteGradient, match=r"1\.weight") as refused:
         shoal.run_in_memory(lambda: _trained(_new_model(), alone=True, faulty="1.weight"), 1)
     assert refused.value.details["parameter"] == "1.weight"
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a tensor's value is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gradients, gradient_exchange):
+        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_gradient_on_a_gpu_is_read_while_backward_runs(
+    monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """It would wait for the GPU to come so far, and nothing would be sent meanwhile."""
+    _as_on_a_gpu(monkeypatch)
+    plain = _new_model()
+
+    def body() -> tuple[int, int]:
+        model = copy.deepcopy(plain)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = shoal.distribute(model, optimizer, shoal.DDP(bucket_mb=1e-5))
+        loss = model(torch.ones(2, 3)).square().sum()
+        with Reads() as backward:
+            loss.backward()
+        with Reads() as behind:
+            optimizer.step()
+        return backward.num, behind.num
+
+    for in_backward, behind in shoal.run_in_memory(body, world_size):
+        assert in_backward == 0
+        assert behind > 0, "nobody looked"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_parameter_at_fault_is_named_also_from_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    _as_on_a_gpu(monkeypatch)
+    plain = _new_model()
+
+    def body() -> Tensor:
+        return _trained(copy.deepcopy(plain), alone=True, faulty="1.weight")
+
+    with pytest.raises(NonFiniteGradient, match=r"1\.weight"):
+        shoal.run_in_memory(body, world_size)
 
 
 def test_buffers_are_given_back_what_they_held_when_the_step_began() -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.waiter import Completion
+from shoal.backends.abortable.waiter import Completion, Underway
 from shoal.compression.base import Averaging, Compressor, Packed
 from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.wire import Traffic, Wire
@@ -15,7 +15,7 @@ from shoal.torch_private.c10d import GradBucket
 
 
 @dataclass(frozen=True)
-class Underway:
+class BucketAverage:
     """A bucket whose average has begun."""
 
     averaging: Averaging
@@ -46,12 +46,12 @@ class CompressedExchange(GradientExchange):
         compressor.regroup()
         self._compressor = compressor
         self._wire = Wire(group, traffic)
-        self._underway: list[Underway] = []
-        self._works: dict[int, Completion] = {}
+        self._averages: list[BucketAverage] = []
+        self._works: dict[int, Underway] = {}
 
     def begin(self, step: int) -> None:
         super().begin(step)
-        self._underway.clear()
+        self._averages.clear()
         self._works.clear()
         self._compressor.begin(step)
 
@@ -62,40 +62,41 @@ class CompressedExchange(GradientExchange):
             [self._name_of(parameter) for parameter in parameters],
             [parameter.shape for parameter in parameters],
         )
-        underway = Underway(
+        average = BucketAverage(
             self._compressor.averaging(packed, self._wire), self.waiter.new_completion()
         )
-        self._underway.append(underway)
-        self._go_on(len(self._underway) - 1)
+        self._averages.append(average)
+        self._go_on(len(self._averages) - 1)
         if bucket.is_last():
             self._finish()
-        return underway.completion
+        return average.completion
 
     @torch.no_grad()
     def _go_on(self, index: int) -> None:
         """Compute up to the bucket's next collective and begin that, or set its completion."""
-        underway = self._underway[index]
-        work = next(underway.averaging, None)
+        average = self._averages[index]
+        work = next(average.averaging, None)
         if work is None:
-            self.waiter.complete(underway.completion, "")
+            self.waiter.complete(average.completion, "")
         else:
-            self._works[index] = self.waiter.completion_of(work)
+            self._works[index] = self.waiter.begin(work)
 
     def _finish(self) -> None:
         """Take all buckets to their ends, one collective at a time each."""
         while self._works:
             for index in sorted(self._works):
-                reason = self._works.pop(index).wait()
-                if reason:
-                    self._fail(reason)
+                try:
+                    self._works.pop(index).wait()
+                except RuntimeError as error:
+                    self._fail(str(error) or "a collective failed without a reason")
                     return
                 self._go_on(index)
 
     def _fail(self, reason: str) -> None:
         self._works.clear()
-        for underway in self._underway:
-            self.waiter.complete(underway.completion, reason)
-        self._underway.clear()
+        for average in self._averages:
+            self.waiter.complete(average.completion, reason)
+        self._averages.clear()
 
 
 def exchange_for(

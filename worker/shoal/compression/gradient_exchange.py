@@ -1,5 +1,6 @@
 """Gradients averaged over the members, and who is at fault when the average is not a number."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -8,17 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.waiter import AbortableWaiter, Completion
+from shoal.backends.abortable.waiter import AbortableWaiter, Completion, Underway
 from shoal.compression.wire import Traffic
-from shoal.model.gradients import is_finite
+from shoal.model.gradients import are_finite, is_finite, is_on_host
 from shoal.torch_private.c10d import GradBucket
+from shoal.torch_private.tensors import after_backward, foreach_norm
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
 class GradientExchange:
     """Averages the gradients of one generation; `average` is its hook in DDP.
 
-    DDP waits for completions of ours, so that an abort of `waiter` frees the trainer.
+    DDP waits for completions of ours, so that an abort of `waiter` frees the trainer. With NCCL
+    these are set before the averages are there; so the backward pass ends with a wait for the works
+    themselves, and whoever reads gradients behind it reads averages.
     """
 
     aborts_for_good: ClassVar[bool] = False
@@ -38,14 +42,16 @@ class GradientExchange:
         self._name_of = name_of
         self._traffic = traffic or Traffic()
         self._averaged: list[Tensor] = []
+        self._underway: list[Underway] = []
+        """What the backward pass has begun and not waited for yet."""
         self._fault = ""
+        self._norms: list[tuple[Tensor, Tensor]] = []
+        """Of parameters on a GPU: the largest element of this member's own gradient."""
         self._complete = False
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
-        if not self._fault and not is_finite(gradients):
-            pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            self._fault = next(self._name_of(p) for p, g in pairs if not is_finite(g))
+        self._look(bucket)
         # DDP sends its buckets in order, the last one only behind all others.
         self._complete = self._complete or bucket.is_last()
         if self._alone:
@@ -53,7 +59,27 @@ class GradientExchange:
             done.set_result(gradients)
             return done
         self._averaged.append(gradients)
-        return self._begin_average(bucket).then(partial(_averaged, gradients))
+        completion = self._begin_average(bucket)
+        if bucket.is_last():
+            after_backward(self._arrive)
+        return completion.then(partial(_averaged, gradients))
+
+    def _look(self, bucket: GradBucket) -> None:
+        """Find out whether this member's own gradients are finite, or how to find out later."""
+        gradients = bucket.buffer()
+        if not is_on_host(gradients):
+            # Only begun: to read it now would hold up the backward pass, bucket for bucket.
+            norms = foreach_norm(bucket.gradients(), math.inf)
+            self._norms.extend(zip(bucket.parameters(), norms, strict=True))
+        elif not self._fault and not is_finite(gradients):
+            pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            self._fault = next(self._name_of(p) for p, g in pairs if not is_finite(g))
+
+    def _arrive(self) -> None:
+        """Let whoever goes on behind the backward pass find averages."""
+        underway, self._underway = self._underway, []
+        for each in underway:
+            each.wait()
 
     def _begin_average(self, bucket: GradBucket) -> Completion:
         """Average the bucket in place; the completion is set when that is done or has failed."""
@@ -63,7 +89,9 @@ class GradientExchange:
         gradients.div_(self._world_size)
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None
-        return self.waiter.completion_of(work)
+        underway = self.waiter.begin(work)
+        self._underway.append(underway)
+        return underway.completion
 
     @property
     def complete(self) -> bool:
@@ -80,8 +108,10 @@ class GradientExchange:
     def begin(self, step: int) -> None:
         """Forget the last step; `step` are committed."""
         self._averaged.clear()
+        self._underway.clear()
         self.waiter.forget()
         self._fault = ""
+        self._norms.clear()
         self._complete = False
 
     def check(self, step: int) -> None:
@@ -90,9 +120,10 @@ class GradientExchange:
         NonFiniteGradient where the local gradient was at fault, or on all ranks if only the sum
         was; GenerationBroken where another's was: it is about to leave.
         """
-        if all(map(is_finite, self._averaged)) and not (self._alone and self._fault):
+        if are_finite(self._averaged) and not (self._alone and self._own_fault()):
             self._traffic.end_step()
             return
+        self._own_fault()
         # The averages are the same everywhere, so every rank comes here or none does.
         faults = torch.zeros(self._world_size, dtype=torch.int64)
         faults[self._group.rank()] = int(bool(self._fault))
@@ -117,6 +148,13 @@ class GradientExchange:
         raise GenerationBroken(
             f"the gradient of rank {', '.join(ranks)} is not finite at step {step}; it leaves"
         )
+
+    def _own_fault(self) -> str:
+        """The parameter in whose own gradient this member saw a NaN or Inf; empty: in none."""
+        norms, self._norms = self._norms, []
+        if not self._fault and not are_finite([norm for _, norm in norms]):
+            self._fault = next(self._name_of(p) for p, norm in norms if not is_finite(norm))
+        return self._fault
 
 
 def _averaged(gradients: Tensor, completion: Completion) -> Tensor:

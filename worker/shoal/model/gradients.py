@@ -1,7 +1,7 @@
 """Gradients of a module: whether they are finite, and whose backward pass brought them."""
 
 import cmath
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,21 @@ def is_finite(tensor: Tensor) -> bool:
     # A NaN or Inf anywhere makes the sum one, so the usual case is a single pass; the sum of
     # finite numbers can overflow, so only the exact test condemns.
     return cmath.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all elements of all of them are; on a GPU this waits once and not for each."""
+    if tensors and not is_on_host(tensors[0]):
+        sums = torch.stack([tensor.sum().abs().float() for tensor in tensors])
+        if cmath.isfinite(sums.sum().item()):
+            return True
+    return all(map(is_finite, tensors))
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether to look at the tensor is to wait for nothing. On a GPU it is to wait until all that
+    was begun there is done."""
+    return tensor.device.type == "cpu"
 
 
 def bare_backward() -> InvalidSpec:

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,25 @@ from shoal.backends.network.gloo import can_be_cut
 
 Completion = torch.futures.Future[str]
 """What a waiting thread is let through: the reason if what it waited for has failed, or ""."""
+
+
+@dataclass(frozen=True)
+class Underway:
+    """A collective that has begun."""
+
+    work: dist.Work
+    completion: Completion
+
+    def wait(self) -> None:
+        """Return when it has ended; raises RuntimeError if it failed or was aborted.
+
+        NCCL's work is complete as soon as it is begun, and its result is not there yet: only behind
+        `work.wait()` does the stream of this thread compute with it.
+        """
+        reason = self.completion.wait()
+        if reason:
+            raise RuntimeError(reason)
+        self.work.wait()
 
 
 class AbortableWaiter:
@@ -42,12 +62,15 @@ class AbortableWaiter:
     def wait(self, work: dist.Work | None) -> None:
         """Return when the collective has ended; raises RuntimeError if it failed."""
         assert work is not None, "asked for asynchronously, by a rank of the group"
-        reason = self.completion_of(work).wait()
-        self.forget()
-        if reason:
-            raise RuntimeError(reason)
-        # At its end already; on a GPU what is computed next waits for it too.
-        work.wait()
+        underway = self.begin(work)
+        try:
+            underway.wait()
+        finally:
+            self.forget()
+
+    def begin(self, work: dist.Work) -> "Underway":
+        """The collective, to be waited for later, behind others of the same trainer."""
+        return Underway(work, self.completion_of(work))
 
     @property
     def is_waiting(self) -> bool:

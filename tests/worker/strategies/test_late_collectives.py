@@ -1,0 +1,71 @@
+"""Over groups like NCCL's, whose collectives are done before they have brought anything.
+
+`support.collectives.late_groups` says how: what is read without waiting for the work is what was
+there before.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import pytest
+import torch
+from support.collectives.late_groups import late_groups
+from support.collectives.strategy_runs import Manner, Run, by_a_rank, difference
+from torch import Tensor, nn
+
+import shoal
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.data.batches import Loader, Order
+from shoal.strategies.base import Strategy
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 4))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def loader() -> Loader:
+    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    targets = (inputs.sum(1) > 0).long()
+    return Loader((inputs, targets), Order(num_samples=40, global_batch_size=10, num_epochs=9))
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs.float(), targets)
+
+
+STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
+    # Several buckets.
+    "ddp": partial(shoal.DDP, bucket_mb=1e-4),
+    "zero1": partial(shoal.Zero1, copies=0),
+    "zero2": partial(shoal.Zero2, copies=0),
+    "fsdp": partial(shoal.FSDP, min_group_bytes=100, copies=0),
+    "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
+    "pipeline": partial(shoal.Pipeline, copies=0),
+    **{
+        f"ddp with {name}": partial(shoal.DDP, bucket_mb=1e-4, compression=name)
+        for name in ("fp16", "int8", "one-bit", "top-k", "powersgd")
+    },
+}
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipping"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> None:
+    """So the weights are bit for bit those of a group whose collectives end when they are done."""
+    run = Run(
+        build=build,
+        loader=loader,
+        loss=loss,
+        num_steps=8,
+        manner=Manner(max_norm=0.1) if clips else Manner(),
+    )
+    expected = run_in_memory(by_a_rank, 2, run, STRATEGIES[strategy])
+    with late_groups():
+        late = run_in_memory(by_a_rank, 2, run, STRATEGIES[strategy])
+    for ours, theirs in zip(late, expected, strict=True):
+        assert difference(ours, theirs) == 0
