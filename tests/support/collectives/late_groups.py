@@ -5,6 +5,8 @@
 - What it brings is there for whoever waits for the work, and for nobody else. On a GPU that is the
   stream of the thread that waits; here it is the thread.
 - What is aborted ends well, with half of what it was to bring.
+
+Only `int64` travels as on the host, as the small messages do by which members agree.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,14 +15,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from support.collectives.strategy_runs import TheRunsOwn
 from torch import Tensor
 
 from shoal.backends.in_memory import group as in_memory
 from shoal.backends.in_memory.group import InMemoryGroup
 from shoal.backends.in_memory.meeting import Complete
 from shoal.backends.process_group.pending import Pending
+from shoal.torch_private.c10d import abort_on
 from shoal.torch_private.tensors import pytree
+from shoal_proto.errors import GenerationBroken
 
 
 class LateWork(Pending):
@@ -31,16 +35,10 @@ class LateWork(Pending):
         self._inner, self._arrivals, self._group = inner, arrivals, group
 
     def finish(self, timeout_s: float) -> None:
-        aborted = False
-        try:
-            self._inner.finish(timeout_s)
-        except dist.DistBackendError:
-            if not self._group.aborted:
-                raise
-            aborted = True
+        self._inner.finish(timeout_s)
         arrivals, self._arrivals = self._arrivals, ()
         for result, arrived in arrivals:
-            if aborted or self._group.aborted:
+            if self._group.aborted:
                 half = result.numel() // 2
                 result.view(-1)[:half].zero_()
             else:
@@ -68,11 +66,12 @@ class LateGroup(InMemoryGroup):
 
     def abort(self) -> None:
         self.aborted = True
-        super().abort()
 
     def _post(
         self, kind: str, results: Sequence[Tensor], given: Any, complete: Complete
     ) -> Pending:
+        if results and all(result.dtype is torch.int64 for result in results):
+            return super()._post(kind, results, given, complete)
         # What other ranks write into are copies; what comes of them is shown to who waits.
         shadows: dict[int, Tensor] = {}
 
@@ -83,6 +82,21 @@ class LateGroup(InMemoryGroup):
 
         inner = super()._post(kind, [], pytree.tree_map(shadow, given), complete)
         return LateWork(inner, [(each, shadows[id(each)]) for each in results], self)
+
+
+class LateRunGroup(TheRunsOwn):
+    """A late group of a run of ranks as that of a generation, which can be cut."""
+
+    def __init__(self) -> None:
+        self._reason = ""
+
+    def cut(self, reason: str) -> None:
+        self._reason = reason
+        abort_on(torch.device("cpu"))
+
+    def check(self) -> None:
+        if self._reason:
+            raise GenerationBroken("a collective was aborted", seen=self._reason)
 
 
 @contextmanager

@@ -72,6 +72,9 @@ class TheRunsOwn:
     def cut(self, reason: str) -> None:
         raise AssertionError("nobody is lost in these tests")
 
+    def check(self) -> None:
+        pass
+
     def retire(self) -> None:
         pass
 
@@ -79,10 +82,15 @@ class TheRunsOwn:
         raise AssertionError("nothing hangs in these tests")
 
 
-def over_the_run(strategy: SynchronousStrategy) -> None:
+def over_the_run(strategy: SynchronousStrategy, group: Group | None = None) -> None:
     """Let all generations of the strategy have the group of the run that they are in."""
-    group: Group = TheRunsOwn()
-    strategy._new_group = lambda generation: group  # type: ignore[method-assign]
+    group = group or TheRunsOwn()
+
+    def new_group(generation: Generation) -> Group:
+        strategy._generation_group._group = group
+        return group
+
+    strategy._new_group = new_group  # type: ignore[method-assign]
 
 
 def generation_of(
@@ -188,9 +196,9 @@ def by_one_process(run: Run) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def entered(run: Run, strategy: SynchronousStrategy) -> tuple[int, int]:
+def entered(run: Run, strategy: SynchronousStrategy, group: Group | None = None) -> tuple[int, int]:
     """Let this rank's strategy enter a generation of all ranks; its share of each batch."""
-    over_the_run(strategy)
+    over_the_run(strategy, group)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = run.build(rank)
     strategy.distribute(model, optimizer)

@@ -4,19 +4,30 @@
 there before.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import pytest
 import torch
-from support.collectives.late_groups import late_groups
-from support.collectives.strategy_runs import Manner, Run, by_a_rank, difference
+import torch.distributed as dist
+from support.collectives.late_groups import LateRunGroup, late_groups
+from support.collectives.strategy_runs import (
+    Manner,
+    Run,
+    by_a_rank,
+    difference,
+    entered,
+    take_step,
+)
 from torch import Tensor, nn
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader, Order
 from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal_proto.errors import GenerationBroken
 
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -69,3 +80,49 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
         late = run_in_memory(by_a_rank, 2, run, STRATEGIES[strategy])
     for ours, theirs in zip(late, expected, strict=True):
         assert difference(ours, theirs) == 0
+
+
+def steps_of_a_cut_member(strategy: SynchronousStrategy, where: str) -> tuple[int, bool]:
+    """How many steps a rank has committed whose group is cut in its second one, on rank 0; and
+    whether it has a state to offer then."""
+    run = Run(build=build, loader=loader, loss=loss)
+    group, armed = LateRunGroup(), [False]
+
+    def cut(*_: object) -> None:
+        if armed[0] and dist.get_rank() == 0:
+            group.cut("the test said so")
+
+    def loss_function(outputs: Tensor, targets: Tensor) -> Tensor:
+        if where == "in the passes":
+            cut()
+        return loss(outputs, targets)
+
+    share = entered(run, strategy, group)
+    if where == "in the update":
+        strategy._optimizer.register_step_post_hook(cut)  # type: ignore[attr-defined]
+    batches = loader()
+    take_step(strategy, batches.synchronous(0, *share), loss_function)
+    armed[0] = True
+    with contextlib.suppress(GenerationBroken, dist.DistError):
+        take_step(strategy, batches.synchronous(1, *share), loss_function)
+    return strategy.step, getattr(strategy, "_whole", True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp with powersgd", "zero1", "zero2", "fsdp"])
+def test_no_step_is_committed_with_half_of_a_collective(strategy: str) -> None:
+    """All members say that they take it, and what is left of an aborted message are numbers."""
+    with late_groups():
+        cut, _ = run_in_memory(
+            lambda: steps_of_a_cut_member(STRATEGIES[strategy](), "in the passes"), 2
+        )
+    assert cut == (1, True)
+
+
+def test_half_of_an_update_is_nobodys_state() -> None:
+    """ZeRO-1 sends behind the update what each owner has updated."""
+    with late_groups():
+        cut, other = run_in_memory(
+            lambda: steps_of_a_cut_member(STRATEGIES["zero1"](), "in the update"), 2
+        )
+    assert cut == (1, False)
+    assert other == (2, True)

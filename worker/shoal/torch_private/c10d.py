@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch._C import _distributed_c10d as _native
 from torch._C._distributed_c10d import (
     GradBucket,
@@ -24,6 +25,8 @@ abort_process_group = _c10d._abort_process_group
 pg_config_info = _c10d._World.pg_config_info
 """The one property of torch's table of groups that it computes."""
 
+_GOOD = "SUCCESS"
+
 
 def groups_table() -> Any:
     """torch's table of this process' groups, or what stands in for it."""
@@ -39,6 +42,41 @@ def all_groups() -> Mapping[Any, Any]:
     """Every group that torch knows of."""
     groups: Mapping[Any, Any] = _c10d._world.pg_map
     return groups
+
+
+def abort_on(device: torch.device) -> None:
+    """Abort what runs on the device in every group of this process. Any thread.
+
+    All in one region of the backend's, where it has that: one abort would else wait for another
+    (pytorch issue 119797).
+    """
+    backends = _backends(device)
+    grouped = [each for each in backends if hasattr(each, "_group_start")][:1]
+    for each in grouped:
+        each._group_start()
+    try:
+        for each in backends:
+            each.abort()
+    finally:
+        for each in grouped:
+            each._group_end()
+
+
+def fault_on(device: torch.device) -> str:
+    """An error on the device that the backend of a group of this process tells of; empty: none."""
+    return next(
+        (name for each in _backends(device) if (name := each.get_error().name) != _GOOD), ""
+    )
+
+
+def _backends(device: torch.device) -> list[Any]:
+    found: list[Any] = []
+    for group in list(all_groups()):
+        try:
+            found.append(group._get_backend(device))
+        except RuntimeError:
+            continue  # a group of the host's alone
+    return found
 
 
 def isolate_threads(on: bool) -> None:

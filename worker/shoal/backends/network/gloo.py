@@ -128,6 +128,9 @@ class GlooGroup:
                 reason=self._reason,
             )
 
+    def check(self) -> None:
+        """Nothing to look at: an operation that a cut has ended raises."""
+
     def retire(self) -> None:
         # Reached while torch still holds the group: DDP's reducer must never be the last to do so,
         # it would wait for Gloo's threads with the interpreter locked.

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from shoal.backends.network.sockets import shut_connections
 from shoal.backends.network.stores import AnnouncingStore
 from shoal.backends.process_group.interface import Seat, refuse_default_group
-from shoal.torch_private.c10d import Store, abort_process_group
+from shoal.torch_private.c10d import Store, abort_on, abort_process_group, fault_on
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
+_CUDA = torch.device("cuda")
 _FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog", "gloo", "closed by peer")
 
 
@@ -98,7 +99,17 @@ class NcclGroup:
         self._store.abort(self._reason)
         shut_connections(self._store.announced)
         if group is not None:
-            group._get_backend(torch.device("cuda")).abort()
+            # Also those of meshes and of copies at peers: whoever waits there is to be let go too.
+            abort_on(_CUDA)
+
+    def check(self) -> None:
+        """An abort ends a collective well, with the half of what it was to bring (torchft, pull
+        request 147). Each abort, of `cut` or of torch's watchdog, is known before it does that."""
+        torch.cuda.current_stream().synchronize()
+        if fault := self._reason or fault_on(_CUDA):
+            raise GenerationBroken(
+                f"a collective of generation {self._seat.generation} was aborted", seen=fault
+            )
 
     def retire(self) -> None:
         with self._lock:

@@ -45,6 +45,13 @@ class Group(Protocol):
     def cut(self, reason: str) -> None:
         """Make every operation of the group raise, under way or yet to come. Any thread, quick."""
 
+    def check(self) -> None:
+        """Raise GenerationBroken if a collective that ended well may have brought only a part.
+
+        Called before what came of collectives changes the state for good. Where an abort lets
+        them end well, this waits for all that the trainer has begun on its device.
+        """
+
     def retire(self) -> None:
         """Stop being the default group; let go of the rest when nothing in it runs any more.
 

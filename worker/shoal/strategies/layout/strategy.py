@@ -304,9 +304,12 @@ class LayoutStrategy(SynchronousStrategy):
             )
         layout.check()
         self._settle()
+        self._generation_group.check()
         self._whole = False
         local_step.step(self._optimizer)
         layout.stepped()
+        # Once more, of what the layout has sent: in half an update nobody finds a state.
+        self._generation_group.check()
         self._whole = True
         self._commit_step()
         if self._step == 1:

@@ -213,6 +213,7 @@ class DDP(SynchronousStrategy):
         self._settle()
         # Before the optimizer steps: what fails here leaves the state of the last step.
         replica.running.share(group)
+        self._generation_group.check()
         self._optimizer.step()
         self._commit_step()
         self._checkpoint()

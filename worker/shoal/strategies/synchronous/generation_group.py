@@ -61,6 +61,12 @@ class GenerationGroup:
         self._opened = opened = group.open()
         return opened
 
+    def check(self) -> None:
+        """See `Group.check`."""
+        group = self._group
+        if group is not None:
+            group.check()
+
     @property
     def is_connected(self) -> bool:
         """Whether there is a group that was not let go of."""
