@@ -9,10 +9,14 @@ through a proxy. Each running job has one member, a worker's own membership with
 `takeover_1000_jobs`: from the SIGKILL of the leader until the other one serves.
 `takeover_jobs_disturbed`: running jobs of which, after it, a member was lost or broken off, or
 which form another generation; within 10 s, of all take-overs.
-`many_jobs_idle_cores`: CPU cores of the leader with all these jobs, of which the running ones beat
-twice a second.
+`many_jobs_idle_cores`: CPU cores of the leader with the jobs that are over, and nobody there.
+`many_jobs_running_cores`: with the running ones too, whose members beat twice a second, each in a
+call of its own.
 `many_jobs_metrics_s`: the median time of a GET of `/metrics`.
 `health_cores_100`: cores that one report a second from each of 100 members of one job takes.
+`etcd_growth_mb_per_hour`: by how much the database of etcd grows in an hour of 30 asynchronous jobs
+of 50 members, each of which takes and completes a batch twice a second; measured on one job for a
+minute, nothing compacted, and multiplied by 30.
 """
 
 import asyncio
@@ -26,8 +30,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from random import random
 from statistics import median
 
+import grpc.aio
 import httpx
 from membership import cpu_s
 from rows import Row, publish
@@ -38,6 +44,8 @@ from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.samples_pb2 import LeaseRequest
+from shoal_proto.v1.samples_pb2_grpc import SamplesStub
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.core.driver.job_write import StateRecord
@@ -58,6 +66,8 @@ from shoal_server.etcd.remote.config import EtcdConfig
 
 NUM_OVER, NUM_RUNNING, NUM_GENERATIONS = 1000, 20, 3
 NUM_REPORTING = 100
+NUM_ASYNC, NUM_ASYNC_ASKED_FOR, NUM_ASYNC_MEMBERS = 1, 30, 50
+BATCH, BATCHES_PER_S, GROWTH_S = 32, 2.0, 60.0
 DELAY_S = 0.001
 """Each way."""
 START_S, SETTLE_S, MEASURE_S = 60.0, 10.0, 20.0
@@ -262,6 +272,56 @@ def health_cores(process: Process, url: str, sessions: list[MemberSession], job:
     return busy - idle
 
 
+async def _take_batches(session: MemberSession, samples: SamplesStub, until_s: float) -> int:
+    """Of one member at its pace: how many batches it completed."""
+    request = LeaseRequest(token=session.token, dataset_size=10**9, num_epochs=1)
+    request.num_samples = BATCH
+    due_s, num_batches = time.monotonic() + random() / BATCHES_PER_S, 0
+    while due_s < until_s:
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        request.sequence += 1
+        leased = await samples.Lease(request)
+        del request.completed[:]
+        request.completed.append(leased.range)
+        due_s, num_batches = due_s + 1 / BATCHES_PER_S, num_batches + 1
+    return num_batches
+
+
+async def _take_all_batches(sessions: list[MemberSession], address: str) -> float:
+    """Batches a second and member."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        samples, until_s = SamplesStub(channel), time.monotonic() + GROWTH_S
+        taken = await asyncio.gather(*(_take_batches(s, samples, until_s) for s in sessions))
+    return sum(taken) / len(sessions) / GROWTH_S
+
+
+def etcd_mb(endpoint: str) -> float:
+    """What is in use of etcd's database."""
+    told = httpx.get(f"http://{endpoint}/metrics", trust_env=False).raise_for_status().text
+    name = "etcd_mvcc_db_total_size_in_use_in_bytes "
+    return float(next(x for x in told.splitlines() if x.startswith(name)).split()[1]) / 1e6
+
+
+def growth_mb_per_hour(addresses: list[str], leader: str, etcd: str, stack: ExitStack) -> float:
+    """Of as many jobs as are asked for, at the pace that the members are to have."""
+    with ThreadPoolExecutor(NUM_ASYNC * NUM_ASYNC_MEMBERS) as pool:
+        sessions = list(
+            pool.map(
+                lambda n: joined(
+                    addresses, f"async-{n % NUM_ASYNC}", f"m{n:03d}", NUM_ASYNC_MEMBERS
+                ),
+                range(NUM_ASYNC * NUM_ASYNC_MEMBERS),
+            )
+        )
+    for session in sessions:
+        stack.callback(session.close)
+    before_mb = etcd_mb(etcd)
+    pace = asyncio.run(_take_all_batches(sessions, leader))
+    grown_mb = etcd_mb(etcd) - before_mb
+    print(f"{pace:.2f} batches a second and member; etcd grew by {grown_mb:.2f} MB", flush=True)
+    return grown_mb * NUM_ASYNC_ASKED_FOR / NUM_ASYNC * 3600 / GROWTH_S
+
+
 def main() -> None:
     num_runs = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor, ExitStack() as stack:
@@ -270,6 +330,8 @@ def main() -> None:
         asyncio.run(write_jobs(etcd.endpoint))
         both = Coordinators(supervisor, directory, DelayProxy(etcd.endpoint).endpoint)
         addresses = [both.start(), both.start()]
+        time.sleep(SETTLE_S)
+        idle = cores(both.leader[0].pid, MEASURE_S)
         for number in range(NUM_RUNNING):
             stack.callback(joined(addresses, f"runs-{number:02d}", "a").close)
         before, took_s, disturbed = jobs(both.leader[2]), [], 0
@@ -286,8 +348,8 @@ def main() -> None:
             disturbed += len(wrong)
             print(f"served after {took_s[-1]:.2f} s; disturbed: {wrong}", flush=True)
         process, _, url = both.leader
-        idle, asked_s = cores(process.pid, MEASURE_S), metrics_s(url)
-        print(f"idle {idle:.4f} cores; /metrics {asked_s:.4f} s", flush=True)
+        busy, asked_s = cores(process.pid, MEASURE_S), metrics_s(url)
+        print(f"idle {idle:.4f}, running {busy:.4f} cores; /metrics {asked_s:.4f} s", flush=True)
         with ThreadPoolExecutor(16) as pool:
             reporters = list(
                 pool.map(
@@ -298,14 +360,17 @@ def main() -> None:
         for session in reporters:
             stack.callback(session.close)
         reporting = health_cores(process, url, reporters, "reports")
+        growth = growth_mb_per_hour(addresses, both.leader[1], etcd.endpoint, stack)
     publish(
         "many_jobs",
         [
             Row(metric="takeover_1000_jobs", value=median(took_s), unit="s", runs=num_runs),
             Row(metric="takeover_jobs_disturbed", value=disturbed, unit="jobs", runs=num_runs),
             Row(metric="many_jobs_idle_cores", value=idle, unit="cores", runs=1),
+            Row(metric="many_jobs_running_cores", value=busy, unit="cores", runs=1),
             Row(metric="many_jobs_metrics_s", value=asked_s, unit="s", runs=10),
             Row(metric="health_cores_100", value=reporting, unit="cores", runs=1),
+            Row(metric="etcd_growth_mb_per_hour", value=growth, unit="MB", runs=1),
         ],
     )
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import atexit
-from collections.abc import Callable, Coroutine, Generator, Sequence
+import json
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+from support.sim.releases import MARK, Release, written
 from support.sim.virtual_time import Clock, Process, Steps, Wait
 
 from shoal_proto.errors import Unavailable
@@ -65,6 +67,8 @@ class SimEtcd:
         self.loses_answers = True
         self.records: dict[Generation, list[Record]] = {}
         """All that were written, by generation; the last of each stands."""
+        self.was_marked = False
+        """Whether the next release has written the job's own record."""
         self.on_write: Callable[[Record], None] = lambda record: None
 
     # --- who leads ---
@@ -82,9 +86,9 @@ class SimEtcd:
 
     # --- what a leader does with it ---
 
-    def connected(self, process: Process) -> "SimConnection":
+    def connected(self, process: Process, release: Release) -> "SimConnection":
         """The store as a coordinator's process has it."""
-        return SimConnection(self, process)
+        return SimConnection(self, process, release)
 
     def away_s(self) -> float:
         """How long it takes to be answered, if one asks now."""
@@ -125,6 +129,8 @@ class SimEtcd:
 
     def _note(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
+            if isinstance(operation, Put) and operation.key.endswith("/state"):
+                self.was_marked |= MARK.items() <= json.loads(operation.value).items()
             if isinstance(operation, Put) and "/generations/" in operation.key:
                 record = self._record(operation)
                 written = self.records.setdefault(record.roster.generation, [])
@@ -163,6 +169,11 @@ class SimEtcd:
         """All that were written of that generation."""
         return self.records.get(record.roster.generation, ())
 
+    def state(self, job: str) -> Mapping[str, object]:
+        """The job's own record, all that it says."""
+        item = _done(self._memory.get(keys.job_state(job)))
+        return dict(json.loads(item.value)) if item is not None else {}
+
     def incarnation_of(self, job: str, member_id: str) -> str:
         """Of the process that is that member, as is durable; empty if nobody is."""
         item = _done(self._memory.get(keys.member(job, member_id)))
@@ -175,6 +186,7 @@ class SimConnection:
 
     etcd: SimEtcd
     process: Process
+    release: Release
 
     async def transact(
         self,
@@ -182,7 +194,8 @@ class SimConnection:
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> TransactionResult:
-        return await self.etcd.transact(compares, then, otherwise, self.process)
+        said = written(then, self.release)
+        return await self.etcd.transact(compares, said, otherwise, self.process)
 
 
 @cache

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from support.sim.errors import RefusedCall, Unavailable
 from support.sim.etcd import SimEtcd, awaited
+from support.sim.releases import JobsOfRelease, Release
 from support.sim.virtual_time import Box, Clock, Process, Steps, Wait
 
 from shoal_proto.errors import NotLeader
 from shoal_server.coordinator.persistence import codec
-from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
 from shoal_server.core.driver.actions import (
     Action,
@@ -100,9 +100,17 @@ class Leader:
     """The edge around the driver: what it writes, how that is fenced and what it finds when it
     takes over is the real code's, too; streams, calls and time are simulated."""
 
-    def __init__(self, clock: Clock, etcd: SimEtcd, spec: JobSpec, limits: Limits) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        etcd: SimEtcd,
+        spec: JobSpec,
+        limits: Limits,
+        release: Release = Release.NOW,
+    ) -> None:
         self.clock, self.etcd, self._spec, self._limits = clock, etcd, spec, limits
         self.process = Process(clock)
+        self.release = release
         self.leads = False
         self._lead(None, StoredChunks())
         self.connections: dict[Connection, None] = {}
@@ -138,7 +146,9 @@ class Leader:
     def take_over(self) -> None:
         """Be elected; then load what is durable, and lead."""
         fence = self.etcd.elect(self)
-        self._jobs = DurableJobs(self.etcd.connected(self.process), lambda: fence)
+        store = self.etcd.connected(self.process, self.release)
+        self._jobs = JobsOfRelease(store, lambda: fence)
+        self._jobs.release = self.release
         self.process.start(self._begin())
 
     def _begin(self) -> Steps[None]:

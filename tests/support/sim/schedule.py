@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable
 
 from support.sim.failover import PAUSE_S
+from support.sim.releases import MARK, mixed, uniform
 from support.sim.world import FIELDS, SimWorld
 
 from shoal_server.core.generations.roster import JobSpec
@@ -72,6 +73,8 @@ def _run(world: SimWorld, seed: int) -> None:
     bound_s = 3 * limits.join_s + limits.collective_s
     rested = world.run(bound_s, until=world.at_rest)
     job = world.leader.job
+    if world.store.was_marked:
+        assert MARK.items() <= world.store.state("j").items(), "what the next release wrote is gone"
     assert rested, f"not at rest: {job.phase}: {job.reason}"
     number, steps = job.last_generation, _steps(world)
     world.run(3.0)
@@ -86,13 +89,17 @@ def _steps(world: SimWorld) -> dict[str, int]:
     return {n: m.step for n, m in world.members.items() if m.living and m.is_in(running)}
 
 
-def simulate(seed: int) -> None:
-    """One run. Raises AssertionError with the story."""
+def simulate(seed: int, *, mixed_releases: bool | None = None) -> None:
+    """One run. Raises AssertionError with the story. `mixed_releases`: in every fourth seed, unless
+    it is said."""
+    if mixed_releases is None:
+        mixed_releases = seed % 4 == 3
     chance = random.Random(f"bounds {seed}")
     low = chance.choice([1, 1, 2])
     spec = JobSpec(job="j", min_members=low, max_members=chance.choice([3, 5]), desired_members=3)
     total = chance.choice([None, None, None, chance.randint(5, 60)])
-    world = SimWorld(spec, seed=seed, total_steps=total)
+    release_of = mixed(seed) if mixed_releases else uniform
+    world = SimWorld(spec, seed=seed, total_steps=total, release_of=release_of)
     world.checkpoint_every = chance.choice([0, 0, 3])
     try:
         _run(world, seed)

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from support.sim.errors import RefusedCall
 from support.sim.errors import Unavailable as NobodyAnswers
 from support.sim.leader import Connection, Leader
+from support.sim.releases import Release, said
 from support.sim.virtual_time import FOREVER_S, Box, Clock, Process, Steps, Wait, sleep
 
 from shoal_client.connection.back_off import BackOff
@@ -37,6 +38,7 @@ class Network(Protocol):
     def request(self, leader: Leader | None, event: events.Event, box: Box) -> None: ...
     def open(self, leader: Leader | None, stream: Connection, event: events.Joined) -> None: ...
     def lose(self) -> bool: ...
+    def release_of(self) -> Release: ...
 
 
 class SimSession:
@@ -53,6 +55,7 @@ class SimSession:
         on_record: Callable[[events.OutcomeNotice], None] = lambda notice: None,
     ) -> None:
         self.core = MemberCore(identity)
+        self.release = network.release_of()
         self.stream: Connection | None = None
         self._process, self._network = process, network
         self._judge, self._on_break, self._on_record = judge, on_break, on_record
@@ -137,7 +140,7 @@ class SimSession:
             )
         else:
             assert not isinstance(request, pb.HeartbeatRequest)
-            event = event_of(request)
+            event = event_of(said(request, self.release))
         try:
             yield from self._send(event, call.timeout_s)
         except ShoalError as error:
@@ -195,7 +198,7 @@ class SimSession:
             self._network.lose,
         )
         self.stream, self._shown, self._stream_leader = stream, "", self._leader
-        self._network.open(self._leader, stream, joined(opening.request))
+        self._network.open(self._leader, stream, joined(said(opening.request, self.release)))
         error: ShoalError
         while True:
             yield Wait(lambda: bool(stream.inbox) or stream.broken)
@@ -216,6 +219,7 @@ class SimSession:
             admitted = pb.Admitted(limits=codec.limits_to_pb(self._network.limits))
             return ev.NoticeCame(notice=pb.Notice(reason="admitted", admitted=admitted))
         known = isinstance(notice, events.OutcomeNotice) and notice.record.digest == self._shown
+        known = known and self.release is not Release.EARLIER
         form = RosterForm.LEFT_OUT if known else RosterForm.WHOLE
         message = codec.notice_to_pb(notice, self._last_generation(), form)
         if isinstance(notice, events.PrepareNotice):
@@ -225,6 +229,8 @@ class SimSession:
         refusal = None
         if isinstance(notice, events.RefusedNotice):
             refusal = codec.refusal_to_error(notice.refusal, self._last_generation())
+        leader = self._stream_leader
+        message = said(message, leader.release if leader is not None else self.release)
         return ev.NoticeCame(notice=message, refusal=refusal)
 
     def pass_drains(self) -> Steps[None]:

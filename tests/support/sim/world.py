@@ -7,6 +7,7 @@ from support.sim.errors import CollectiveFailed, Unavailable
 from support.sim.etcd import SimEtcd
 from support.sim.leader import Connection, Leader
 from support.sim.member import OwnCode, SimMember
+from support.sim.releases import Release, uniform
 from support.sim.virtual_time import Box, Clock
 
 from shoal_proto.errors import BringUpFailed, DeadlineExceeded, ShoalError
@@ -48,10 +49,19 @@ class Group:
 class SimWorld:
     """Members, a line of leaders, one store, and a network between them."""
 
-    def __init__(self, spec: JobSpec, *, seed: int, total_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        seed: int,
+        total_steps: int | None = None,
+        release_of: Callable[[], Release] = uniform,
+    ) -> None:
+        """`release_of` says of which release the next process is that is started."""
         self.clock, self.spec, self.limits = Clock(seed), spec, LIMITS
         self.random = self.clock.random
         self.total_steps = total_steps
+        self.release_of = release_of
         self.faulty = True
         self.story: list[str] = []
         self.store = SimEtcd(self.clock)
@@ -251,7 +261,8 @@ class SimWorld:
     # --- the line of leaders ---
 
     def _elect(self) -> Leader:
-        leader = Leader(self.clock, self.store, self.spec, self.limits)
+        release = self.release_of()
+        leader = Leader(self.clock, self.store, self.spec, self.limits, release)
         leader.check = lambda: self._check_job(leader)
         leader.log = self._logged
         leader.heartbeats = self._heartbeats

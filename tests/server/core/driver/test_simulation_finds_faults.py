@@ -64,6 +64,11 @@ def a_deposed_leader_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DurableJobs, "apply_to", apply_to)
 
 
+def what_a_later_release_wrote_is_lost(patch: pytest.MonkeyPatch) -> None:
+    """A job's own record has only what this release knows."""
+    patch.setattr(DurableJobs, "_with_more", lambda jobs, write: write)
+
+
 def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:
     """The word of a process that was replaced is refused, and yet shows its successor alive."""
     real = Arrivals.known
@@ -177,6 +182,7 @@ FAULTS: Mapping[Fault, Callable[[int], None]] = {
     told_before_it_is_durable: simulate,
     admitted_before_it_is_durable: simulate,
     a_deposed_leader_writes: simulate,
+    what_a_later_release_wrote_is_lost: simulate,
     a_refused_event_changes_the_state: simulate,
     a_lost_member_is_heard: simulate,
     a_deadline_runs_while_etcd_is_away: simulate,
