@@ -137,6 +137,18 @@ class ElasticController:
             else:
                 return generation
 
+    def stand(self, fields: dict[str, str]) -> Generation:
+        """The generation that this member is in, or the next one if that is over: for what is done
+        between two steps, where no planned change takes place.
+
+        Waits and raises as `ensure_generation`.
+        """
+        with drained():
+            if not self._is_ready:
+                self._form(fields)
+        assert self.generation is not None, "formed"
+        return self.generation
+
     def _end_of_script(self, strategy: Strategy) -> None:
         """The script asks for the next step: what it did behind the last one is done."""
         try:

@@ -1,13 +1,14 @@
 """A member of a job as a training script sees it."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from shoal.backends.process_group.interface import LONGEST_S
 from shoal.checkpoint.background import Checkpoints
@@ -21,14 +22,17 @@ from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.randomness.dropout import key_dropout
 from shoal.session.batch_sources import BatchSource, LeasedBatches, SynchronousBatches
 from shoal.session.elastic_controller import ElasticController
+from shoal.session.evaluation import Evaluation, Measure
 from shoal.session.micro_batches import scaled
 from shoal.session.script_calls import ScriptCalls
+from shoal.session.shared_calls import Reduction, SharedCalls, Value
 from shoal.session.step import Step, reason_of
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
 from shoal.state.registered.objects import RegisteredState, Stateful
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec, ShoalError
 
 PAUSE_S = 1800.0
@@ -336,6 +340,46 @@ class Session:
         step.note_loss(loss, fraction)
         return loss
 
+    def evaluate(
+        self,
+        data: Dataset | DataLoader[Any],
+        measure: Measure,
+        *,
+        batch_size: int | None = None,
+        collate: Collate | None = None,
+        limit_s: float = PAUSE_S,
+    ) -> dict[str, Any]:
+        """Sums over all samples of a data set, of which each member measures its share:
+
+            def measure(batch):
+                outputs = model(batch.inputs)
+                return {"correct": (outputs.argmax(1) == batch.targets).sum()}
+
+            accuracy = session.evaluate(test_set, measure, batch_size=64)["correct"] / len(test_set)
+
+        To be called by all members behind the same step, without gradients being computed. Each
+        sample counts once. If a member is lost meanwhile, the others begin again in the next
+        generation; the model is that of `step_number` then. Members may take `limit_s` seconds
+        for their shares, as in a `pause`. `batch_size` is a member's; a DataLoader gives its data
+        set, batch size and collate function.
+        """
+        self._check_between_steps("session.evaluate")
+        evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
+        return evaluation.run(
+            SharedCalls(self._controller, self._fields),
+            self._controller.strategy,
+            lambda: nullcontext() if self._paused else self.pause("evaluation", limit_s=limit_s),
+        )
+
+    def all_reduce(self, value: Value, op: Reduction = "sum") -> Any:
+        """The value of all members in one, "sum", "mean", "max" or "min": a number, a tensor, or
+        several of them by name. To be called by all members behind the same step.
+
+        If a member is lost meanwhile, the others' values are reduced, in the next generation.
+        """
+        self._check_between_steps("session.all_reduce")
+        return SharedCalls(self._controller, self._fields).all_reduce(value, op)
+
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the step's gradients to a common 2-norm of at most `max_norm`; returns the norm.
 
@@ -349,9 +393,21 @@ class Session:
         """The whole model by name, on the host, with the keys that the undistributed model has.
 
         Under strategies that spread parameters all members must call it, at the same step: between
-        two batches, or behind the last one within the `with` block.
+        two batches, or behind the last one within the `with` block. If one is lost meanwhile, the
+        others begin again in the next generation; the model is that of `step_number` then.
         """
-        return self._controller.strategy.state_dict()
+        strategy = self._controller.strategy
+        if not isinstance(strategy, SynchronousStrategy) or not strategy.state_is_spread:
+            return strategy.state_dict()
+        self._check_between_steps("session.state_dict")
+        calls = SharedCalls(self._controller, self._fields)
+        return calls.run("session.state_dict", lambda _, __: strategy.state_dict())
+
+    def _check_between_steps(self, call: str) -> None:
+        if self._step is not None and self._step.is_open:
+            raise InvalidSpec(
+                f"{call} within a step", expected="it behind the with session.step() block"
+            )
 
     def _guard_of_step(self) -> StepGuard:
         _ = self._controller.strategy  # raises where nothing is distributed
@@ -385,10 +441,19 @@ class Session:
 
     @property
     def rank(self) -> int:
+        """This member's in the present generation, from `batches` on: before the first batch,
+        asking waits for the others."""
         return self._present().rank
 
     @property
+    def is_first(self) -> bool:
+        """Whether this member has rank 0: for what is to be done once, such as to log. If that
+        member is lost, another one has rank 0. To be asked as `rank`."""
+        return self._present().rank == 0
+
+    @property
     def world_size(self) -> int:
+        """How many members the present generation has. To be asked as `rank`."""
         return self._present().world_size
 
     @property
@@ -397,12 +462,15 @@ class Session:
         return self._controller.strategy.step
 
     def _present(self) -> Generation:
-        if self._controller.generation is None:
+        if self._controller.generation is not None:
+            return self._controller.generation
+        if self._source is None:
             raise InvalidSpec(
                 "there is no generation yet",
-                expected="rank and world size to be asked for from the first batch on",
+                expected="rank and world size to be asked for behind session.batches(...), or from"
+                " the first step on",
             )
-        return self._controller.generation
+        return self._controller.stand(self._fields)
 
 
 def _devices_of(model: nn.Module) -> dict[str, str]:

@@ -42,6 +42,8 @@ class LayoutStrategy(SynchronousStrategy):
     samples. Without copies (0) a loss is survived only from a checkpoint.
     """
 
+    state_is_spread = True
+
     def __init__(self, *, copies: int = 1, copy_every_steps: int = 10) -> None:
         super().__init__()
         self._peer_checkpoints = PeerCheckpoints(copies=copies, every_steps=copy_every_steps)

@@ -25,6 +25,7 @@ from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckp
 from shoal.strategies.synchronous.generation_group import GenerationGroup
 from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.strategies.synchronous.step_agreement import StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal_client.connection.coordinators import Coordinators
@@ -49,6 +50,8 @@ class SynchronousStrategy(Strategy):
     carries = True
     passes_meet: ClassVar[bool] = True
     """Whether members communicate in the passes of a step."""
+    state_is_spread: ClassVar[bool] = False
+    """Whether it takes all members to put the model together."""
 
     def __init__(self) -> None:
         self._backend: Backend = GlooBackend()
@@ -57,6 +60,7 @@ class SynchronousStrategy(Strategy):
         self._coordinators: Coordinators | None = None
         self._checkpoints = GenerationCheckpoints()
         self._registered = RegisteredState()
+        self.position = ScriptPosition()
         self._step = 0
         self._has_state = False
         self._passes = StepPasses()
@@ -140,6 +144,7 @@ class SynchronousStrategy(Strategy):
             process_group = self._generation_group.open(group)
             opened_s = time.perf_counter()
             self._set_stage(TrainerStage.BRINGING_UP, generation.number, process_group)
+            self.position.meet(process_group, self._step, has_state=self._has_state)
             if self._registered:
                 members = [entry.member_id for entry in generation.entries]
                 self._compare_registered(process_group, members)
@@ -167,6 +172,13 @@ class SynchronousStrategy(Strategy):
             connect_s=round(opened_s - started_s, 4),
             state_s=round(time.perf_counter() - opened_s, 4),
         )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """That of the generation, between two steps. Raises GenerationBroken if it is over."""
+        if self._process_group is None:
+            raise GenerationBroken("there is no generation that stands")
+        return self._process_group
 
     def _new_group(self, generation: Generation) -> Group:
         assert self._coordinators is not None, "attach comes before enter"
@@ -325,6 +337,7 @@ class SynchronousStrategy(Strategy):
         self._step += 1
         self._passes.commit()
         self._registered.committed()
+        self.position.stepped()
 
     def finish(self) -> None:
         if self._process_group is None:

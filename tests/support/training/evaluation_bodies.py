@@ -1,0 +1,85 @@
+"""Members that do something together between two steps; one of them is lost meanwhile."""
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support.processes.ranks import Report
+from support.training import elastic_bodies
+from support.training.elastic_bodies import Elastic, build
+from support.training.elastic_bodies import numbers as data
+from support.training.rank_bodies import session_of
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from shoal.data.batches import Batch
+
+BATCH = 5
+"""Of a member in an evaluation: does not divide anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluating(Elastic):
+    """One member's part. `fault`: "kill in evaluation", "kill before state_dict"."""
+
+
+def measured(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    outputs = model(batch.inputs)
+    correct = int((outputs.argmax(1) == batch.targets).sum())
+    loss = cross_entropy(outputs, batch.targets, reduction="sum").double()
+    return {"samples": len(batch.inputs), "correct": correct, "loss": loss}
+
+
+def train(report: Report, run: Evaluating) -> None:
+    """One epoch; an evaluation and the whole model behind step `at_step` and behind the last."""
+    model, optimizer = build(run.optimizer, "layers")
+    fault = run.fault
+
+    def measure(batch: Batch) -> dict[str, Any]:
+        found = measured(model, batch)
+        if fault == "kill in evaluation" and batch.step == 1 and session.step_number > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    def look() -> None:
+        sums = session.evaluate(data(), measure, batch_size=BATCH)
+        metrics = {name: float(value) for name, value in sums.items()}
+        measured_at = session.step_number
+        if fault == "kill before state_dict":
+            os.kill(os.getpid(), signal.SIGKILL)
+        state = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
+        total = session.all_reduce(1)
+        # The state is gone back on if what a lost member held was copied before.
+        same = session.step_number == measured_at
+        place = {"step": session.step_number, "same": same}
+        report("looked", **place, metrics=metrics, state=state, total=total)
+
+    with session_of(run) as session:
+        model, optimizer = session.distribute(
+            model, optimizer, strategy=elastic_bodies.strategy_of(run)
+        )
+        for batch in session.batches(data(), global_batch_size=run.batch_size):
+            with session.step() as step:
+                session.backward(cross_entropy(model(batch.inputs), batch.targets))
+            if step.committed:
+                report("committed", step=batch.step, generation=session.generation)
+            if batch.step == run.at_step and step.committed:
+                look()
+        fault = ""
+        look()
+    report("finished", step=session.step_number)
+
+
+def check(looked: dict[str, Any]) -> None:
+    """The metrics are those that one process sums up with the same model."""
+    model = elastic_bodies.layers()
+    model.load_state_dict({k: torch.tensor(v) for k, v in looked["state"].items()})
+    inputs, targets = data()
+    with torch.no_grad():
+        outputs = model(inputs)
+    assert looked["metrics"]["samples"] == len(inputs)
+    assert looked["metrics"]["correct"] == int((outputs.argmax(1) == targets).sum())
+    loss = float(cross_entropy(outputs, targets, reduction="sum"))
+    assert abs(looked["metrics"]["loss"] - loss) < 1e-3

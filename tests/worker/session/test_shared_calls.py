@@ -1,0 +1,235 @@
+"""What members do together between two steps: evaluations, sums, the whole model. Each sample
+counts once, and the loss of a member ends nobody else."""
+
+import secrets
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from support.processes.ranks import Ranks
+from support.training import evaluation_bodies
+from support.training.elastic_bodies import NUM_SAMPLES, build
+from support.training.elastic_bodies import numbers as data
+from support.training.evaluation_bodies import BATCH, Evaluating
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.session.session import Session
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec
+
+WAIT_S = 60.0
+Body = Callable[[Session, Any, int], Any]
+"""(session, model, step): what a member does behind a step, and returns to the test."""
+
+
+def crew(cluster: LocalCluster, num_members: int, body: Body, **options: Any) -> list[Any]:
+    """What `body` returned behind each step on each member, a thread of this process."""
+    job = f"shared-{secrets.token_hex(4)}"
+
+    def member() -> Any:
+        model, optimizer = build("sgd", "layers")
+        found = []
+        with shoal.join(
+            job,
+            coordinator=cluster.coordinator,
+            backend="in-memory",
+            desired_members=num_members,
+        ) as session:
+            model, optimizer = session.distribute(model, optimizer, **options)
+            for batch in session.batches(data(), global_batch_size=50):
+                with session.step() as step:
+                    session.backward(cross_entropy(model(batch.inputs), batch.targets))
+                if step.committed:
+                    found.append(body(session, model, batch.step))
+        return found
+
+    with ThreadPoolExecutor(num_members) as threads:
+        ends = [threads.submit(member) for _ in range(num_members)]
+        return [end.exception(WAIT_S) or end.result() for end in ends]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("source", ["tensors", "loader"])
+def test_an_evaluation_counts_each_sample_once_on_three_members(
+    cluster: LocalCluster, strategy: str, source: str
+) -> None:
+    """101 samples by 5 on 3 members: shares differ, and the last batch leaves some without."""
+    given: Any = data()
+    if source == "loader":
+        given = DataLoader(TensorDataset(*data()), batch_size=BATCH, shuffle=True)
+
+    def body(session: Session, model: Any, step: int) -> Any:
+        sums = session.evaluate(
+            given,
+            lambda batch: evaluation_bodies.measured(model, batch),
+            batch_size=None if source == "loader" else BATCH,
+        )
+        state = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
+        metrics = {name: float(value) for name, value in sums.items()}
+        return {"metrics": metrics, "state": state}
+
+    found = crew(cluster, 3, body, strategy=strategy)
+    assert found[0] == found[1] == found[2]
+    for looked in found[0]:
+        evaluation_bodies.check(looked)
+
+
+def test_a_member_that_leaves_in_an_evaluation_takes_only_itself_out(
+    cluster: LocalCluster,
+) -> None:
+    """The others begin again: what they had summed up with it is let go of."""
+    failing = threading.Lock()
+
+    def body(session: Session, model: Any, step: int) -> Any:
+        def measure(batch: shoal.Batch) -> dict[str, int]:
+            if step == 1 and batch.step == 1 and failing.acquire(blocking=False):
+                raise ValueError("a bug of one member's")
+            return {"samples": len(batch.inputs)}
+
+        return session.evaluate(data(), measure, batch_size=BATCH)["samples"]
+
+    found = crew(cluster, 3, body)
+    assert sorted(type(each).__name__ for each in found) == ["ValueError", "list", "list"]
+    assert [each for each in found if isinstance(each, list)] == [[NUM_SAMPLES] * 3] * 2
+
+
+def test_values_of_all_members_are_reduced(cluster: LocalCluster) -> None:
+    def body(session: Session, model: Any, step: int) -> Any:
+        rank = session.rank
+        return [
+            session.all_reduce(rank + 1),
+            session.all_reduce(0.5 * rank, "mean"),
+            session.all_reduce(rank, "max"),
+            session.all_reduce({"a": torch.tensor([rank, 1]), "b": -rank}, "min"),
+            session.all_reduce(torch.tensor([1.0, rank]), "mean"),
+        ]
+
+    for each in crew(cluster, 3, body):
+        total, mean, highest, lowest, tensor = each[0]
+        assert (total, mean, highest) == (6, 0.5, 2)
+        assert type(total) is int
+        assert (lowest["a"].tolist(), lowest["b"]) == ([0, 1], -2)
+        assert tensor.tolist() == [1.0, 1.0]
+
+
+def refusals() -> list[Any]:
+    def calls(session: Session, model: Any, step: int) -> Any:
+        if session.rank == 0:
+            return session.all_reduce(1)
+        return session.evaluate(data(), lambda _: {"n": 1}, batch_size=BATCH)
+
+    def values(session: Session, model: Any, step: int) -> Any:
+        return session.all_reduce({"a": torch.zeros(1 + session.rank)})
+
+    def kinds(session: Session, model: Any, step: int) -> Any:
+        return session.all_reduce("a text")  # type: ignore[arg-type]
+
+    def nothing(session: Session, model: Any, step: int) -> Any:
+        return session.evaluate(data(), lambda _: 1, batch_size=BATCH)  # type: ignore[arg-type,return-value]
+
+    return [
+        pytest.param(calls, r"different things between two steps.*all_reduce", id="calls"),
+        pytest.param(values, r"different values.*\(1,\).*\(2,\)", id="shapes"),
+        pytest.param(kinds, "the value cannot be reduced", id="kinds"),
+        pytest.param(nothing, "measures nothing by name", id="no names"),
+    ]
+
+
+@pytest.mark.parametrize(("body", "words"), refusals())
+def test_members_that_do_not_do_the_same_are_told_what_each_does(
+    cluster: LocalCluster, body: Body, words: str
+) -> None:
+    """All of them, at once; nothing hangs."""
+    found = crew(cluster, 2, body)
+    assert all(isinstance(each, InvalidSpec) for each in found), found
+    for each in found:
+        with pytest.raises(InvalidSpec, match=words):
+            raise each
+
+
+def test_where_such_calls_stand_is_told(cluster: LocalCluster) -> None:
+    """Before the first batch a joiner would be alone in one; within a step it is no place."""
+    model, optimizer = build("sgd", "layers")
+    job = f"shared-{secrets.token_hex(4)}"
+    with shoal.join(job, coordinator=cluster.coordinator) as session:
+        replica, optimizer = session.distribute(model, optimizer)
+        with pytest.raises(InvalidSpec, match=r"session\.all_reduce before the first batch"):
+            session.all_reduce(1)
+        for batch in session.batches(data(), global_batch_size=101):
+            with session.step():
+                with pytest.raises(InvalidSpec, match=r"session\.all_reduce within a step"):
+                    session.all_reduce(1)
+                session.backward(cross_entropy(replica(batch.inputs), batch.targets))
+            assert session.all_reduce(2.5) == 2.5
+
+
+def test_ranks_hold_before_the_first_batch(cluster: LocalCluster) -> None:
+    """Exactly one member is the first, from `batches` on."""
+    job = f"shared-{secrets.token_hex(4)}"
+
+    def member() -> tuple[bool, int, int]:
+        model, optimizer = build("sgd", "layers")
+        with shoal.join(
+            job, coordinator=cluster.coordinator, backend="in-memory", desired_members=2
+        ) as session:
+            replica, optimizer = session.distribute(model, optimizer)
+            batches = session.batches(data(), global_batch_size=101)
+            told = session.is_first, session.rank, session.world_size
+            for batch in batches:
+                assert told == (session.is_first, session.rank, session.world_size)
+                with session.step():
+                    session.backward(cross_entropy(replica(batch.inputs), batch.targets))
+            assert session.step_number == 1
+            return told
+
+    with ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(member) for _ in range(2)]
+        assert sorted(end.result(WAIT_S) for end in ends) == [(False, 1, 2), (True, 0, 2)]
+
+
+@pytest.mark.sampled("fault")
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1", "tensor"])
+@pytest.mark.parametrize("fault", ["kill in evaluation", "kill before state_dict"])
+def test_survivors_of_a_kill_between_two_steps_go_on(
+    cluster: LocalCluster, fault: str, strategy: str
+) -> None:
+    """They have the metrics of all samples, and of the model that they then go on with."""
+    run = Evaluating(
+        coordinator=cluster.coordinator,
+        job=f"between-{secrets.token_hex(4)}",
+        member_id="",
+        strategy=strategy,
+        options={"min_split_bytes": 0} if strategy == "tensor" else {},
+        desired_members=3,
+        batch_size=24,
+        at_step=2,
+    )
+    with Ranks() as ranks:
+        members = [
+            ranks.start(
+                evaluation_bodies.train,
+                Evaluating(**{**vars(run), "member_id": name, "fault": fault * (name == "c")}),
+            )
+            for name in "abc"
+        ]
+        assert members[2].join() == -signal.SIGKILL
+        ends = [member.expect("finished") for member in members[:2]]
+        assert ends == [{"step": 5}] * 2
+        for member in members[:2]:
+            looked = [told for kind, told in member.seen if kind == "looked"]
+            assert looked[-1]["step"] == 5
+            assert looked[-1]["total"] == 2
+            checked = [told for told in looked if told["same"]]
+            for told in checked:
+                evaluation_bodies.check(told)
+            # Behind that step too, if not at first then when it was taken again.
+            assert {told["step"] for told in checked} >= {3, 5}
+            assert member.join() == 0
+        seen = [[told for kind, told in m.seen if kind == "looked"] for m in members[:2]]
+        assert seen[0] == seen[1]

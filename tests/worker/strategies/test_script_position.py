@@ -1,0 +1,67 @@
+"""What becomes of a call between two steps when its generation is over: confirmed, or made anew by
+those who are in it, with nobody else in their way."""
+
+import pytest
+
+from shoal.strategies.synchronous.script_position import AmidACall, ScriptPosition
+
+STEP = 7
+
+
+def met(*positions: tuple[int, ScriptPosition]) -> list[str]:
+    """How each goes on: "again" (its call), "on", or "away"; `(step, position)` of each."""
+    told = [position.words(step, has_state=step >= 0) for step, position in positions]
+    found = []
+    for step, position in positions:
+        try:
+            position.follow(told, step)
+        except AmidACall:
+            found.append("away")
+        else:
+            found.append("again" if position.in_call else "on")
+    return found
+
+
+def at(num_calls: int, state: str = "") -> ScriptPosition:
+    return ScriptPosition(
+        num_calls=num_calls, in_call=state == "in", unconfirmed=state == "returned"
+    )
+
+
+def test_a_call_is_made_anew_by_all_who_are_in_it() -> None:
+    crew = [at(1, "in"), at(1, "in")]
+    assert met((STEP, crew[0]), (STEP, crew[1])) == ["again", "again"]
+    assert [each.num_calls for each in crew] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "other", [(-1, at(0)), (STEP - 1, at(0)), (STEP, at(1, "returned"))], ids=str
+)
+def test_who_is_not_in_the_call_keeps_out_of_it(other: tuple[int, ScriptPosition]) -> None:
+    """A joiner, a member that did not commit the step, and one that has the result already."""
+    assert met((STEP, at(1, "in")), other) == ["again", "away"]
+
+
+def test_a_result_that_anybody_has_confirmed_is_everybodys() -> None:
+    crew = [at(2), at(1, "returned"), at(2, "in")]
+    assert met(*((STEP, each) for each in crew)) == ["away", "on", "again"]
+    assert (crew[1].num_calls, crew[1].unconfirmed) == (2, False)
+
+
+def test_a_result_that_all_have_is_confirmed_when_they_meet() -> None:
+    """Also for who joins then, and for who has just come to the step."""
+    crew = [at(1, "returned"), at(1, "returned")]
+    joiner, behind = at(0), at(3)
+    assert met(*((STEP, each) for each in crew), (-1, joiner), (STEP - 1, behind)) == ["on"] * 4
+    assert {each.num_calls for each in (*crew, joiner, behind)} == {2}
+    assert not any(each.unconfirmed for each in crew)
+
+
+def test_a_first_generation_has_nothing_to_settle() -> None:
+    assert met((-1, at(0)), (-1, at(0))) == ["on", "on"]
+
+
+def test_a_committed_step_settles_what_was_before_it() -> None:
+    position = at(1, "returned")
+    position.stepped()
+    assert position.words(STEP, has_state=True) == [STEP, 0, 0, 0]

@@ -1,0 +1,103 @@
+"""An evaluation that the members of a session share."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from shoal.data.batches import Batch, Collate, Dataset, Loader, Order, dataset_size, describe
+from shoal.membership.generation import Generation
+from shoal.session.shared_calls import SharedCalls, named, reduce
+from shoal.strategies.base import Strategy
+from shoal_proto.errors import InvalidSpec
+
+Metrics = Mapping[str, float | int | Tensor]
+Measure = Callable[[Batch], Metrics]
+"""What is to be summed over the samples of one batch, by name."""
+
+
+class Evaluation:
+    """Of one data set, in its own order."""
+
+    def __init__(
+        self,
+        data: Dataset | DataLoader[Any],
+        measure: Measure,
+        *,
+        batch_size: int | None,
+        collate: Collate | None,
+    ) -> None:
+        """`batch_size` is a member's. A DataLoader gives its data set, batch size and collate."""
+        if isinstance(data, DataLoader):
+            batch_size = batch_size or data.batch_size
+            collate = collate or data.collate_fn
+            data = data.dataset
+        assert not isinstance(data, DataLoader), "its data set"
+        if batch_size is None:
+            raise InvalidSpec("an evaluation without a batch size", expected="batch_size=...")
+        self._data = data
+        self._measure = measure
+        self._batch_size = batch_size
+        self._collate = collate
+        self._num_samples = dataset_size(data)
+        self.name = f"session.evaluate of {describe(data)} by {batch_size}"
+
+    def run(
+        self,
+        calls: SharedCalls,
+        strategy: Strategy,
+        pausing: Callable[[], AbstractContextManager[None]],
+    ) -> dict[str, Any]:
+        """The sums over all samples, the same on every member. A member that is lost meanwhile
+        takes its part with it: the others begin again, with what they have summed let go of."""
+
+        def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
+            index, count = strategy.data_share(generation)
+            # Their shares take as long as they take: who is done with its own waits.
+            with pausing():
+                own = self._sums(index, count)
+            return reduce(own, "sum", group, generation, part=index)
+
+        return calls.run(self.name, attempt)
+
+    @torch.no_grad()
+    def _sums(self, index: int, count: int) -> dict[str, float | int | Tensor]:
+        order = Order(
+            num_samples=self._num_samples,
+            global_batch_size=self._batch_size * count,
+            shuffle=False,
+        )
+        loader = Loader(self._data, order, self._collate)
+        sums: dict[str, float | int | Tensor] = {}
+        for step in range(order.num_steps):
+            batch = loader.synchronous(step, index, count)
+            # Also without a share of it: forward passes may need all members.
+            found = named(self._measured(batch))
+            if not batch.indices:
+                found = {name: _nothing_of(value) for name, value in found.items()}
+            if sums and sums.keys() != found.keys():
+                raise InvalidSpec(
+                    "an evaluation measures other things of each batch",
+                    seen=", ".join(map(repr, found)),
+                    expected=", ".join(map(repr, sums)),
+                )
+            sums = {name: sums[name] + each if sums else each for name, each in found.items()}
+        return sums
+
+    def _measured(self, batch: Batch) -> Metrics:
+        found = self._measure(batch)
+        if not isinstance(found, Mapping):
+            raise InvalidSpec(
+                "an evaluation measures nothing by name",
+                seen=type(found).__name__,
+                expected='sums over the batch by name, as {"correct": number, "loss": tensor}',
+            )
+        return found
+
+
+def _nothing_of(value: float | int | Tensor) -> float | int | Tensor:
+    return torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)

@@ -1,0 +1,205 @@
+"""What members do together between two steps, carried over the loss of one of them."""
+
+import json
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.backends.abortable.last_word import let_all_hear
+from shoal.backends.abortable.waiter import wait_abortable
+from shoal.membership.generation import Generation
+from shoal.session.elastic_controller import ElasticController
+from shoal.state.resharding import gather
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal_proto.errors import GenerationBroken, InvalidSpec
+
+T = TypeVar("T")
+Value = float | int | Tensor | Mapping[str, float | int | Tensor]
+"""A number, a tensor, or several by name."""
+Reduction = Literal["sum", "mean", "max", "min"]
+MAX_BYTES = 1 << 30
+"""Of what is reduced in one call: state has other ways."""
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OF_NUMBERS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "sum": lambda numbers: sum(numbers) if _whole(numbers) else math.fsum(numbers),
+    "mean": lambda numbers: math.fsum(numbers) / len(numbers),
+    "max": max,
+    "min": min,
+}
+
+
+class SharedCalls:
+    """Of one session. Each call returns once all members have its result."""
+
+    def __init__(self, controller: ElasticController, fields: dict[str, str]) -> None:
+        """`fields` are the proposal's."""
+        self._controller = controller
+        self._fields = fields
+
+    def run(self, call: str, attempt: Callable[[Generation, dist.ProcessGroup], T]) -> T:
+        """What `attempt` returns in a generation in which no member is lost meanwhile.
+
+        `call` says what this is: all members must make the same one.
+        """
+        strategy = self._strategy(call)
+        position = strategy.position
+        if position.unconfirmed:
+            # A member was lost with the last one, and whether all have its result is not known.
+            self._recover(GenerationBroken("a member was lost behind a call between two steps"))
+            self._controller.stand(self._fields)
+        position.in_call = True
+        try:
+            while True:
+                generation = self._controller.stand(self._fields)
+                group = strategy.group
+                try:
+                    self._check_call(call, generation, group)
+                    result = attempt(generation, group)
+                except Exception as error:  # noqa: BLE001 - raised again, unless a peer was lost
+                    self._recover(error)
+                else:
+                    position.returns(confirmed=self._confirm(group))
+                    return result
+        finally:
+            position.in_call = False
+
+    def _confirm(self, group: dist.ProcessGroup) -> bool:
+        """Whether it is certain that all members have come so far."""
+        try:
+            wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+        except RuntimeError as error:
+            if not self._controller.is_break(error):
+                raise
+            return False
+        return True
+
+    def all_reduce(self, value: Value, op: Reduction) -> Any:
+        """See `Session.all_reduce`."""
+        if op not in _OF_NUMBERS:
+            raise InvalidSpec(
+                "op is none of those there are", seen=op, expected=str([*_OF_NUMBERS])
+            )
+        values = named(value)
+
+        def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
+            return reduce(values, op, group, generation)
+
+        found = self.run("session.all_reduce", attempt)
+        return found if isinstance(value, Mapping) else found[""]
+
+    def _recover(self, error: Exception) -> None:
+        if not self._controller.is_break(error):
+            raise error
+        # The frames below hold the wrapped model and with it the group that is to go.
+        traceback.clear_frames(error.__traceback__)
+        self._controller.recover(error)
+
+    def _strategy(self, call: str) -> SynchronousStrategy:
+        strategy = self._controller.strategy
+        if not isinstance(strategy, SynchronousStrategy):
+            raise InvalidSpec(
+                f"{call} needs members that take their steps together",
+                seen=f"strategy {strategy.name}",
+                expected="a synchronous strategy; of the others any member does it by itself",
+            )
+        if not self._controller.has_proposed:
+            raise InvalidSpec(
+                f"{call} before the first batch",
+                seen="no step that the members stand behind together",
+                expected="it behind a step: who joins later comes in there, and not before",
+            )
+        return strategy
+
+    def _check_call(self, call: str, generation: Generation, group: dist.ProcessGroup) -> None:
+        calls = [word.decode() for word in gather(call.encode(), group)]
+        if len(set(calls)) > 1:
+            let_all_hear(group)
+            names = [entry.member_id for entry in generation.entries]
+            raise InvalidSpec(
+                "the members do different things between two steps",
+                seen="; ".join(f"{name}: {word}" for name, word in zip(names, calls, strict=True)),
+                expected="the same calls in the same order on every member",
+            )
+
+
+def named(value: Value) -> dict[str, float | int | Tensor]:
+    """The values by name; one alone has none. Raises InvalidSpec for what cannot be reduced."""
+    values = dict(value) if isinstance(value, Mapping) else {"": value}
+    num_bytes = 0
+    for name, each in values.items():
+        if not isinstance(each, int | float | Tensor):
+            raise InvalidSpec(
+                f"{name or 'the value'} cannot be reduced over members",
+                seen=type(each).__name__,
+                expected="a number, a tensor, or a dict of these",
+            )
+        num_bytes += each.nbytes if isinstance(each, Tensor) else 8
+    if num_bytes > MAX_BYTES:
+        raise InvalidSpec(
+            "too much to be reduced in one call",
+            seen=f"{num_bytes:,} bytes",
+            expected=f"at most {MAX_BYTES:,}",
+        )
+    return values
+
+
+def reduce(
+    values: Mapping[str, float | int | Tensor],
+    op: Reduction,
+    group: dist.ProcessGroup,
+    generation: Generation,
+    part: int | None = None,
+) -> dict[str, Any]:
+    """Collective: the values of all members in one. Of members with the same `part` the first one
+    counts; `None`: all count.
+
+    Raises InvalidSpec, on all members, if they do not have values of the same names and shapes.
+    """
+    own = {name: _told(each) for name, each in values.items()}
+    told = [json.loads(word) for word in gather(json.dumps([part, own]).encode(), group)]
+    outlines = [{name: each[0] for name, each in said.items()} for _, said in told]
+    if any(outline != outlines[0] for outline in outlines):
+        let_all_hear(group)
+        members = [entry.member_id for entry in generation.entries]
+        raise InvalidSpec(
+            "the members reduce different values",
+            seen="; ".join(f"{m}: {o}" for m, o in zip(members, outlines, strict=True))[:1000],
+            expected="the same names, and tensors of the same shape and dtype",
+        )
+    parts = [each[0] for each in told]
+    counts = [each is None or parts.index(each) == rank for rank, each in enumerate(parts)]
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            found[name] = _reduced(value, op, group, counts)
+        else:
+            numbers = [said[name][1] for (_, said), own in zip(told, counts, strict=True) if own]
+            found[name] = _OF_NUMBERS[op](numbers)
+    return found
+
+
+def _told(value: float | int | Tensor) -> list[Any]:
+    if isinstance(value, Tensor):
+        return [f"{tuple(value.shape)} of {value.dtype}", None]
+    return ["a number", value]
+
+
+@torch.no_grad()
+def _reduced(
+    tensor: Tensor, op: Reduction, group: dist.ProcessGroup, counts: Sequence[bool]
+) -> Tensor:
+    host = tensor.detach().to("cpu", copy=True)
+    if not counts[group.rank()]:
+        host.zero_()
+    torch_op = _OPS["sum" if op == "mean" else op]
+    wait_abortable(dist.all_reduce(host, op=torch_op, group=group, async_op=True), group)
+    return (host / sum(counts) if op == "mean" else host).to(tensor.device)
+
+
+def _whole(numbers: Sequence[Any]) -> bool:
+    return all(isinstance(number, int) for number in numbers)

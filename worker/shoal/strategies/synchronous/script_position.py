@@ -1,0 +1,82 @@
+"""Where the members' scripts stand between two steps, for those that meet there.
+
+A call that members make together between steps (an evaluation, a sum) is made anew in the next
+generation if a member is lost. Its last act waits for all: who comes through that has confirmed it,
+and knows that all others have the result. Who has the result and loses somebody there returns with
+it all the same; whether the others have it too is found out when the next generation begins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shoal.backends.abortable.waiter import wait_abortable
+
+NUM_WORDS = 4
+NO_STATE = -1
+
+
+class AmidACall(OSError):
+    """The others are in the midst of a call that this member's script is past, or did not come to.
+
+    An OSError: as with a port or a device that is taken, it may be otherwise a moment later.
+    """
+
+
+@dataclass
+class ScriptPosition:
+    """One member's, since the last committed step."""
+
+    num_calls: int = 0
+    """So many such calls are confirmed."""
+    in_call: bool = False
+    unconfirmed: bool = False
+    """The script has the result of one more."""
+
+    def stepped(self) -> None:
+        """A step is committed."""
+        self.num_calls, self.unconfirmed = 0, False
+
+    def returns(self, *, confirmed: bool) -> None:
+        """The call that is under way has a result."""
+        self.in_call = False
+        self.num_calls += int(confirmed)
+        self.unconfirmed = not confirmed
+
+    def meet(self, group: dist.ProcessGroup, step: int, *, has_state: bool) -> None:
+        """Collective, when a generation begins: find out what became of a call under way.
+
+        Raises AmidACall where this member would be in the way of the others.
+        """
+        message = torch.zeros(group.size(), NUM_WORDS, dtype=torch.int64)
+        message[group.rank()] = torch.tensor(self.words(step, has_state=has_state))
+        wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
+        self.follow(message.tolist(), step if has_state else NO_STATE)
+
+    def words(self, step: int, *, has_state: bool) -> list[int]:
+        """What the others are told."""
+        at_step = step if has_state else NO_STATE
+        return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed)]
+
+    def follow(self, told: Sequence[Sequence[int]], own_step: int) -> None:
+        """What follows from what each member told; pure."""
+        newest = max(step for step, *_ in told)
+        if newest == NO_STATE:
+            return
+        front = [row for row in told if row[0] == newest]
+        confirmed = max(num_calls for _, num_calls, _, _ in front)
+        repeated = any(num_calls == confirmed and in_call for _, num_calls, in_call, _ in front)
+        returned = any(num_calls == confirmed and has for _, num_calls, _, has in front)
+        is_front = own_step == newest
+        if is_front and self.unconfirmed and self.num_calls < confirmed:
+            self.num_calls, self.unconfirmed = confirmed, False
+        elif repeated and not (is_front and self.in_call):
+            raise AmidACall(
+                "the other members are in the midst of a call between two steps, such as"
+                " session.evaluate, that this member's script is not in"
+            )
+        else:
+            self.num_calls = confirmed + int(returned and not repeated)
+            self.unconfirmed = False
