@@ -2,16 +2,19 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from support.collectives import stuck_bodies
 from support.processes.load import unhurried
 from support.processes.ranks import Ranks
 from support.training import rank_bodies
 
 from shoal.backends.network.gloo import GlooBackend
+from shoal.backends.process_group.interface import Seat
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
@@ -105,3 +108,39 @@ def test_a_trainer_leaves_what_never_ends_and_its_process_too(
         assert crew[0].expect("freed", timeout_s=30)["recognised"]
         crew[0].expect("retired", timeout_s=30)
         assert crew[0].join(timeout_s=30) == 0
+
+
+class FailsAtTheEnd(dist.HashStore):
+    """Goes away when torch has made the group, and sees whether all ranks have."""
+
+    reason = ""
+
+    def add(self, key: str, value: int) -> int:
+        if self.reason:
+            raise ConnectionError("the store is away")
+        return super().add(key, value)
+
+    def abort(self, reason: str) -> None:
+        self.reason = reason
+
+
+def test_a_bring_up_that_fails_leaves_nothing_of_torch_in_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither its hook for uncaught errors, which torch sets before its last look at the store."""
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    store = FailsAtTheEnd()
+    store.reason = "away"
+    seat = Seat(
+        generation=1, rank=0, world_size=1, address="127.0.0.1", bring_up_s=60, collective_s=60
+    )
+    hook = sys.excepthook
+    group = GlooBackend().group(seat, store)
+    try:
+        with pytest.raises(ConnectionError, match="the store is away"):
+            group.open()
+        assert sys.excepthook is hook
+    finally:
+        sys.excepthook = hook
+        group.retire()
+    assert not dist.is_initialized()

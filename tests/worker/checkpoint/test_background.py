@@ -222,3 +222,23 @@ def test_a_newcomer_may_be_the_first_rank_of_a_run_that_falls_back(tmp_path):
 
     assert on_all(2, act) == [None, None]
     assert steps_in(tmp_path) == [15, 20]
+
+
+def test_storage_that_does_not_answer_is_waited_for_within_a_limit_and_used_again_after_it(
+    tmp_path,
+):
+    """At most one checkpoint is in flight: until it ends no other one begins."""
+    gate = Gate()
+    checkpoints = Checkpoints(tmp_path, every_steps=1, limit_s=0.05)
+    checkpoints.offer(at(1), gate)
+    for call in (checkpoints.close, lambda: checkpoints.offer(at(2)), checkpoints.close):
+        with pytest.raises(CheckpointFailed, match=r"not written yet.*shoal-checkpoint-1"):
+            call()
+    assert checkpoints.is_writing
+    gate.opened.set()
+    while checkpoints.is_writing:
+        gate.reached.wait(0.01)
+    checkpoints.close()
+    assert steps_in(tmp_path) == [1]
+    with pytest.raises(InvalidSpec, match="limit_s is out of range"):
+        Checkpoints(tmp_path, every_steps=1, limit_s=0.0)

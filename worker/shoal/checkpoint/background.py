@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,10 @@ from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 log = structlog.get_logger(__name__)
 
 
+LIMIT_S = 1800.0
+"""Storage that does not answer for so long is taken for gone."""
+
+
 def _any(name: str) -> bool:
     return True
 
@@ -31,17 +36,27 @@ class Checkpoints:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, every_steps: int, keep: int = 3
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every_steps: int,
+        keep: int = 3,
+        limit_s: float = LIMIT_S,
     ) -> None:
         """`keep` is how many complete checkpoints stay: older ones are deleted once a newer one is
-        complete. Raises InvalidSpec for numbers below one.
+        complete. One that takes longer than `limit_s` seconds has failed: nobody waits for it any
+        more. Raises InvalidSpec for numbers below one.
         """
+        if not limit_s > 0:
+            raise InvalidSpec("limit_s is out of range", seen=f"{limit_s:g}", expected="above 0")
         for name, number in (("every_steps", every_steps), ("keep", keep)):
             if number < 1:
                 raise InvalidSpec(f"{name} is out of range", seen=str(number), expected="1 or more")
         self.directory = Path(directory)
         self.every_steps = every_steps
         self.keep = keep
+        self._limit_s = limit_s
+        self._until_s = 0.0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._continues = False
@@ -74,9 +89,19 @@ class Checkpoints:
         elsewhere = (state_shard.elsewhere | state_shard.shards.keys()) - shards.keys()
         own = replace(state_shard, shards=shards, elsewhere=elsewhere).copied()
         self._thread = threading.Thread(
-            target=self._write, args=(own, peers), name=f"shoal-checkpoint-{state_shard.step}"
+            target=self._write,
+            args=(own, peers),
+            name=f"shoal-checkpoint-{state_shard.step}",
+            # Storage that never answers must not keep the process from ending.
+            daemon=True,
         )
+        self._until_s = time.monotonic() + self._limit_s
         self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether one is in flight."""
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Wait for the one in flight. Raises as `offer`. May be called twice."""
@@ -95,7 +120,15 @@ class Checkpoints:
 
     def _finish(self) -> None:
         if self._thread:
-            self._thread.join()
+            self._thread.join(max(0.0, self._until_s - time.monotonic()))
+            if self._thread.is_alive():
+                raise CheckpointFailed(
+                    f"a checkpoint in {self.directory} is not written yet",
+                    seen=f"{self._thread.name}, begun {self._limit_s:g} s ago",
+                    expected="storage that answers, and takes it in that time",
+                    fix="Look at the storage; Checkpoints(limit_s=) gives a slow one more time.",
+                    details={"path": str(self.directory)},
+                )
             self._thread = None
         failure, self._failure = self._failure, None
         if failure:

@@ -32,7 +32,6 @@ from shoal.session.step_reports import StepReports
 from shoal.state.registered.objects import RegisteredState, Stateful
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec, ShoalError
 
 PAUSE_S = 1800.0
@@ -397,7 +396,7 @@ class Session:
         others begin again in the next generation; the model is that of `step_number` then.
         """
         strategy = self._controller.strategy
-        if not isinstance(strategy, SynchronousStrategy) or not strategy.state_is_spread:
+        if not strategy.state_is_spread:
             return strategy.state_dict()
         self._check_between_steps("session.state_dict")
         calls = SharedCalls(self._controller, self._fields)

@@ -42,6 +42,10 @@ class Strategy(ABC):
     on a new generation. False: members train on through every change; only the generation in
     their token moves."""
 
+    passes_meet: ClassVar[bool] = True
+    """Synchronous strategies: whether members communicate in the passes of a step."""
+    state_is_spread: ClassVar[bool] = False
+    """Whether it takes all members to put the model together."""
     carries: ClassVar[bool] = False
     """Whether what a script registers is committed with its steps; see `carry`."""
 

@@ -90,16 +90,19 @@ class GlooGroup:
             gloo = self._connect(seat.rank, seat.world_size, self._store)
             # torch wraps the hook once more at each call, and never takes one off.
             hook = sys.excepthook
-            dist.init_process_group(
-                backend=PLUGIN,
-                store=self._store,
-                rank=seat.rank,
-                world_size=seat.world_size,
-                timeout=timedelta(seconds=seat.collective_s),
-                pg_options=_Ready(self, gloo),
-            )
-            sys.excepthook = hook
-            self._is_default = True
+            try:
+                dist.init_process_group(
+                    backend=PLUGIN,
+                    store=self._store,
+                    rank=seat.rank,
+                    world_size=seat.world_size,
+                    timeout=timedelta(seconds=seat.collective_s),
+                    pg_options=_Ready(self, gloo),
+                )
+            finally:
+                sys.excepthook = hook
+                # Also where torch failed behind that: `retire` lets go of it.
+                self._is_default = dist.is_initialized()
         finally:
             with self._lock:
                 self._connecting = False

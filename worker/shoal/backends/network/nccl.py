@@ -68,14 +68,16 @@ class NcclGroup:
         self._raise_if_cut()
         seat = self._seat
         hook = sys.excepthook  # torch wraps it once more at each call, and never takes one off
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl",
-            store=self._store,
-            rank=seat.rank,
-            world_size=seat.world_size,
-            timeout=timedelta(seconds=seat.collective_s),
-        )
-        sys.excepthook = hook
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl",
+                store=self._store,
+                rank=seat.rank,
+                world_size=seat.world_size,
+                timeout=timedelta(seconds=seat.collective_s),
+            )
+        finally:
+            sys.excepthook = hook
         group = dist.group.WORLD
         assert group is not None
         with self._lock:

@@ -43,6 +43,7 @@ class LayoutStrategy(SynchronousStrategy):
     """
 
     state_is_spread = True
+    carries = True
 
     def __init__(self, *, copies: int = 1, copy_every_steps: int = 10) -> None:
         super().__init__()

@@ -55,7 +55,6 @@ class LocalSGD(SynchronousStrategy):
 
     name = "local-sgd"
     passes_meet = False
-    carries = False
 
     def __init__(
         self, *, every_steps: int = 16, compression: str | Compression | None = None

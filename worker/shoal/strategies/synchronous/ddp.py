@@ -50,6 +50,7 @@ class DDP(SynchronousStrategy):
     """
 
     name = "ddp"
+    carries = True
 
     def __init__(
         self,

@@ -96,6 +96,8 @@ class GenerationCheckpoints:
                 # Training does not stop for a full disk: each is tried anew, and what the last one
                 # failed with is raised at the end.
                 log.error("checkpoint_failed", step=step, reason=str(error))
+                if checkpoints.is_writing:
+                    return
             checkpoints.offer(with_samples(state_shard(), self._samples), self._writers, writes)
 
     def due(self, step: int) -> bool:

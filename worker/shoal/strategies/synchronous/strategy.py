@@ -4,7 +4,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
 
 import structlog
 import torch
@@ -47,11 +46,6 @@ class SynchronousStrategy(Strategy):
     """
 
     synchronous = True
-    carries = True
-    passes_meet: ClassVar[bool] = True
-    """Whether members communicate in the passes of a step."""
-    state_is_spread: ClassVar[bool] = False
-    """Whether it takes all members to put the model together."""
 
     def __init__(self) -> None:
         self._backend: Backend = GlooBackend()
