@@ -2,7 +2,10 @@
 
 import pytest
 
+from shoal.backends.network.own_gpu import LocalPlace
 from shoal.launcher.run_config import KEPT_MEMORY, RunConfig, worker_environment
+from shoal.membership.join_config import read_config
+from shoal_proto.errors import InvalidSpec
 
 
 def environment(**given: str) -> dict[str, str]:
@@ -36,3 +39,49 @@ def test_malloc_is_left_to_who_chose_it(given: dict[str, str], is_set: bool) -> 
     assert {key: found[key] for key in KEPT_MEMORY if key in found} == (
         KEPT_MEMORY if is_set else {}
     )
+
+
+def test_each_worker_is_told_which_of_its_host_it_is() -> None:
+    """Also where the launcher has such a variable itself: it may be a rank of something else."""
+    config = RunConfig(
+        job="j",
+        coordinators=["127.0.0.1:1"],
+        script=["train.py"],
+        num_workers=3,
+        environment={"LOCAL_RANK": "7"},
+    )
+    for index in range(3):
+        given = worker_environment(config, f"m-{index}", index)
+        read = read_config({}, given)
+        assert (read.local_rank, read.local_world_size) == (index, 3)
+    by_others = read_config({}, {**given, "SHOAL_LOCAL_RANK": "", "LOCAL_RANK": "5"})
+    assert by_others.local_rank == 5
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "num_visible", "gpu"),
+    [
+        (0, 1, 8, 0),
+        (5, 8, 8, 5),
+        (1, 2, 8, 1),
+        (3, 4, 1, 0),  # who started it shows it its own only
+        (1, 4, 2, None),
+        (3, 4, 2, None),
+    ],
+)
+def test_each_worker_has_a_gpu_of_its_own(
+    rank: int, world_size: int, num_visible: int, gpu: int | None
+) -> None:
+    assert LocalPlace(rank=rank, world_size=world_size).gpu(num_visible) == gpu
+
+
+def test_a_model_on_the_gpu_of_another_worker_is_refused() -> None:
+    place = LocalPlace(rank=2, world_size=4)
+    place.check(2, 4)
+    with pytest.raises(InvalidSpec, match="of another worker") as refused:
+        place.check(0, 4)
+    assert refused.value.expected == "cuda:2"
+    with pytest.raises(InvalidSpec, match="no GPU for each worker") as refused:
+        place.check(0, 2)
+    assert refused.value.seen == "4 workers, 2 GPUs"
+    LocalPlace().check(3, 4)  # alone on its host, it may take any

@@ -140,7 +140,7 @@ class Launcher:
 
     def _start(self, slot: WorkerSlot, supervisor: Supervisor, board: BeatBoard) -> None:
         board.slots[slot.index].clear()
-        environment = worker_environment(self._config, slot.member_id)
+        environment = worker_environment(self._config, slot.member_id, slot.index)
         environment["SHOAL_BEATS"] = board.address(slot.index)
         environment["SHOAL_SHARED_DIRECTORY"] = board.shared_directory
         slot.process = supervisor.spawn(

@@ -133,8 +133,8 @@ def _job_of(target: str, module: bool) -> str:
     return name or "job"
 
 
-def worker_environment(config: RunConfig, member_id: str) -> dict[str, str]:
-    """The environment of one worker."""
+def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dict[str, str]:
+    """The environment of one worker, the one with this index on its host."""
     environment = dict(config.environment)
     environment.update(
         SHOAL_COORDINATOR=",".join(config.coordinators),
@@ -143,6 +143,9 @@ def worker_environment(config: RunConfig, member_id: str) -> dict[str, str]:
         SHOAL_MIN_MEMBERS=str(config.min_members),
         SHOAL_MAX_MEMBERS=str(config.max_members),
         SHOAL_DESIRED_MEMBERS=str(config.desired_members),
+        # Not LOCAL_RANK: Accelerate takes that for a world of torchrun's, and ends without one.
+        SHOAL_LOCAL_RANK=str(index),
+        SHOAL_LOCAL_WORLD_SIZE=str(config.num_workers),
     )
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_worker(config.num_workers)))
     if not any("malloc" in environment.get(key, "") for key in ("GLIBC_TUNABLES", "LD_PRELOAD")):

@@ -54,6 +54,11 @@ class JoinConfig:
     for all else."""
     shared_directory: str = ""
     """Where the workers of this host's launcher keep what they have in common; empty: nowhere."""
+    local_rank: int = 0
+    """Place of this worker among those of its launcher on this host; its GPU is the one with this
+    number, if it sees several."""
+    local_world_size: int = 1
+    """How many workers the launcher runs on this host."""
     beat_slot: str = ""
     """Where the launcher looks for whom to beat; empty: this member beats by itself."""
 
@@ -157,6 +162,10 @@ def read_config(
         address=text("address", "SHOAL_ADDRESS"),
         check_peers=text("check_peers", "SHOAL_CHECK_PEERS") or "auto",
         backend=text("backend", "SHOAL_BACKEND"),
+        local_rank=number("local_rank", "SHOAL_LOCAL_RANK", number("", "LOCAL_RANK", 0)),
+        local_world_size=number(
+            "local_world_size", "SHOAL_LOCAL_WORLD_SIZE", number("", "LOCAL_WORLD_SIZE", 1)
+        ),
         beat_slot=text("beat_slot", "SHOAL_BEATS"),
         shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
     )

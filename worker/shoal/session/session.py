@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from shoal.backends.network.own_gpu import LocalPlace, check_gpu, use_own_gpu
 from shoal.backends.process_group.interface import LONGEST_S
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batches import ORDER, Batch, Collate, Dataset, Loader, Order, dataset_size, describe
@@ -62,7 +63,13 @@ class Session:
         self._paused = False
         self._signal = DrainSignal(self.drain)
 
+    @property
+    def _place(self) -> LocalPlace:
+        config = self._config
+        return LocalPlace(rank=config.local_rank, world_size=config.local_world_size)
+
     def __enter__(self) -> Self:
+        use_own_gpu(self._place)
         self._controller.attend()
         self._signal.install()
         self._reports = StepReports(self._controller)
@@ -150,8 +157,9 @@ class Session:
         validators = ValidatorSet(validators_of(self._validators), self.member_id)
         if keyed_dropout and chosen.synchronous:
             key_dropout(model)
-        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        chosen.choose_backend(device, self._config.backend)
+        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        check_gpu(self._place, device)
+        chosen.choose_backend(device.type, self._config.backend)
         if checkpoints is not None:
             chosen.keep_checkpoints(checkpoints)
         if chosen.carries or self._registered:
