@@ -24,6 +24,9 @@ from shoal_proto.v1.parameters_pb2 import (
     ShardData,
 )
 
+CONNECT_AHEAD_S = 2.0
+"""To a server that nothing is asked of yet; a call that is made meanwhile waits for it."""
+
 
 class ParameterCalls:
     """For one thread at a time, but for `close`. Raises grpc.RpcError or a ShoalError."""
@@ -41,6 +44,12 @@ class ParameterCalls:
         self._token = token
         self._codecs: frozenset[str] | None = None
         self._bulk = BulkWay(address, self._stub.OpenBulk, token, transport=transport)
+
+    def connect(self, largest_bytes: int, num_parts: int) -> None:
+        """Be ready for calls with so many parts of at most so many bytes. Raises grpc.RpcError."""
+        if self._bulk.connection(largest_bytes, num_parts, CONNECT_AHEAD_S) is None:
+            # Something cheap, for gRPC to connect.
+            self._stub.Describe(DescribeRequest(job=self._token().job), timeout=CONNECT_AHEAD_S)
 
     def create(self, header: CreateHeader, parts: Iterable[Part], timeout_s: float) -> CreateReply:
         requests = _requests(CreateRequest(header=header), parts, pieces.CREATE_REQUEST)

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from shoal_client.bulk.way import transport_of
 from shoal_client.parameters.calls import ParameterCalls
@@ -262,6 +263,8 @@ class ParameterClient:
                 receiver.take(reply)
                 continue
             outcome = reply.outcome
+            if outcome.next_address:
+                self._job.connect_ahead(outcome.next_address, partial(_connect, parts))
             if outcome.HasField("error"):
                 error = from_detail(outcome.error)
                 if isinstance(error, StalePush):
@@ -394,6 +397,11 @@ class _Push:
         """Of the codecs in which these shards' gradients are written."""
         codecs = (self.codec(shard_id) for shard_id in shard_ids)
         return {codec.kind for codec in codecs if codec is not None}
+
+
+def _connect(parts: Sequence[Part], calls: ParameterCalls) -> None:
+    """Be ready for calls like the one with these parts."""
+    calls.connect(max(part.num_bytes for part in parts), len(parts))
 
 
 def _nothing(shard_id: int) -> None:

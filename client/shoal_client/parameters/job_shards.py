@@ -113,6 +113,10 @@ class JobShards(Generic[Stub]):
         the first. See `ShardServers.run`."""
         return self._servers.run(self.known_map, self._refetch_map, attempt, ready_by_s, shard_ids)
 
+    def connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
+        """Have a server connected to, in the background, that is about to be called."""
+        self._servers.connect_ahead(address, connect)
+
     def wait_for_lost(self, wait_s: float) -> None:
         """Have calls from now on wait so long for lost shards to come back."""
         self._servers.lost_wait_s = wait_s

@@ -2,8 +2,9 @@
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Generic, TypeVar
 
@@ -29,6 +30,8 @@ from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 log = structlog.get_logger(__name__)
 
+MAX_REDIRECTS = 4
+"""That are followed before the other servers are waited for."""
 MAX_SERVERS = 64
 """Threads that talk to servers at a time; with more servers, some wait for their turn."""
 
@@ -59,6 +62,10 @@ class ShardServers(Generic[Stub]):
         self._log = LogLimit(log)
         self._lock = threading.Lock()
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
+        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        """By address: a stub is for one thread at a time."""
+        self._ahead: dict[str, Future[None]] = {}
+        """By address: connections that are being opened before anything is asked of the server."""
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
     def run(
@@ -91,7 +98,8 @@ class ShardServers(Generic[Stub]):
         lost_by_s = time.monotonic() + self.lost_wait_s
         while True:
             held = [shard for shard in shard_map().shards if shard.shard_id in todo]
-            errors = self._at_each(attempt, held, todo, give_up_s - time.monotonic())
+            errors, redirects = self._at_each(attempt, held, todo, give_up_s - time.monotonic())
+            retries += redirects
             # A connection that broke behind the last shard did no harm.
             if not todo and all(isinstance(error, RetryError) for error in errors):
                 return retries
@@ -142,14 +150,21 @@ class ShardServers(Generic[Stub]):
 
     def _at_each(
         self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
-    ) -> list[ShoalError]:
+    ) -> tuple[list[ShoalError], int]:
+        """The errors, and how often a server was left for the one that it named."""
         *others, last = _by_address(shards).items()
 
-        def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
+        give_up_s = time.monotonic() + timeout_s
+        redirects: list[int] = []
+
+        def once(address: str, held: Sequence[Shard]) -> ShoalError | None:
+            left_s = max(give_up_s - time.monotonic(), 0.01)
             try:
                 if not address:
-                    raise _no_address(held, timeout_s)
-                attempt(self._stub(address), held, max(timeout_s, 0.01), todo)
+                    raise _no_address(held, left_s)
+                with self._turn(address):
+                    # Another server may have sent on to this one, which is being called.
+                    attempt(self._stub(address), held, left_s, todo)
             except grpc.RpcError as rpc_error:
                 return from_rpc_error(rpc_error, address)
             except ShoalError as error:
@@ -161,6 +176,19 @@ class ShardServers(Generic[Stub]):
                 return _over()
             return None
 
+        def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
+            """At one server, and where that one sends on to: no other server is waited for."""
+            error = once(address, held)
+            for number in range(MAX_REDIRECTS):
+                left = [shard for shard in held if shard.shard_id in todo]
+                if error is None or not left or not _redirected(left, [error]):
+                    break
+                redirects.append(number + 1)
+                found = [once(*each) for each in _by_address(left).items()]
+                errors = [each for each in found if each is not None]
+                error = worst_of(errors) if errors else None
+            return error
+
         # The caller's own thread takes one server: with a single one there is no hop.
         try:
             futures = [self._pool.submit(run, address, held) for address, held in others]
@@ -168,11 +196,37 @@ class ShardServers(Generic[Stub]):
             # What the pool raises once `close` has shut it down.
             if not self._closed.is_set():
                 raise
-            return [_over()]
+            return [_over()], 0
         results = [run(*last), *(future.result() for future in futures)]
-        return [error for error in results if error is not None]
+        return [error for error in results if error is not None], max(redirects, default=0)
+
+    def connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
+        """Have a server connected to, in the background, that is about to be called. `connect` may
+        fail: then the call does it once more."""
+        with self._lock:
+            if self._closed.is_set() or address in self._reached or address in self._ahead:
+                return
+            self._ahead[address] = self._pool.submit(self._connect_ahead, address, connect)
+
+    def _connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
+        try:
+            connect(self._made_stub(address))
+        except (grpc.RpcError, ShoalError, ValueError) as error:
+            log.info("not_connected_ahead", address=address, reason=str(error))
+
+    def _turn(self, address: str) -> threading.Lock:
+        with self._lock:
+            return self._turns[address]
 
     def _stub(self, address: str) -> Stub:
+        with self._lock:
+            ahead = self._ahead.pop(address, None)
+        if ahead is not None:
+            # It is for one thread at a time.
+            ahead.result()
+        return self._made_stub(address)
+
+    def _made_stub(self, address: str) -> Stub:
         with self._lock:
             if self._closed.is_set():
                 raise _over()

@@ -428,6 +428,7 @@ class PushOutcome(_message.Message):
     STALENESS_FIELD_NUMBER: _builtins.int
     DUPLICATE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    NEXT_ADDRESS_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     version: _builtins.int
     """Version right after this push."""
@@ -435,6 +436,10 @@ class PushOutcome(_message.Message):
     """Version before this push, less its base version."""
     duplicate: _builtins.bool
     """A retry: applied before, not again."""
+    next_address: _builtins.str
+    """host:port of the server that is about to lead the shard: who is connected to it by then loses no
+    time. Empty: nobody is.
+    """
     @_builtins.property
     def error(self) -> _identity_pb2.ErrorDetail:
         """Set when this shard's part was refused; the shard is untouched by it."""
@@ -447,10 +452,11 @@ class PushOutcome(_message.Message):
         staleness: _builtins.int = ...,
         duplicate: _builtins.bool = ...,
         error: _identity_pb2.ErrorDetail | None = ...,
+        next_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate", "error", b"error", "shard_id", b"shard_id", "staleness", b"staleness", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate", "error", b"error", "next_address", b"next_address", "shard_id", b"shard_id", "staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

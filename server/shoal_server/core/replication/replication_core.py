@@ -261,7 +261,7 @@ class ReplicationCore:
     def _tend(self, led: LedShard) -> Effects:
         """Do what is due for a shard that is led here, as things stand."""
         yield from self.leading.follow_as_written(led)
-        yield from led.advanced()
+        yield from self.leading.advanced(led, self._now_s)
         yield from self._release(led)
         yield from led.trimmed()
         yield from self._wish(led.key)
@@ -482,7 +482,7 @@ class ReplicationCore:
     def _woken(self, event: ev.Woken) -> Effects:
         yield from self._watch.due(self._now_s)
         yield from self.leading.links.due(self._now_s)
-        for led in [*self.leading.full_again(self._now_s), *self.leading.disk_news(self._now_s)]:
+        for led in self.leading.due(self._now_s):
             yield from self._tend(led)
 
     def _passed(self) -> Effects:

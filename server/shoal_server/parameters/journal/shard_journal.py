@@ -249,6 +249,11 @@ class ShardJournal:
         return {*self._led, *self._for_others}
 
     @property
+    def failure(self) -> ShoalError | None:
+        """Why the disk takes nothing now, if it does not."""
+        return self._journal.failure
+
+    @property
     def keeps_for_others(self) -> bool:
         """Whether this disk may be the only one that has something of what others lead."""
         return bool(self._for_others)

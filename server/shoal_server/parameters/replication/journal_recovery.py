@@ -69,7 +69,8 @@ class JournalRecovery:
             try:
                 if self._replicas.open_claims:
                     await self._look()
-                await self._disowning.look(self._replicas.in_journal)
+                if not self._replicas.has_lost_disk:
+                    await self._disowning.look(self._replicas.in_journal)
             except RetryError as error:
                 log.warning("journal_not_compared", reason=str(error))
 

@@ -87,6 +87,7 @@ class ShardReplicas:
         self._parts = (self._tasks, writer, links, self._images, self.received, self._roles)
         driver.carry_out({Probe: self._probe, Note: _note})
         catalog.route = self._route
+        catalog.next_address = self._next_address
         catalog.is_kept = self._is_kept
         self._empty = asyncio.Event()
 
@@ -162,6 +163,12 @@ class ShardReplicas:
             leader, epoch = assignment.successor, epoch + 1
         address = self._directory.address(leader)
         return None if address is None else Route(shard_id, epoch, leader.server_id, address)
+
+    def _next_address(self, job: str, shard_id: int) -> str:
+        """Of the server that a shard is to be handed over to; empty: none is known."""
+        assignment = self.assignment(job, shard_id)
+        successor = assignment.successor if assignment is not None else None
+        return (self._directory.address(successor) or "") if successor is not None else ""
 
     # --- the record ---
 
@@ -299,6 +306,13 @@ class ShardReplicas:
         """What this server's journal has, of what is led here and of what is not."""
         shard_journal = self._roles.shard_journal
         return () if shard_journal is None else shard_journal.all_keys
+
+    @property
+    def has_lost_disk(self) -> bool:
+        """Whether the journal's disk takes nothing now: another process may have it, and on it what
+        is not here."""
+        shard_journal = self._roles.shard_journal
+        return shard_journal is not None and shard_journal.failure is not None
 
     @property
     def open_claims(self) -> Collection[Key]:

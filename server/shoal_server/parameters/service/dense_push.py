@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
@@ -36,6 +36,8 @@ class DensePushPart:
     assembler: ChunkAssembler
     decoder: Decoder | None = None
     """Of a gradient that comes compressed."""
+    next_address: str = ""
+    """Of the server that is about to lead the shard."""
 
     @property
     def shard_id(self) -> int:
@@ -112,10 +114,17 @@ class DensePushKind:
                 seen=f"{len(self._header.lr)} learning rates",
                 expected=f"one for group {group} too",
             )
+        next_address = self._catalog.next_address(replica.job, item.shard_id)
         if item.HasField("codec"):
-            return _compressed_part(item, replica, shard)
+            return replace(_compressed_part(item, replica, shard), next_address=next_address)
         assembler = ChunkAssembler(shard.spec, item.absent_blocks, with_base=shard.body.needs_base)
-        return DensePushPart(item=item, replica=replica, shard=shard, assembler=assembler)
+        return DensePushPart(
+            item=item,
+            replica=replica,
+            shard=shard,
+            assembler=assembler,
+            next_address=next_address,
+        )
 
     def add(self, part: DensePushPart, piece: AnyPiece) -> None:
         part.assembler.take(piece)
@@ -181,6 +190,7 @@ class DensePushKind:
             version=applied.version,
             staleness=applied.staleness,
             duplicate=applied.is_duplicate,
+            next_address=part.next_address,
         )
         return ShardAnswer(outcome=outcome, values=applied.values)
 

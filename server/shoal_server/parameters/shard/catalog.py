@@ -38,6 +38,11 @@ def _no_route(job: str, shard_id: int) -> Route | None:
     """Before there is a record to know one from."""
 
 
+def _nowhere(job: str, shard_id: int) -> str:
+    """Where no shard goes elsewhere."""
+    return ""
+
+
 def _never_kept(job: str, shard_id: int) -> bool:
     """Where there is no journal."""
     return False
@@ -58,6 +63,8 @@ class Catalog:
         self._changed = asyncio.Condition()
         self.route: FindRoute = _no_route
         """Where a shard is led, or is about to be, as far as this server knows."""
+        self.next_address: Callable[[str, int], str] = _nowhere
+        """Of the server that is about to lead a shard in the place of this one; empty: none is."""
         self.is_kept: Callable[[str, int], bool] = _never_kept
         """Whether this server's journal has a shard that is not led here."""
 

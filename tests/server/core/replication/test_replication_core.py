@@ -53,7 +53,7 @@ from shoal_server.core.shards.assignments import (
 
 KEY = ("job", 0)
 ME, B, C = Holder("a", "1"), Holder("b", "1"), Holder("c", "1")
-LIMITS = ReplicationLimits(dead_after_s=100.0)
+LIMITS = ReplicationLimits(dead_after_s=100.0, announced_s=0.0)
 E = TypeVar("E")
 
 
@@ -313,6 +313,29 @@ def test_who_is_told_of_a_later_epoch_refuses_at_once() -> None:
     assert only(Refuse, effects) == [Refuse("asked", Refusal.DEPOSED)]
     assert only(Stop, effects) == [Stop(KEY)]
     assert only(Refuse, world.asks(1)) == [Refuse("asked", Refusal.DEPOSED)]
+
+
+def test_pushes_are_taken_until_workers_have_heard_of_the_successor() -> None:
+    """They connect to it meanwhile."""
+    world = World(replace(LIMITS, announced_s=0.3))
+    world.led(B)
+    assert only(Stop, world.assigned(record(ME, B, successor=B))) == []
+    assert world.core.wakes_s() == pytest.approx(0.3)
+    world.now_s = 0.2
+    world.tell(ev.Applied(KEY, 2))
+    assert only(Stop, world.answered(B, Received(KEY, 1, 2))) == []
+    world.now_s = 0.31
+    assert only(Stop, world.tell(ev.Woken())) == [Stop(KEY)]
+    assert world.core.wakes_s() > 1.0
+
+
+def test_a_successor_that_is_lost_before_it_takes_over_is_not_waited_for() -> None:
+    world = World(replace(LIMITS, announced_s=0.3))
+    world.led(B)
+    world.assigned(record(ME, B, successor=B))
+    world.assigned(record(ME))
+    world.now_s = 0.31
+    assert only(Stop, world.tell(ev.Woken())) == []
 
 
 def test_a_shard_is_handed_over_once_its_successor_is_level() -> None:

@@ -1,17 +1,20 @@
 """Shards that move on purpose: pushes follow at once, and pause for no longer than they must."""
 
 import asyncio
+import time
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.clusters.assignment_records import write_assignments
 from support.clusters.parameter_servers import ParameterServers, config
 
 from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.job_shards import JobShards
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
@@ -24,6 +27,7 @@ from shoal_server.parameters.process import running
 
 JOB = "job"
 NUM_ELEMENTS = 1_500_000
+LIMIT_S = 60.0
 SCHEMA = [
     ParameterSpec(name="v", shape=[NUM_ELEMENTS], dtype="float32"),
     ParameterSpec(name="w", shape=[8], dtype="float32", group=1),
@@ -97,6 +101,26 @@ async def first_move(servers: ParameterServers, since: int) -> dict[int, ShardAs
     raise AssertionError("the watch ended")
 
 
+async def all_moved(servers: ParameterServers) -> None:
+    """Return once no shard has a successor that has not taken over."""
+    entry = await records.read(servers.store, JOB)
+    assert entry is not None
+    waits = {h.shard_id for h in entry.assignments.shards if h.successor is not None}
+    watch = servers.store.watch(keys.assignments(JOB), Revision(entry.revision + 1))
+    async with aclosing(watch) as batches, asyncio.timeout(LIMIT_S):
+        while waits:
+            for event in (await anext(batches)).events:
+                stored = records.parse(Item(event.key, event.value, event.mod_revision))
+                if isinstance(stored, records.StoredShard) and stored.assignment.successor is None:
+                    waits.discard(stored.assignment.shard_id)
+
+
+def swap_all(servers: ParameterServers) -> None:
+    """Have the two servers change places, whole."""
+    servers.run(name_successors(servers))
+    servers.run(all_moved(servers))
+
+
 def swap(servers: ParameterServers) -> dict[int, ShardAssignment]:
     """Have the two servers change places; what moved first."""
     told_at = servers.run(name_successors(servers))
@@ -108,11 +132,31 @@ def test_a_push_follows_a_shard_without_the_coordinator(
 ) -> None:
     """The server that refuses it says who leads the shard now; later pushes go there straight."""
     servers.run(servers.coordinator_server.stop(None))
-    swap(servers)
+    swap_all(servers)
     first = client.push(filled(-1.0))
     second = client.push(filled(-1.0))
     assert (first.retries, second.retries) == (1, 0)
     assert_pushed(client, 2)
+
+
+def test_a_push_is_told_where_the_next_one_may_have_to_go(
+    servers: ParameterServers, client: ParameterClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before pushes are refused here: the client connects meanwhile."""
+    told: set[str] = set()
+
+    def connect_ahead(job: JobShards[Any], address: str, connect: object) -> None:
+        told.add(address)
+
+    monkeypatch.setattr(JobShards, "connect_ahead", connect_ahead)
+    num_pushes, give_up_s = 0, time.monotonic() + LIMIT_S
+    while not told and time.monotonic() < give_up_s:
+        servers.run(name_successors(servers))
+        client.push(filled(-1.0))
+        num_pushes += 1
+        servers.run(all_moved(servers))
+    assert told and told <= {shard.address for shard in client.fetch_map().shards}
+    assert_pushed(client, num_pushes)
 
 
 def test_a_pull_follows_a_shard_without_the_coordinator(
@@ -121,7 +165,7 @@ def test_a_pull_follows_a_shard_without_the_coordinator(
     """The same for values."""
     client.push(filled(-1.0))
     servers.run(servers.coordinator_server.stop(None))
-    swap(servers)
+    swap_all(servers)
     assert_pushed(client, 1)
 
 

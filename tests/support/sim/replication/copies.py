@@ -1,6 +1,7 @@
 """The shards of one process: applying, replaying, images, and its journal."""
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from support.sim.replication.machine import Lane
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 FLUSH_S = 0.05
 USUAL_S = 0.004
+LONG_REPLAY_S = 15.0
 
 
 class ServerCopies:
@@ -57,9 +59,10 @@ class ServerCopies:
             fx.LoadJournal: self._load_journal,
         }
 
-    def _takes_s(self, *, long: bool = False) -> float:
+    def _takes_s(self, *, long: bool = False, longest_s: float = inf) -> float:
         usual_s = self._chance.random() * USUAL_S
-        return usual_s + self._chance.random() * self._setting.slow_s if long else usual_s
+        slow_s = min(self._setting.slow_s, longest_s)
+        return usual_s + self._chance.random() * slow_s if long else usual_s
 
     def _new(self, key: Key, epoch: int) -> Copy:
         run = self._server.registration.run_of(key)
@@ -179,7 +182,9 @@ class ServerCopies:
             if not copy.is_dropped:
                 copy.num_applied += 1
 
-        copy.lane.put(self._takes_s(long=self._chance.random() < 0.1), apply)
+        # Many of them may wait for each other.
+        is_long = self._chance.random() < 0.1
+        copy.lane.put(self._takes_s(long=is_long, longest_s=LONG_REPLAY_S), apply)
 
     def _enter_epoch(self, effect: fx.EnterEpoch) -> None:
         copy = self.found[effect.key]
@@ -293,7 +298,6 @@ class ServerCopies:
         if not may_be_put_on_disk(record, self._server.me) and not leads:
             if disk is not None:
                 disk.shards.pop(key, None)
-            self._server.kept_there.discard(key)
             self._server.recovered.pop(key, None)
 
     def _load_journal(self, effect: fx.LoadJournal) -> None:

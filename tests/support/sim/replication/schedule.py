@@ -291,8 +291,8 @@ def _run(world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
     world.calm(accepts_loss=chance.random() < 0.5)
     away_s = max(0.0, world.store.back_s - world.clock.now_s)
     world.run(away_s)
-    # To settle, or to restore an image, may take a minute.
-    bound_s = 5 * world.setting.limits.dead_after_s + SLOWEST_S
+    # To load a snapshot, to settle and to restore an image may take a minute each.
+    bound_s = 5 * world.setting.limits.dead_after_s + 3 * SLOWEST_S
     rested = world.run(bound_s, until=lambda: not world.unrest())
     assert rested, f"not at rest: {world.unrest()}"
     for worker in world.workers:
@@ -301,7 +301,7 @@ def _run(world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
     assert answered, f"not answered: {world.unanswered()}"
     # Loads may still be evened out.
     world.run(1.0)
-    rested = world.run(20.0 + SLOWEST_S, until=lambda: not world.unrest())
+    rested = world.run(20.0 + 2 * SLOWEST_S, until=lambda: not world.unrest())
     assert rested, f"at rest no longer: {world.unrest()}"
 
 

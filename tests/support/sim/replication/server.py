@@ -39,8 +39,8 @@ class SimServer:
         self.disk = disk
         self.recovered = dict(disk.shards) if disk is not None else {}
         """What the disk had when the process began."""
-        self.kept_there: set[Key] = set()
-        """What was on the disk when it was taken away: the process does not know that it is."""
+        self.has_lost_disk = False
+        """Another process took it."""
         self.copies = ServerCopies(self, setting)
         self.peers = ServerPeers(self, setting)
         self.registration = ServerRegistration(self, setting)
@@ -160,7 +160,7 @@ class SimServer:
     def disk_taken(self) -> None:
         """Another process has it from here on."""
         if self.disk is not None:
-            self.kept_there, self.disk = set(self.disk.shards), None
+            self.has_lost_disk, self.disk = True, None
             self.process.act(0.0, self.disk_failed)
 
     def disk_failed(self) -> None:
@@ -221,14 +221,13 @@ class SimServer:
             self.copies.let_journal_go(key, assignment)
 
     def _missing(self) -> list[Key]:
-        """What the records place on its disk, and is not there, as far as it knows."""
-        if not self.registration.was_registered:
+        """What the records place on its disk, and is not there. Whose disk is gone says nothing."""
+        if not self.registration.was_registered or self.has_lost_disk:
             return []
         return [key for key, record in self._records.items() if self._is_missing(key, record)]
 
     def _is_missing(self, key: Key, record: ShardAssignment) -> bool:
-        on_disk = self.kept_there if self.disk is None else self.disk.shards.keys()
-        is_on_disk = key in self.recovered or key in on_disk
+        is_on_disk = key in self.recovered or (self.disk is not None and key in self.disk.shards)
         return record.on_disk == self.me.server_id and not is_on_disk
 
     def _disown(self, key: Key) -> None:

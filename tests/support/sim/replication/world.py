@@ -265,6 +265,10 @@ class ReplicationWorld:
             self._wake(process)
         for disk in self.setting.disks.values():
             disk.fails = False
+        for server in list(self.setting.servers.values()):
+            if server.has_lost_disk and server.process.alive:
+                # An operator sees to it.
+                self.kill(server)
         for server_id in sorted(self.current.keys() - {s.me.server_id for s in self.living}):
             self.start(server_id)
         for server in list(self.setting.servers.values()):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 from shoal_server.core.replication.leading.followers import Follower, FollowerPhase
 from shoal_server.core.replication.leading.waiters import Waiters
@@ -32,9 +33,21 @@ from shoal_server.core.shards.assignments import (
 
 class HandoverPhase(Enum):
     NONE = "it is led on"
-    LEVELLING = "its backups draw level while pushes still come"
+    LEVELLING = "workers are told, and its backups draw level, while pushes still come"
     STOPPING = "pushes are refused from here on"
     STOPPED = "nothing is applied any more"
+
+
+@dataclass(slots=True)
+class Handover:
+    phase: HandoverPhase = HandoverPhase.NONE
+    stops_from_s: float = inf
+    """When pushes may be refused in favour of the successor."""
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether workers are told of the successor, and pushes still come."""
+        return self.phase is HandoverPhase.LEVELLING
 
 
 @dataclass(slots=True)
@@ -78,7 +91,7 @@ class LedShard:
         self.is_open = False
         self.is_deposed = False
         """A backup knows of a later epoch, of which this server has not heard yet."""
-        self.handover = HandoverPhase.NONE
+        self.handover = Handover()
         self._origin = origin
         self._began_at = version
         self._disk = _Disk(keeps)
@@ -214,7 +227,7 @@ class LedShard:
             or a.successor is not None
             or not self.is_open
             or bool(self.lost)
-            or self.handover is not HandoverPhase.NONE
+            or self.handover.phase is not HandoverPhase.NONE
         )
 
     def lose(self, holder: Holder) -> None:
@@ -266,7 +279,7 @@ class LedShard:
         return all(f is not None and f.received > 0 for f in backups)
 
     def _is_level_with(self, successor: Holder | None) -> bool:
-        if self.handover is not HandoverPhase.STOPPED or successor is None:
+        if self.handover.phase is not HandoverPhase.STOPPED or successor is None:
             return False
         return successor in self.followers and self.is_safe(self.version)
 
@@ -277,30 +290,32 @@ class LedShard:
 
     # --- what follows from it ---
 
-    def advanced(self) -> Iterator[Effect]:
-        """What is due as the shard stands now."""
+    def advanced(self, now_s: float, announced_s: float) -> Iterator[Effect]:
+        """What is due as the shard stands now. `announced_s`: for so long workers are told of a
+        successor first."""
         for follower in self.followers.values():
             if follower.holder == self.assignment.joining:
                 follower.draw_level(self.version)
         if not self.is_open and self.assignment.content is ShardContent.PRESENT:
             self.is_open = True
             yield Open(self.key)
-        yield from self._handing_over()
+        yield from self._handing_over(now_s, announced_s)
 
-    def _handing_over(self) -> Iterator[Effect]:
+    def _handing_over(self, now_s: float, announced_s: float) -> Iterator[Effect]:
         successor = self.followers.get(self.assignment.successor or Holder("", ""))
         can = successor is not None and successor.phase is FollowerPhase.FOLLOWING
-        match self.handover:
+        match self.handover.phase:
             case HandoverPhase.NONE if can:
-                self.handover = HandoverPhase.LEVELLING
+                self.handover = Handover(HandoverPhase.LEVELLING, now_s + announced_s)
             case HandoverPhase.LEVELLING if not can:
-                self.handover = HandoverPhase.NONE
+                self.handover.phase = HandoverPhase.NONE
             case HandoverPhase.STOPPED if not can:
                 # It was lost meanwhile: this server leads on.
                 yield from self.keep_leading()
         # Pushes still come until the backups are nearly level: then there is little to wait for.
-        if self.handover is HandoverPhase.LEVELLING and self.is_safe(self.version):
-            self.handover = HandoverPhase.STOPPING
+        is_due = self.handover.is_announced and now_s >= self.handover.stops_from_s
+        if is_due and self.is_safe(self.version):
+            self.handover.phase = HandoverPhase.STOPPING
             yield Stop(self.key)
 
     def told_of(self, epoch: int) -> Iterator[Effect]:
@@ -312,11 +327,11 @@ class LedShard:
 
     def keep_leading(self) -> Iterator[Effect]:
         """It cannot be handed over: nobody else takes its pushes."""
-        if self.handover is HandoverPhase.STOPPED:
-            self.handover = HandoverPhase.NONE
+        if self.handover.phase is HandoverPhase.STOPPED:
+            self.handover.phase = HandoverPhase.NONE
             yield Resume(self.key)
 
     def stopped(self, version: int) -> None:
-        if self.handover is HandoverPhase.STOPPING:
+        if self.handover.phase is HandoverPhase.STOPPING:
             self.version = max(version, self.version)
-            self.handover = HandoverPhase.STOPPED
+            self.handover.phase = HandoverPhase.STOPPED

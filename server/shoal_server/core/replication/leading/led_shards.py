@@ -54,6 +54,8 @@ class Leading:
         self._last_image = 0
         self._disk_told_s = limits.disk_told_s
         self._tells_disk_s = inf
+        self._announced_s = limits.announced_s
+        self._hands_over_s = inf
         """When it is written down next how far shards are on disk."""
 
     def find(self, key: Key) -> LedShard | None:
@@ -303,7 +305,24 @@ class Leading:
 
     @property
     def wakes_s(self) -> float:
-        return min(self.links.wakes_s, self.full.wakes_s, self._tells_disk_s)
+        return min(self.links.wakes_s, self.full.wakes_s, self._tells_disk_s, self._hands_over_s)
+
+    def advanced(self, led: LedShard, now_s: float) -> Iterator[Effect]:
+        """What is due for a shard as it stands now."""
+        yield from led.advanced(now_s, self._announced_s)
+        if led.handover.is_announced and led.handover.stops_from_s > now_s:
+            self._hands_over_s = min(self._hands_over_s, led.handover.stops_from_s)
+
+    def due(self, now_s: float) -> list[LedShard]:
+        """Shards to be tended because time has passed."""
+        return [*self.full_again(now_s), *self.disk_news(now_s), *self._handovers_due(now_s)]
+
+    def _handovers_due(self, now_s: float) -> list[LedShard]:
+        """Those whose successors workers were told of for long enough."""
+        if now_s < self._hands_over_s:
+            return []
+        self._hands_over_s = inf
+        return [led for led in self._shards.values() if led.handover.is_announced]
 
     def on_disk(self, led: LedShard, version: int, now_s: float) -> None:
         """The journal has it up to there."""

@@ -29,6 +29,9 @@ class ReplicationLimits:
     max_full_s: float = 32.0
     dead_after_s: float = DEAD_AFTER_S
     longest_gap_s: float = LONGEST_GAP_S
+    announced_s: float = 0.3
+    """From when workers are told of a successor until pushes are refused in its favour: they
+    connect to it meanwhile."""
     disk_told_s: float = 30.0
     """So often it is written down how far a shard is on disk, while it goes on."""
     transfer_attempts: int = 3

@@ -1,0 +1,121 @@
+"""Calls to the servers of a job's shards: whom a refusal, or a hint, sends them to."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from shoal_client.parameters.servers import ShardServers
+from shoal_proto import routes
+from shoal_proto.errors import Unavailable, WrongEpoch
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+
+LIMIT_S = 30.0
+A, B, C = (f"127.0.0.1:{port}" for port in (1, 2, 3))
+
+
+@pytest.fixture
+def servers() -> Iterator[ShardServers[str]]:
+    """The stub of a server is its address."""
+    servers = ShardServers[str](lambda address, channel: address, LIMIT_S)
+    yield servers
+    servers.close()
+
+
+def shard_map(*addresses: str) -> ShardMap:
+    shards = [
+        Shard(shard_id=i, epoch=1, server_id=address, address=address)
+        for i, address in enumerate(addresses)
+    ]
+    return ShardMap(shards=shards)
+
+
+def moved_to(address: str, shard: Shard) -> WrongEpoch:
+    route = routes.Route(shard.shard_id, shard.epoch + 1, address, address)
+    return WrongEpoch("it is led elsewhere", details=routes.told([route]))
+
+
+def test_a_refusal_that_names_another_server_is_followed_before_others_have_answered(
+    servers: ShardServers[str],
+) -> None:
+    found, at_c = shard_map(A, B), threading.Event()
+
+    def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
+        if stub == A:
+            raise moved_to(C, shards[0])
+        if stub == C:
+            at_c.set()
+        else:
+            assert at_c.wait(LIMIT_S), "C was not called while B was"
+        todo.difference_update(shard.shard_id for shard in shards)
+
+    assert servers.run(lambda: found, lambda: None, attempt, 0.0) == 1
+    assert [shard.address for shard in found.shards] == [C, B]
+    assert [shard.epoch for shard in found.shards] == [2, 1]
+
+
+def test_a_server_that_is_being_called_is_called_once_more_only_behind_that(
+    servers: ShardServers[str],
+) -> None:
+    """Its connection is for one thread at a time."""
+    found, refused, calls = shard_map(A, B), threading.Event(), threading.Semaphore()
+
+    def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
+        if stub == A:
+            refused.set()
+            raise moved_to(B, shards[0])
+        assert calls.acquire(blocking=False), "two calls at once"
+        assert refused.wait(LIMIT_S)
+        todo.difference_update(shard.shard_id for shard in shards)
+        calls.release()
+
+    assert servers.run(lambda: found, lambda: None, attempt, 0.0) == 1
+
+
+def test_servers_that_send_on_to_each_other_are_not_followed_for_ever() -> None:
+    servers = ShardServers[str](lambda address, channel: address, 0.3)
+    found = shard_map(A)
+
+    def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
+        raise moved_to(B if stub == A else A, shards[0])
+
+    with pytest.raises(WrongEpoch):
+        servers.run(lambda: found, lambda: None, attempt, 0.0)
+    servers.close()
+
+
+def test_who_is_to_be_called_before_long_is_connected_to_in_the_background(
+    servers: ShardServers[str],
+) -> None:
+    """A call that comes meanwhile waits for that, and uses the connection."""
+    begun, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    def connect(stub: str) -> None:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+        order.append(f"connected to {stub}")
+
+    def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
+        order.append(f"called {stub}")
+        todo.clear()
+
+    servers.connect_ahead(C, connect)
+    assert begun.wait(LIMIT_S)
+    threading.Timer(0.05, go_on.set).start()
+    servers.run(lambda: shard_map(C), lambda: None, attempt, 0.0)
+    # Once is enough.
+    servers.connect_ahead(C, connect)
+    assert order == [f"connected to {C}", f"called {C}"]
+
+
+def test_who_cannot_be_connected_to_ahead_is_called_all_the_same(
+    servers: ShardServers[str],
+) -> None:
+    def connect(stub: str) -> None:
+        raise Unavailable("nobody listens there yet")
+
+    def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
+        todo.clear()
+
+    servers.connect_ahead(C, connect)
+    assert servers.run(lambda: shard_map(C), lambda: None, attempt, 0.0) == 0
