@@ -114,6 +114,11 @@ class GradientExchange:
         self._norms.clear()
         self._complete = False
 
+    def has_finite_averages(self) -> bool:
+        """Whether all averages are finite; the same on all ranks. In place of `check`."""
+        self._traffic.end_step()
+        return are_finite(self._averaged) and not (self._alone and self._own_fault())
+
     def check(self, step: int) -> None:
         """Raise unless the averages are finite; the same members raise the same on all ranks.
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.layouts.gradients import name_of_fault
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.model.gradients import watch_parameters
 from shoal.model.tied_tensors import persistent_buffers
@@ -65,6 +66,10 @@ class Layout(ABC):
     elementwise: bool = True
     """Whether parameters are cut, so that only optimizers which treat each element by itself do
     what they would do in one process."""
+
+    looks_for_faults: bool = True
+    """Whether `reduce` raises for gradients that are not finite. Otherwise they are as they are,
+    and `overflowed` tells of them."""
 
     step: int = 0
     """Steps committed before the present one, for what is told of a fault in it."""
@@ -175,6 +180,10 @@ class Layout(ABC):
         """
         if self.non_finite_check is not None:
             self.non_finite_check.check(self.parameters, self.step)
+
+    def overflowed(self) -> bool:
+        """In place of `check`: whether what this rank knows of the gradients is not finite."""
+        return bool(name_of_fault(self.parameters))
 
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Called right behind `optimizer.step()`. May communicate."""

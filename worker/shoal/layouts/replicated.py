@@ -110,8 +110,11 @@ class ReplicatedLayout(Layout):
 
     def reduce(self) -> None:
         # What was not averaged is told by `synchronised`.
-        if self.exchange.complete:
+        if self.exchange.complete and self.looks_for_faults:
             self.exchange.check(self.step)
+
+    def overflowed(self) -> bool:
+        return not self.exchange.has_finite_averages()
 
     def check(self) -> None:
         """`reduce` has looked at the averages, of which every rank has the same."""

@@ -24,6 +24,7 @@ from shoal.randomness.dropout import key_dropout
 from shoal.session.batch_sources import BatchSource, LeasedBatches, SynchronousBatches
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
+from shoal.session.loss_scaling import check_scaler, check_scales
 from shoal.session.micro_batches import scaled
 from shoal.session.script_calls import ScriptCalls
 from shoal.session.shared_calls import Reduction, SharedCalls, Value
@@ -164,6 +165,7 @@ class Session:
             chosen.keep_checkpoints(checkpoints)
         if chosen.carries or self._registered:
             chosen.carry(self._registered)
+        check_scales(chosen, self._registered)
         distributed = chosen.distribute(model, optimizer)
         self._fields = {"strategy": chosen.name, "torch": torch.__version__, **chosen.fields()}
         if validators.names:
@@ -172,7 +174,7 @@ class Session:
             # Members that train apart may compute on what they have.
             self._fields |= _devices_of(model)
         self._controller.set_strategy(chosen, validators)
-        self._guard = StepGuard(optimizer, lambda: chosen.step)
+        self._guard = StepGuard(optimizer, lambda: chosen.step, self._registered)
         if self._registered:
             self._fields["registered"] = self._registered.description
         if chosen.carries:
@@ -206,8 +208,10 @@ class Session:
             )
         if self._fields:
             self._controller.strategy.carry(self._registered)
+        check_scaler(name, self._registered, stateful)
         self._registered.add(name, stateful)
         if self._fields:
+            check_scales(self._controller.strategy, self._registered)
             self._fields["registered"] = self._registered.description
         return stateful
 
@@ -279,7 +283,8 @@ class Session:
         fraction = step.micro_batches.passing(by_weight=weight is not None)
         batch, strategy = step.batch, self._controller.strategy
         counted = fraction if weight is None else step.micro_batches.counted(weight)
-        step.note_loss(loss, counted)
+        scaler = self._registered.scaler
+        step.note_loss(loss if scaler is None else loss.detach() / scaler.get_scale(), counted)
         with step.guard.computing():
             if weight is not None:
                 # The mean over no tokens is no number, and counts for nothing.

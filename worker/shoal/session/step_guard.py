@@ -9,12 +9,14 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.state.registered.objects import RegisteredState
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
@@ -24,9 +26,13 @@ _MARK = "_shoal_watched"
 class StepGuard:
     """Watches one optimizer, and the losses that one session computes gradients of."""
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[], int]) -> None:
-        """`step` tells how many are committed."""
+    def __init__(
+        self, optimizer: Optimizer, step: Callable[[], int], registered: RegisteredState
+    ) -> None:
+        """`step` tells how many are committed. A registered scaler's losses are unscaled."""
         self._step = step
+        self._registered = registered
+        self._is_scaled = False
         self._commits = False
         self._computes = False
         self._hook = optimizer.register_step_pre_hook(self._before_step)
@@ -55,12 +61,19 @@ class StepGuard:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within, the session computes gradients."""
-        self._computes = True
+        """Within, the session computes gradients: of a loss that the registered scaler has scaled,
+        if there is one. Raises InvalidSpec behind a pass of any other."""
+        self._computes, self._is_scaled = True, False
         try:
             yield
         finally:
             self._computes = False
+        if self._registered.scaler is not None and not self._is_scaled:
+            raise InvalidSpec(
+                f"a loss that the registered GradScaler did not scale, in step {self._step()}",
+                seen="session.backward(loss)",
+                expected="session.backward(scaler.scale(loss)): the step's gradients are unscaled",
+            )
 
     def _before_step(self, *_: Any) -> None:
         if not self._commits:
@@ -72,21 +85,38 @@ class StepGuard:
                 " would be applied twice.",
             )
 
-    def watch(self, scaled: Any) -> None:
-        """Refuse a session's backward pass that goes through these tensors."""
+    def watch(self, scaled: Any, scaler: object) -> None:
+        """Refuse a session's backward pass that goes through these tensors, unless it is the
+        registered scaler that made them."""
+        through = partial(self._through_scaled, scaler)
         for tensor in pytree.tree_leaves(scaled):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._through_scaled)  # type: ignore[no-untyped-call]
+                tensor.register_hook(through)  # type: ignore[no-untyped-call]
 
-    def _through_scaled(self, gradient: Tensor) -> None:
+    def refuse(self, scaler: object, call: str) -> None:
+        """The script makes this call: an error, if the session does so for the scaler."""
+        if scaler is self._registered.scaler:
+            raise InvalidSpec(
+                f"the script called scaler.{call}() itself, after {self._step()} committed steps",
+                seen=f"GradScaler.{call} of the registered scaler",
+                expected="session.step() alone, which unscales the gradients, skips the optimizer's"
+                " step if they overflowed on any member, and updates the scale",
+                fix="Leave out scaler.unscale_, scaler.step and scaler.update; to clip, call"
+                " session.clip_grad_norm.",
+            )
+
+    def _through_scaled(self, scaler: object, gradient: Tensor) -> None:
         # The scaled loss of another model is none of the session's business.
-        if self._computes:
+        if self._computes and scaler is self._registered.scaler:
+            self._is_scaled = True
+        elif self._computes:
             raise InvalidSpec(
                 f"a loss that GradScaler.scale made, in step {self._step()}",
                 seen="a scaled loss, whose gradients nobody would unscale",
                 expected="the loss as it is: session.backward(loss)",
-                fix="Leave GradScaler out, or make it with enabled=False. Under torch.autocast use"
-                " bfloat16, which needs no scaling; a constant factor of your own is no problem.",
+                fix='session.register("scaler", scaler) before the first batch, without scaler.step'
+                " and scaler.update. Or leave GradScaler out: bfloat16 needs no scaling; a constant"
+                " factor of your own is no problem.",
             )
 
 
@@ -109,6 +139,10 @@ def _watch_scalers() -> None:
         scale = vars(kind).get("scale")
         if scale is not None and not hasattr(scale, _MARK):
             kind.scale = _watched(scale)  # type: ignore[attr-defined]
+        for call in ("unscale_", "step", "update"):
+            plain = vars(kind).get(call)
+            if plain is not None and not hasattr(plain, _MARK):
+                setattr(kind, call, _left_to_session(plain, call))
 
 
 def _watched(scale: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,8 +151,19 @@ def _watched(scale: Callable[..., Any]) -> Callable[..., Any]:
         scaled = scale(self, outputs)
         guard = _here.guard
         if guard is not None and self.is_enabled():
-            guard.watch(scaled)
+            guard.watch(scaled, self)
         return scaled
+
+    setattr(watched, _MARK, True)
+    return watched
+
+
+def _left_to_session(plain: Callable[..., Any], call: str) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _here.guard is not None:
+            _here.guard.refuse(self, call)
+        return plain(self, *args, **kwargs)
 
     setattr(watched, _MARK, True)
     return watched

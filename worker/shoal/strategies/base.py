@@ -85,6 +85,12 @@ class Strategy(ABC):
                 expected="a strategy whose members commit each step together, such as ddp or fsdp",
             )
 
+    @property
+    def unscales(self) -> bool:
+        """Whether losses may be scaled by a registered GradScaler: the strategy unscales their
+        gradients, and takes no step with one that overflowed, on any member."""
+        return False
+
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
         """The script has done all that it does behind the last step. Synchronous strategies: called
         by all members, at the same step. Raises as `end_step`."""

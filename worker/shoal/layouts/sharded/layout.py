@@ -161,6 +161,9 @@ class ShardedLayout(Layout):
             f"the gradient of rank {ranks} is not finite at step {self.step}; it leaves"
         )
 
+    def overflowed(self) -> bool:
+        return super().overflowed() or any(each.given or each.own for each in self._reductions)
+
     def _was_spread(self, name: str) -> bool:
         """Whether all ranks find a fault in this step, and not this one alone."""
         gradient: Any = self._parameters[name].grad

@@ -108,6 +108,14 @@ class RegisteredState:
             del self._objects[name]
             raise
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler among the objects, if one is there and scales."""
+        for each in self._objects.values():
+            if isinstance(each, torch.amp.GradScaler) and each.is_enabled():
+                return each
+        return None
+
     def follow(self, optimizer: Optimizer) -> None:
         """The settings of this optimizer's groups are carried with the objects."""
         self._optimizer = optimizer

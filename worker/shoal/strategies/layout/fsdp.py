@@ -82,6 +82,10 @@ class FSDP(LayoutStrategy):
         self._check_parameters(subject.model)
         return ShardedFigures(subject, self._options).plan(self.name)
 
+    @property
+    def unscales(self) -> bool:
+        return True
+
     def options(self) -> Mapping[str, str]:
         options = self._options
         return {

@@ -23,6 +23,7 @@ from shoal.state.resharding import reshard
 from shoal.state.shards import REGISTERED, Chunk, StateShard
 from shoal.state.whole_model import whole_model
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.loss_scale import found_by_any
 from shoal.strategies.synchronous.strategy import (
     SynchronousStrategy,
     check_same_step,
@@ -233,6 +234,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._optimizer.zero_grad(set_to_none=True)
         layout = self._layout()
         layout.step = self._step
+        layout.looks_for_faults = self._registered.scaler is None
         self._open_step(layout.plain)
         self._begun = self._reduced = False
 
@@ -251,9 +253,11 @@ class LayoutStrategy(SynchronousStrategy):
         self._layout().reduce_in_backward(reduces)
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        check_loss(loss, self._step)
+        layout = self._layout()
+        if layout.looks_for_faults:
+            check_loss(loss, self._step)
         with self._weighing():
-            self._layout().backward(loss, weight)
+            layout.backward(loss, weight)
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         self._refuse_weights()
@@ -271,7 +275,8 @@ class LayoutStrategy(SynchronousStrategy):
         self._begin()
         with self._weighing():
             loss = self._layout().forward_backward(inputs, targets, loss_function, weight)
-        check_loss(loss, self._step)
+        if self._layout().looks_for_faults:
+            check_loss(loss, self._step)
         return loss
 
     def _reduce(self) -> Layout:
@@ -305,15 +310,21 @@ class LayoutStrategy(SynchronousStrategy):
                 " before each session.backward",
                 fix="Of several losses, pass the sum to session.backward.",
             )
-        layout.check()
+        overflowed = False
+        if layout.looks_for_faults:
+            layout.check()
+        elif self._process_group is not None:
+            overflowed = found_by_any(layout.overflowed(), self._process_group, self._device)
         self._settle()
         self._generation_group.check()
         self._whole = False
-        local_step.step(self._optimizer)
+        if not overflowed:
+            local_step.step(self._optimizer)
         layout.stepped()
         # Once more, of what the layout has sent: in half an update nobody finds a state.
         self._generation_group.check()
         self._whole = True
+        self._update_scale(overflowed=overflowed)
         self._commit_step()
         if self._step == 1:
             # Before any copy: an optimizer whose state cannot travel is refused at once.

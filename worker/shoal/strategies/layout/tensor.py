@@ -90,6 +90,10 @@ class TensorParallel(LayoutStrategy):
                         fix="torch's grouped kernels refuse split parameters beside whole ones.",
                     )
 
+    @property
+    def unscales(self) -> bool:
+        return True
+
     def options(self) -> Mapping[str, str]:
         chosen = {"plan": self._overrides, "min_split_bytes": self._min_split_bytes}
         return {"tensor": json.dumps(chosen, sort_keys=True)}

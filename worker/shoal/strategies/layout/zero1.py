@@ -44,6 +44,11 @@ class Zero1(LayoutStrategy):
         self._compression = None if compression is None else find_compression(compression)
         self._compressor = self._compression.compressor() if self._compression else None
 
+    @property
+    def unscales(self) -> bool:
+        # An Inf would stay with what a compression holds back.
+        return self._compression is None
+
     def options(self) -> Mapping[str, str]:
         return {"compression": str(self._compression or "none")}
 

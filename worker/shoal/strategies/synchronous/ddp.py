@@ -194,8 +194,14 @@ class DDP(SynchronousStrategy):
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         foreach_mul_(gradients, torch.tensor(factor))
 
+    @property
+    def unscales(self) -> bool:
+        # An Inf would stay with what a compression holds back.
+        return self._compression is None
+
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        if self._agreement is not None and self._agreement.weights.are_own:
+        own = self._agreement is not None and self._agreement.weights.are_own
+        if own or self._registered.scaler is not None:
             # Until all have said what theirs weigh, gradients are sums and no means.
             self._settle()
         norm: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
@@ -210,12 +216,18 @@ class DDP(SynchronousStrategy):
             raise self._not_averaged()
         # On its way while this member looks at its gradients.
         self._propose()
-        replica.exchange.check(self._step)
+        overflowed = False
+        if self._registered.scaler is None:
+            replica.exchange.check(self._step)
+        else:
+            overflowed = not replica.exchange.has_finite_averages()
         self._settle()
         # Before the optimizer steps: what fails here leaves the state of the last step.
         replica.running.share(group)
         self._generation_group.check()
-        self._optimizer.step()
+        if not overflowed:
+            self._optimizer.step()
+        self._update_scale(overflowed=overflowed)
         self._commit_step()
         self._checkpoint()
         acknowledged()

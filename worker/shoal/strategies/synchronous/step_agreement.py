@@ -162,14 +162,14 @@ class StepAgreement:
             word = 2 * self._passes + 1
             self._send(word, self._hyper.digest(), conflict=bool(self._conflict))
 
-    def settle(self) -> float:
+    def settle(self) -> float | None:
         """Return if all members take the step in the same way, and wait for that: by what the
-        gradients are to be multiplied before they are used, for the first time that this is asked.
+        gradients are to be multiplied before they are used. None if that was told before.
 
         Raises UnequalPasses, HyperparametersDiffer or InvalidSpec, on all of them.
         """
         if self._settled:
-            return 1.0
+            return None
         self.propose()
         rows = self._heard()
         self._settled = True

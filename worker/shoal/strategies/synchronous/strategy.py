@@ -4,6 +4,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import structlog
 import torch
@@ -24,6 +25,7 @@ from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckp
 from shoal.strategies.synchronous.generation_group import GenerationGroup
 from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.loss_scale import update
 from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.strategies.synchronous.step_agreement import StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
@@ -302,7 +304,10 @@ class SynchronousStrategy(Strategy):
         """See `StepAgreement.settle`: from here on nobody makes a further pass in this step."""
         if self._agreement is not None:
             factor = self._agreement.settle()
-            if factor != 1.0:
+            scaler = self._registered.scaler
+            if factor is not None and scaler is not None:
+                factor /= scaler.get_scale()
+            if factor not in (None, 1.0):
                 self._scale_gradients(factor)
 
     def _scale_gradients(self, factor: float) -> None:
@@ -323,6 +328,13 @@ class SynchronousStrategy(Strategy):
                 seen="no backward pass, or a plain loss.backward()",
                 expected="session.backward(loss) once or more, which weighs this member's share",
             )
+
+    def _update_scale(self, *, overflowed: bool) -> None:
+        """With the step that is about to be committed."""
+        scaler = self._registered.scaler
+        if scaler is not None:
+            log.debug("loss_scaled", step=self._step, overflowed=overflowed)
+            self._registered.defer(partial(update, scaler, overflowed=overflowed))
 
     def _commit_step(self) -> None:
         if self._watch is not None:

@@ -1,0 +1,40 @@
+"""How torch's GradScaler goes on behind a step that the session took.
+
+The scaler itself would ask this member's gradients alone, which are parts of them under strategies
+that cut, and would step the optimizer. Here all members have found out together whether the step
+overflowed, and each lets its own scaler follow.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from shoal.backends.abortable.waiter import wait_abortable
+
+LARGEST = torch.finfo(torch.float32).max
+"""A scale is a number of this dtype."""
+
+
+def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
+    """What `GradScaler.update` does behind a step in which an Inf was found, or none was."""
+    state = scaler.state_dict()
+    if overflowed:
+        state["scale"] *= state["backoff_factor"]
+        state["_growth_tracker"] = 0
+    else:
+        state["_growth_tracker"] += 1
+        if state["_growth_tracker"] == state["growth_interval"]:
+            grown = state["scale"] * state["growth_factor"]
+            if math.isfinite(grown) and grown <= LARGEST:
+                state["scale"] = grown
+            state["_growth_tracker"] = 0
+    scaler.load_state_dict(state)
+
+
+def found_by_any(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Collective: whether any rank has found it."""
+    flag = torch.tensor([float(found)], device=device)
+    if group.size() > 1:
+        wait_abortable(dist.all_reduce(flag, group=group, async_op=True), group)
+    return bool(flag.item())
