@@ -15,8 +15,8 @@ call of its own.
 `many_jobs_metrics_s`: the median time of a GET of `/metrics`.
 `health_cores_100`: cores that one report a second from each of 100 members of one job takes.
 `etcd_growth_mb_per_hour`: by how much the database of etcd grows in an hour of 30 asynchronous jobs
-of 50 members, each of which takes and completes a batch twice a second; measured on one job for a
-minute, nothing compacted, and multiplied by 30.
+of 50 members, each of which takes and completes a batch twice a second; measured for a minute,
+nothing compacted, on the service that keeps their books, called in this process.
 """
 
 import asyncio
@@ -30,10 +30,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from random import random
 from statistics import median
 
-import grpc.aio
 import httpx
 from membership import cpu_s
 from rows import Row, publish
@@ -44,10 +42,11 @@ from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.samples_pb2 import LeaseRequest
-from shoal_proto.v1.samples_pb2_grpc import SamplesStub
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Progress, Result, Tally
 from shoal_server.core.generations.roster import (
@@ -60,13 +59,14 @@ from shoal_server.core.generations.roster import (
     Verdict,
 )
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Operation, Put
+from shoal_server.etcd.api import Operation, Put, absent
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
 
 NUM_OVER, NUM_RUNNING, NUM_GENERATIONS = 1000, 20, 3
 NUM_REPORTING = 100
-NUM_ASYNC, NUM_ASYNC_ASKED_FOR, NUM_ASYNC_MEMBERS = 1, 30, 50
+NUM_ASYNC, NUM_ASYNC_MEMBERS = 30, 50
 BATCH, BATCHES_PER_S, GROWTH_S = 32, 2.0, 60.0
 DELAY_S = 0.001
 """Each way."""
@@ -272,27 +272,28 @@ def health_cores(process: Process, url: str, sessions: list[MemberSession], job:
     return busy - idle
 
 
-async def _take_batches(session: MemberSession, samples: SamplesStub, until_s: float) -> int:
-    """Of one member at its pace: how many batches it completed."""
-    request = LeaseRequest(token=session.token, dataset_size=10**9, num_epochs=1)
-    request.num_samples = BATCH
-    due_s, num_batches = time.monotonic() + random() / BATCHES_PER_S, 0
+async def _take_batches(samples: SamplesService, until_s: float) -> int:
+    """Of all members at their pace: how many batches each completed."""
+    requests = [
+        LeaseRequest(
+            token=Token(job=f"async-{job}", member_id=f"m{n:02d}", incarnation=new_incarnation()),
+            dataset_size=10**9,
+            num_epochs=1,
+            num_samples=BATCH,
+        )
+        for job in range(NUM_ASYNC)
+        for n in range(NUM_ASYNC_MEMBERS)
+    ]
+    due_s, num_batches = time.monotonic(), 0
     while due_s < until_s:
-        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        request.sequence += 1
-        leased = await samples.Lease(request)
-        del request.completed[:]
-        request.completed.append(leased.range)
+        for request in requests:
+            request.sequence += 1
+            leased = (await samples.Lease(request, None)).range  # type: ignore[arg-type]
+            del request.completed[:]
+            request.completed.append(leased)
         due_s, num_batches = due_s + 1 / BATCHES_PER_S, num_batches + 1
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
     return num_batches
-
-
-async def _take_all_batches(sessions: list[MemberSession], address: str) -> float:
-    """Batches a second and member."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        samples, until_s = SamplesStub(channel), time.monotonic() + GROWTH_S
-        taken = await asyncio.gather(*(_take_batches(s, samples, until_s) for s in sessions))
-    return sum(taken) / len(sessions) / GROWTH_S
 
 
 def etcd_mb(endpoint: str) -> float:
@@ -302,24 +303,23 @@ def etcd_mb(endpoint: str) -> float:
     return float(next(x for x in told.splitlines() if x.startswith(name)).split()[1]) / 1e6
 
 
-def growth_mb_per_hour(addresses: list[str], leader: str, etcd: str, stack: ExitStack) -> float:
-    """Of as many jobs as are asked for, at the pace that the members are to have."""
-    with ThreadPoolExecutor(NUM_ASYNC * NUM_ASYNC_MEMBERS) as pool:
-        sessions = list(
-            pool.map(
-                lambda n: joined(
-                    addresses, f"async-{n % NUM_ASYNC}", f"m{n:03d}", NUM_ASYNC_MEMBERS
-                ),
-                range(NUM_ASYNC * NUM_ASYNC_MEMBERS),
-            )
-        )
-    for session in sessions:
-        stack.callback(session.close)
-    before_mb = etcd_mb(etcd)
-    pace = asyncio.run(_take_all_batches(sessions, leader))
-    grown_mb = etcd_mb(etcd) - before_mb
+async def growth_mb_per_hour(endpoint: str) -> float:
+    """By what the service writes that keeps the books of all these jobs."""
+
+    async def authorize(token: Token) -> None:
+        """All of them are members."""
+
+    async with EtcdClient(EtcdConfig(endpoints=(endpoint,))) as store:
+        leading = LeaderStore(store, lambda: (absent("another leader"),), print)
+        samples = SamplesService(leading, authorize, lambda job: NUM_ASYNC_MEMBERS)
+        async with samples:
+            await _take_batches(samples, time.monotonic() + SETTLE_S)
+            before_mb, started_s = etcd_mb(endpoint), time.monotonic()
+            num_batches = await _take_batches(samples, started_s + GROWTH_S)
+            grown_mb, took_s = etcd_mb(endpoint) - before_mb, time.monotonic() - started_s
+    pace = num_batches / took_s
     print(f"{pace:.2f} batches a second and member; etcd grew by {grown_mb:.2f} MB", flush=True)
-    return grown_mb * NUM_ASYNC_ASKED_FOR / NUM_ASYNC * 3600 / GROWTH_S
+    return grown_mb * 3600 / took_s
 
 
 def main() -> None:
@@ -360,7 +360,7 @@ def main() -> None:
         for session in reporters:
             stack.callback(session.close)
         reporting = health_cores(process, url, reporters, "reports")
-        growth = growth_mb_per_hour(addresses, both.leader[1], etcd.endpoint, stack)
+        growth = asyncio.run(growth_mb_per_hour(etcd.endpoint))
     publish(
         "many_jobs",
         [
