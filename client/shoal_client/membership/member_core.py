@@ -312,7 +312,10 @@ class MemberCore:
     def _pause(self, event: ev.PauseBegan | ev.PauseEnded, now_s: float) -> Effects:
         """What ended the membership is raised where the trainer asks for its next step."""
         if isinstance(event, ev.PauseBegan):
-            self._own_pause = OwnPause(reason=event.reason, limit_s=event.limit_s, since_s=now_s)
+            number = self._own_pause.number + 1 if self._own_pause is not None else 1
+            self._own_pause = OwnPause(
+                reason=event.reason, limit_s=event.limit_s, since_s=now_s, number=number
+            )
         elif self._own_pause is not None:
             self._own_pause = self._own_pause.ended()
         else:

@@ -13,6 +13,8 @@ class OwnPause:
     reason: str
     limit_s: float
     since_s: float
+    number: int
+    """From 1, of this process' pauses."""
     over: bool = False
 
     def ended(self) -> "OwnPause":
@@ -27,4 +29,5 @@ class OwnPause:
             reason=self.reason[:1000],
             limit_s=self.limit_s,
             elapsed_s=now_s - self.since_s,
+            pause_number=self.number,
         )

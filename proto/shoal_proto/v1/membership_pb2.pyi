@@ -1389,6 +1389,7 @@ class PauseRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     LIMIT_S_FIELD_NUMBER: _builtins.int
     ELAPSED_S_FIELD_NUMBER: _builtins.int
+    PAUSE_NUMBER_FIELD_NUMBER: _builtins.int
     paused: _builtins.bool
     """False: it is over."""
     reason: _builtins.str
@@ -1397,6 +1398,10 @@ class PauseRequest(_message.Message):
     """The longest it may take; then the member is taken for hung."""
     elapsed_s: _builtins.float
     """Since when it is paused, where that is said again."""
+    pause_number: _builtins.int
+    """Rises from pause to pause of one process, so that a word of one that is over, which was long on
+    its way, is known as that. 0: an earlier release does not say.
+    """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -1407,10 +1412,11 @@ class PauseRequest(_message.Message):
         reason: _builtins.str = ...,
         limit_s: _builtins.float = ...,
         elapsed_s: _builtins.float = ...,
+        pause_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_s", b"elapsed_s", "limit_s", b"limit_s", "paused", b"paused", "reason", b"reason", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_s", b"elapsed_s", "limit_s", b"limit_s", "pause_number", b"pause_number", "paused", b"paused", "reason", b"reason", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -131,6 +131,7 @@ NAMED: Mapping[str, Bound] = {
     "start": COUNTED,
     "stop": COUNTED,
     "moved": ANY,
+    "pause_number": ANY,
     "amount": ANY,
     # sizes
     "num_bytes": COUNTED,

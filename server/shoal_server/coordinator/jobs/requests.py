@@ -66,7 +66,11 @@ def event_of(request: MemberRequest) -> events.Event:
                 state_lost=request.state_lost,
             )
         case pb.PauseRequest():
-            event = _paused(who, request) if request.paused else events.Resumed(**who)
+            event = (
+                _paused(who, request)
+                if request.paused
+                else events.Resumed(**who, number=request.pause_number)
+            )
         case pb.LeaveRequest():
             event = events.Left(**who, completed=request.completed, reason=request.reason)
         case _:
@@ -94,6 +98,7 @@ def _paused(who: dict[str, str], request: pb.PauseRequest) -> events.Paused:
         reason=request.reason[:MAX_ERROR],
         limit_s=_seconds("limit_s", request.limit_s, above=0.0),
         elapsed_s=_seconds("elapsed_s", request.elapsed_s),
+        number=request.pause_number,
     )
 
 

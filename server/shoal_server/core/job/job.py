@@ -369,4 +369,4 @@ class Job:
             case Paused():
                 self._pause_keeper.begin(member, event, now_s)
             case Resumed():
-                self._pause_keeper.end(member, now_s)
+                self._pause_keeper.end(member, event, now_s)

@@ -1,7 +1,7 @@
 """Whom all wait for while it runs code of its own: limits stand still, and all are told."""
 
 from shoal_server.core.job.job_state import JobState
-from shoal_server.core.membership.events import Paused, PausesNotice
+from shoal_server.core.membership.events import Paused, PausesNotice, Resumed
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.pauses import Pause, told
 
@@ -70,13 +70,13 @@ class PauseKeeper:
     def begin(self, member: Member, event: Paused, now_s: float) -> None:
         known = self._state.table.pauses.of(member)
         pause = self._state.table.pauses.begin(member, event, now_s)
-        if known is None:
+        if known is None and pause is not None:
             text = told(member, self._state.rank_of(member), pause)
             text += f", {pause.limit_s:g} s at the most"
             self._state.log("member_paused", text, member)
 
-    def end(self, member: Member, now_s: float) -> None:
-        pause = self._state.table.pauses.end(member)
+    def end(self, member: Member, event: Resumed, now_s: float) -> None:
+        pause = self._state.table.pauses.end(member, event.number)
         # What it did meanwhile was announced.
         member.trainer.own_code_since_s = None
         if pause is not None:

@@ -133,11 +133,16 @@ class Paused(Event):
     limit_s: float
     elapsed_s: float = 0.0
     """For how long it has, where that is said again."""
+    number: int = 0
+    """Rises from pause to pause of a process; 0: it does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
     """The pause is over."""
+
+    number: int = 0
+    """Which; 0: it does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class MembershipTable:
         self._halted.pop(name, None)
         self._unsettled.discard(name)
         self.unheard.discard(name)
-        self.pauses.end(member)
+        self.pauses.gone(member)
         self.expelled[member.incarnation] = refusal
         if len(self.expelled) > MAX_EXPELLED:
             del self.expelled[next(iter(self.expelled))]

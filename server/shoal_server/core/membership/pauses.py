@@ -20,6 +20,7 @@ class Pause:
     reason: str
     since_s: float
     limit_s: float
+    number: int = 0
 
     @property
     def ends_s(self) -> float:
@@ -32,23 +33,46 @@ class Pauses:
     """Of one job's members; whom of them the others wait for is not known here."""
 
     _paused: dict[str, tuple[Member, Pause]] = field(default_factory=dict)
+    _over: dict[str, tuple[Member, int]] = field(default_factory=dict)
+    """By name, of members that say it: the number of the newest pause that is over."""
     _held_since_s: float | None = None
     released_s: float = float("-inf")
     """When the newest pause that held the limits up was over."""
 
-    def begin(self, member: Member, event: Paused, now_s: float) -> Pause:
-        """Take in what the member says of its pause; said again, the newest word counts."""
-        pause = Pause(reason=event.reason, since_s=now_s - event.elapsed_s, limit_s=event.limit_s)
+    def begin(self, member: Member, event: Paused, now_s: float) -> Pause | None:
+        """Take in what the member says of its pause; said again, the newest word counts. None for
+        one that is over, of which a word was long on its way."""
+        over, known = self._over.get(member.member_id), self.of(member)
+        newest = known.number if known is not None else 0
+        if over is not None and over[0] is member:
+            newest = max(newest, over[1] + 1)
+        if 0 < event.number < newest:
+            return None
+        pause = Pause(
+            reason=event.reason,
+            since_s=now_s - event.elapsed_s,
+            limit_s=event.limit_s,
+            number=event.number,
+        )
         self._paused[member.member_id] = (member, pause)
         return pause
 
-    def end(self, member: Member) -> Pause | None:
-        """The member's pause is over, or the member is gone; None if there was none."""
-        known = self._paused.get(member.member_id)
-        if known is None or known[0] is not member:
+    def end(self, member: Member, number: int = 0) -> Pause | None:
+        """The member's pause of that number is over (0: whichever); None if there was none."""
+        known = self.of(member)
+        if number and known is not None and number < known.number:
             return None
-        del self._paused[member.member_id]
-        return known[1]
+        if number:
+            self._over[member.member_id] = (member, number)
+        if known is not None:
+            del self._paused[member.member_id]
+        return known
+
+    def gone(self, member: Member) -> None:
+        """It is no member any more."""
+        self.end(member)
+        if (over := self._over.get(member.member_id)) is not None and over[0] is member:
+            del self._over[member.member_id]
 
     def of(self, member: Member) -> Pause | None:
         known = self._paused.get(member.member_id)

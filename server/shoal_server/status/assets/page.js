@@ -130,7 +130,12 @@ function figures(job, state) {
     figure("Step", count(summary.step)),
     figure("Samples per second", speeds.length ? count(total(speeds)) : "–"),
     figure("Mean loss", significant(mean(training.map((m) => m.health.loss)))),
-    figure("In this phase for", duration(state.now_unix_s - summary.since_unix_s)));
+    figure("In this phase for", duration(state.now_unix_s - summary.since_unix_s)),
+    figure("State", summary.state),
+    figure("Restarts", count(summary.num_restarts)),
+    summary.ended_unix_s > 0 && figure("Lasted", duration(summary.ended_unix_s - summary.begun_unix_s)),
+    summary.ended_unix_s > 0 && figure("Loss at the end", significant(summary.loss)),
+    summary.num_samples !== null && figure("Samples trained", count(summary.num_samples)));
 }
 
 function sparkline(losses, memberId) {

@@ -51,6 +51,28 @@ def test_a_joiner_waits_for_the_end_of_a_pause_far_beyond_the_join_limit() -> No
     assert not w.job.why_paused()
 
 
+def test_a_word_of_a_pause_that_is_over_changes_nothing() -> None:
+    """It was long on its way, and came behind the end of its pause, or behind the next one. Else
+    its member would be taken out for a pause that is none."""
+    w = world_of("a", "b")
+    said = who(w.members["a"])
+
+    def pause_begins(number: int) -> events.Paused:
+        return events.Paused(**said, reason="validation", limit_s=5.0, number=number)
+
+    for event in (pause_begins(1), events.Resumed(**said, number=1), pause_begins(1)):
+        w.job.handle(event, w.now_s)
+    assert not w.job.why_paused()
+    w.job.handle(pause_begins(2), w.now_s)
+    for late in (pause_begins(1), events.Resumed(**said, number=1)):
+        w.job.handle(late, w.now_s)
+        assert "is paused" in w.job.why_paused()
+    w.job.handle(events.Resumed(**said, number=2), w.now_s)
+    assert not w.job.why_paused()
+    w.run(w.now_s + 10.0)
+    assert w.roster() == ["a", "b"]
+
+
 def test_a_first_generation_waits_for_who_is_paused_beyond_the_last_call() -> None:
     w = World(JobSpec(job="j", desired_members=2))
     w.join("b")
