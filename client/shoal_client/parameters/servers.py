@@ -57,7 +57,8 @@ class ShardServers(Generic[Stub]):
         self._close_stub = close_stub
         self._timeout_s = timeout_s
         self.lost_wait_s = 0.0
-        """For so long a call waits for shards that are lost to come back."""
+        """For so long, from its beginning, a call waits for servers that are gone with their shards
+        to come back: before these are called lost, which takes a while, and after."""
         self._closed = threading.Event()
         self._log = LogLimit(log)
         self._lock = threading.Lock()
@@ -141,6 +142,11 @@ class ShardServers(Generic[Stub]):
                 event = "waiting_for_room_on_a_disk"
             elif _comes_back(error, lost_by_s):
                 event = "waiting_for_lost_shards"
+            elif isinstance(error, Unavailable) and give_up_s < lost_by_s:
+                # Nobody has called the shards lost yet that it led.
+                log.info("waiting_for_gone_servers", reason=str(error))
+                give_up_s = lost_by_s
+                continue
             else:
                 continue
             if type(before) is not type(error):

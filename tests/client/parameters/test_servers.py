@@ -1,13 +1,14 @@
 """Calls to the servers of a job's shards: whom a refusal, or a hint, sends them to."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from shoal_client.parameters.servers import ShardServers
 from shoal_proto import routes
-from shoal_proto.errors import Unavailable, WrongEpoch
+from shoal_proto.errors import StateLost, Unavailable, WrongEpoch
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 LIMIT_S = 30.0
@@ -119,3 +120,27 @@ def test_who_cannot_be_connected_to_ahead_is_called_all_the_same(
 
     servers.connect_ahead(C, connect)
     assert servers.run(lambda: shard_map(C), lambda: None, attempt, 0.0) == 0
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 30.0])
+def test_servers_that_are_gone_are_waited_for_before_their_shards_are_called_lost(
+    wait_s: float,
+) -> None:
+    """That takes minutes, of which the wait is a part."""
+    servers = ShardServers[str](lambda address, channel: address, 0.2)
+    servers.lost_wait_s = wait_s
+    found, begun_s = shard_map(A), time.monotonic()
+
+    def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
+        if time.monotonic() < begun_s + 1.0:
+            raise Unavailable("nobody answers")
+        if time.monotonic() < begun_s + 1.5:
+            raise StateLost("it went with its last server")
+        todo.clear()
+
+    if wait_s:
+        assert servers.run(lambda: found, lambda: None, attempt, 0.0) > 0
+    else:
+        with pytest.raises(Unavailable):
+            servers.run(lambda: found, lambda: None, attempt, 0.0)
+    servers.close()

@@ -95,8 +95,9 @@ class AsyncSGD(Strategy):
         `compression`: how gradients are made small for a slow network, as for `shoal.DDP`. What is
         left out of them is sent with later ones. See docs/compression.md.
 
-        `lost_wait_s`: how long a step waits where a shard is lost, for a server that comes back
-        with its journal; then, and at once by default, it ends with StateLost.
+        `lost_wait_s`: how long a step waits where every server of a shard is gone, for one that
+        comes back with its journal; also before the shard is called lost, which may take 15
+        minutes. Then, and at once by default, it ends with StateLost.
 
         `loss_must_fall`: behind the last sample, a loss that is not lower than at first is an
         error, TrainingFailed, as one that is not finite is in any case. Leave it out where a loss
