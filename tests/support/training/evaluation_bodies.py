@@ -2,13 +2,15 @@
 
 import os
 import signal
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from support.processes.ranks import Report
 from support.training import elastic_bodies
-from support.training.elastic_bodies import Elastic, build
+from support.training.elastic_bodies import EPOCHS, Elastic, build
 from support.training.elastic_bodies import numbers as data
 from support.training.rank_bodies import session_of
 from torch import nn
@@ -83,3 +85,32 @@ def check(looked: dict[str, Any]) -> None:
     assert looked["metrics"]["correct"] == int((outputs.argmax(1) == targets).sum())
     loss = float(cross_entropy(outputs, targets, reduction="sum"))
     assert abs(looked["metrics"]["loss"] - loss) < 1e-3
+
+
+def train_until_joined(report: Report, run: Evaluating) -> None:
+    """An evaluation behind one step, as long as there is no gate; then until three are there."""
+    model, optimizer = build(run.optimizer, "layers")
+    looked = False
+
+    def measure(batch: Batch) -> dict[str, Any]:
+        if batch.step == 0:
+            report("measuring")
+            while not Path(run.gate).exists():
+                time.sleep(0.02)
+        return measured(model, batch)
+
+    with session_of(run) as session:
+        model, optimizer = session.distribute(
+            model, optimizer, strategy=elastic_bodies.strategy_of(run)
+        )
+        batches = session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS)
+        for batch in batches:
+            with session.step():
+                session.backward(cross_entropy(model(batch.inputs), batch.targets))
+            if session.step_number == run.at_step and not looked:
+                looked = True
+                sums = session.evaluate(data(), measure, batch_size=BATCH)
+                report("looked", samples=sums["samples"], world_size=session.world_size)
+            if session.step_number > run.at_step and session.world_size == 3:
+                session.stop("all are there")
+        report("finished", step=session.step_number)

@@ -6,11 +6,15 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.network import http
 from support.processes.ranks import Ranks
+from support.processes.served_process import awaited
 from support.training import evaluation_bodies
 from support.training.elastic_bodies import NUM_SAMPLES, build
 from support.training.elastic_bodies import numbers as data
@@ -233,3 +237,34 @@ def test_survivors_of_a_kill_between_two_steps_go_on(
             assert member.join() == 0
         seen = [[told for kind, told in m.seen if kind == "looked"] for m in members[:2]]
         assert seen[0] == seen[1]
+
+
+@pytest.mark.long
+def test_a_joiner_keeps_out_of_an_evaluation_that_begins_again_and_comes_in_behind_it(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """It waits when a member is killed, so the next generation has it: its script is elsewhere."""
+    run = Evaluating(
+        coordinator=cluster.coordinator,
+        job=f"between-{secrets.token_hex(4)}",
+        member_id="",
+        desired_members=3,
+        batch_size=24,
+        at_step=3,
+        gate=str(tmp_path / "gate"),
+    )
+    with Ranks() as ranks:
+        body = evaluation_bodies.train_until_joined
+        crew = [ranks.start(body, replace(run, member_id=name)) for name in "abc"]
+        for member in crew:
+            member.expect("measuring")
+        joiner = ranks.start(body, replace(run, member_id="d"))
+        url = f"{cluster.http_url}/api/v1/jobs/{run.job}/members/d/why"
+        awaited(lambda: http.get(url).status_code == 200 or None, WAIT_S, "d waits")
+        crew[2].send_signal(signal.SIGKILL)
+        assert crew[2].join() == -signal.SIGKILL
+        (tmp_path / "gate").touch()
+        for member in crew[:2]:
+            assert member.expect("looked") == {"samples": NUM_SAMPLES, "world_size": 2}
+        ends = [member.expect("finished")["step"] for member in (*crew[:2], joiner)]
+        assert len(set(ends)) == 1

@@ -64,4 +64,19 @@ def test_a_first_generation_has_nothing_to_settle() -> None:
 def test_a_committed_step_settles_what_was_before_it() -> None:
     position = at(1, "returned")
     position.stepped()
-    assert position.words(STEP, has_state=True) == [STEP, 0, 0, 0]
+    assert position.words(STEP, has_state=True) == [STEP, 0, 0, 0, 0]
+
+
+def test_a_wish_to_stop_reaches_all_who_meet_and_holds_where_it_was_said() -> None:
+    """Also where the state goes back for it: the steps in between are taken again, and no more."""
+    crew = [at(0), at(0), at(0)]
+    crew[1].stop(STEP, "enough")
+    assert met((STEP, crew[0]), (STEP - 3, crew[1]), (-1, crew[2])) == ["on"] * 3
+    assert {each.stop_at for each in crew} == {STEP}
+
+
+def test_a_wish_within_a_step_that_did_not_happen_is_none() -> None:
+    position = at(0)
+    position.stop(STEP + 1, "enough")
+    position.undo(STEP)
+    assert position.words(STEP, has_state=True)[-1] == 0

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -9,6 +10,7 @@ import structlog
 from shoal.data.batches import Batch, Loader, Order
 from shoal.data.sample_leases import Leases
 from shoal.session.elastic_controller import ElasticController
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.progress.samples import SampleRange, Samples
 from shoal_proto.errors import InvalidSpec, JobFinished
 
@@ -45,6 +47,12 @@ class BatchSource(ABC):
     def close(self) -> None:  # noqa: B027 - nothing is held by default
         """Give back what was not trained on."""
 
+    def stop(self) -> bool:
+        """The script has left its loop: whether it did so for all members, having said so before.
+
+        Returns once all of them have."""
+        return False
+
     def _offer(self, batch: Batch) -> Iterator[Batch]:
         self.batch = batch
         attempts = self._num_attempts
@@ -64,20 +72,41 @@ class SynchronousBatches(BatchSource):
         while True:
             try:
                 generation = controller.ensure_generation(self._fields)
-                while controller.strategy.step < num_steps:
+                while controller.strategy.step < self._end():
                     index, count = controller.strategy.data_share(generation)
                     yield from self._offer(
                         self._loader.synchronous(controller.strategy.step, index, count)
                     )
+                    if self._end() < num_steps and controller.strategy.step >= self._end():
+                        break
                     generation = controller.ensure_generation(self._fields)
                 if self._finish():
                     break
             except JobFinished:
                 # The others saw the last step committed and left while this one recovered.
-                if controller.strategy.step < num_steps:
+                if controller.strategy.step < self._end():
                     raise
                 break
         self.all_trained = True
+
+    def _end(self) -> int:
+        """The job's last step, as far as members have agreed to stop before the samples end."""
+        strategy = self._controller.strategy
+        assert isinstance(strategy, SynchronousStrategy), "these are its batches"
+        stop_at, num_steps = strategy.position.stop_at, self._order.num_steps
+        return num_steps if stop_at is None else min(stop_at, num_steps)
+
+    def stop(self) -> bool:
+        strategy = self._controller.strategy
+        assert isinstance(strategy, SynchronousStrategy), "these are its batches"
+        if strategy.position.wish is None:
+            return False
+        strategy.position.agree_to_stop(strategy.step)
+        with suppress(JobFinished):
+            while not self._finish():
+                self._controller.ensure_generation(self._fields)
+        self.all_trained = True
+        return True
 
     def _finish(self) -> bool:
         try:

@@ -1,7 +1,7 @@
 """A member of a job as a training script sees it."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.backends.network.own_gpu import LocalPlace, check_gpu, use_own_gpu
-from shoal.backends.process_group.interface import LONGEST_S
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batches import ORDER, Batch, Collate, Dataset, Loader, Order, dataset_size, describe
 from shoal.layouts.base import LossFunction
@@ -19,6 +18,7 @@ from shoal.membership.draining import DrainSignal
 from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.validators import Validator, ValidatorSet, validators_of
+from shoal.model.devices import devices_of
 from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.randomness.dropout import key_dropout
 from shoal.session.batch_sources import BatchSource, LeasedBatches, SynchronousBatches
@@ -26,6 +26,7 @@ from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
 from shoal.session.loss_scaling import check_scaler, check_scales
 from shoal.session.micro_batches import scaled
+from shoal.session.own_pause import PAUSE_S, OwnPause
 from shoal.session.script_calls import ScriptCalls
 from shoal.session.shared_calls import Reduction, SharedCalls, Value
 from shoal.session.step import Step, reason_of
@@ -34,10 +35,10 @@ from shoal.session.step_reports import StepReports
 from shoal.state.registered.objects import RegisteredState, Stateful
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec, ShoalError
 
-PAUSE_S = 1800.0
-"""What a pause may take that states no limit."""
+MAX_REASON_CHARS = 200
 S = TypeVar("S", bound=Stateful)
 
 
@@ -61,7 +62,7 @@ class Session:
         self._guard: StepGuard | None = None
         self._registered = RegisteredState()
         self._calls: ScriptCalls | None = None
-        self._paused = False
+        self._pause = OwnPause(self._controller)
         self._signal = DrainSignal(self.drain)
 
     @property
@@ -87,7 +88,7 @@ class Session:
             self._controller.membership.failed_for_good(error)
         if error is not None:
             self.leave(reason=reason_of(error))
-        elif self._source is not None and not self._source.all_trained:
+        elif not (self._source is None or self._source.all_trained or self._source.stop()):
             self.leave(reason="left before the last batch")
         else:
             self.leave(reason=self._completed(), completed=True)
@@ -112,8 +113,11 @@ class Session:
 
     def _completed(self) -> str:
         """Why the job is over: what it shows as its reason from then on."""
-        warning = self._controller.strategy.warning if self._fields else ""
-        return "all batches were trained on" + (f", but {warning}" if warning else "")
+        strategy = self._controller.strategy if self._fields else None
+        done = "all batches were trained on"
+        if isinstance(strategy, SynchronousStrategy) and strategy.position.stop_at is not None:
+            done = f"stopped by the script: {strategy.position.reason}"
+        return done + (f", but {strategy.warning}" if strategy and strategy.warning else "")
 
     def drain(self, reason: str) -> None:
         """Ask to leave in good order, as a SIGTERM does: for scripts that learn of it otherwise.
@@ -172,7 +176,7 @@ class Session:
             self._fields["validators"] = validators.names
         if chosen.synchronous:
             # Members that train apart may compute on what they have.
-            self._fields |= _devices_of(model)
+            self._fields |= devices_of(model)
         self._controller.set_strategy(chosen, validators)
         self._guard = StepGuard(optimizer, lambda: chosen.step, self._registered)
         if self._registered:
@@ -295,8 +299,7 @@ class Session:
                     batch.weight if batch is not None else 1.0,
                 )
 
-    @contextmanager
-    def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> Iterator[None]:
+    def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> AbstractContextManager[None]:
         """Let the others wait for what this member does in the `with` block, between two steps or
         before the first batch:
 
@@ -312,25 +315,11 @@ class Session:
 
         Asynchronous strategies wait for nobody, paused or not.
         """
-        if not reason.strip():
-            raise InvalidSpec("a pause without a reason", expected='session.pause("validation")')
-        if not 0 < limit_s <= LONGEST_S:
-            raise InvalidSpec(
-                "limit_s is out of range", seen=f"{limit_s:g}", expected=f"up to {LONGEST_S:g} s"
-            )
         if self._reports is None:
             raise InvalidSpec(
                 "a pause outside of a session", expected="with shoal.join(...) as session: ..."
             )
-        if self._paused:
-            raise InvalidSpec("pauses do not nest", seen=f"pause({reason!r}) within a pause")
-        self._paused = True
-        self._controller.pause(reason, limit_s)
-        try:
-            yield
-        finally:
-            self._paused = False
-            self._controller.resume()
+        return self._pause.hold(reason, limit_s)
 
     def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
         """The forward and backward pass of a batch in one: as
@@ -380,7 +369,7 @@ class Session:
         return evaluation.run(
             SharedCalls(self._controller, self._fields),
             self._controller.strategy,
-            lambda: nullcontext() if self._paused else self.pause("evaluation", limit_s=limit_s),
+            lambda: self._pause.also("evaluation", limit_s),
         )
 
     def all_reduce(self, value: Value, op: Reduction = "sum") -> Any:
@@ -391,6 +380,24 @@ class Session:
         """
         self._check_between_steps("session.all_reduce")
         return SharedCalls(self._controller, self._fields).all_reduce(value, op)
+
+    def stop(self, reason: str) -> None:
+        """End the job before its samples end, for all members, as finished: early stopping.
+
+        Any member may call it, or all. Called in a step, that step is the last one; called between
+        two, the one before is: the batches end on all members without another being committed.
+        After it go on with the loop, which ends by itself; or leave it, on all members alike.
+        `reason` is shown as the job's. Under local SGD the job ends with the round.
+        """
+        strategy = self._controller.strategy
+        if not isinstance(strategy, SynchronousStrategy) or self._source is None:
+            raise InvalidSpec(
+                "session.stop where no batches are taken together",
+                seen=f"strategy {strategy.name}",
+                expected="session.batches of a synchronous strategy; else `shoal stop JOB`",
+            )
+        in_step = self._step is not None and self._step.is_open
+        strategy.position.stop(strategy.step + int(in_step), reason[:MAX_REASON_CHARS])
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the step's gradients to a common 2-norm of at most `max_norm`; returns the norm.
@@ -483,13 +490,3 @@ class Session:
                 " the first step on",
             )
         return self._controller.stand(self._fields)
-
-
-def _devices_of(model: nn.Module) -> dict[str, str]:
-    """What the members' collectives depend on: the kind of the model's devices, and NCCL's version
-    where that is what they run over."""
-    kinds = sorted({parameter.device.type for parameter in model.parameters()})
-    fields = {"device": ",".join(kinds)}
-    if "cuda" in kinds and torch.distributed.is_nccl_available():
-        fields["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return fields

@@ -17,6 +17,8 @@ from shoal.session.elastic_controller import ElasticController
 from shoal.session.micro_batches import MicroBatches
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
+from shoal.strategies.synchronous.script_position import Stopped
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 
 
 class Step:
@@ -126,7 +128,11 @@ class Step:
     def _recovers(self, error: BaseException) -> bool:
         """True: the step did not happen, and this member stands ready for it to come again; if a
         peer was lost, in the next generation."""
-        if self._controller.strategy.redoes(error):
+        strategy = self._controller.strategy
+        if strategy.redoes(error):
+            return True
+        if isinstance(error, Stopped) and isinstance(strategy, SynchronousStrategy):
+            strategy.withdraw_step()
             return True
         if self._controller.is_break(error):
             # The frames below hold the wrapped model and with it the group that is to go.

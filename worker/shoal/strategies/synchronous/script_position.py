@@ -1,9 +1,11 @@
-"""Where the members' scripts stand between two steps, for those that meet there.
+"""Where the members' scripts stand between two steps, and where they are to end.
 
 A call that members make together between steps (an evaluation, a sum) is made anew in the next
 generation if a member is lost. Its last act waits for all: who comes through that has confirmed it,
 and knows that all others have the result. Who has the result and loses somebody there returns with
 it all the same; whether the others have it too is found out when the next generation begins.
+
+A script that wishes to stop says so in the agreement on the next step, or when a generation begins.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
 
-NUM_WORDS = 4
+NUM_WORDS = 5
 NO_STATE = -1
 
 
@@ -23,6 +25,10 @@ class AmidACall(OSError):
 
     An OSError: as with a port or a device that is taken, it may be otherwise a moment later.
     """
+
+
+class Stopped(Exception):
+    """A step is not taken, by any member: the script of one of them has stopped before it."""
 
 
 @dataclass
@@ -34,6 +40,26 @@ class ScriptPosition:
     in_call: bool = False
     unconfirmed: bool = False
     """The script has the result of one more."""
+    wish: int | None = None
+    """The step behind which this member's script wishes to stop."""
+    stop_at: int | None = None
+    """The step behind which all members do."""
+    reason: str = ""
+    """Why, in the words of whoever wished it."""
+
+    def stop(self, step: int, reason: str) -> None:
+        """The script wishes that no step behind this one is taken."""
+        if self.wish is None:
+            self.wish, self.reason = step, reason
+
+    def agree_to_stop(self, step: int) -> None:
+        """All members stop behind this step."""
+        self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
+
+    def undo(self, step: int) -> None:
+        """What was wished within a step that did not happen is not wished any more."""
+        if self.wish is not None and self.wish > step:
+            self.wish = None
 
     def stepped(self) -> None:
         """A step is committed."""
@@ -58,17 +84,21 @@ class ScriptPosition:
     def words(self, step: int, *, has_state: bool) -> list[int]:
         """What the others are told."""
         at_step = step if has_state else NO_STATE
-        return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed)]
+        ends = [step for step in (self.wish, self.stop_at) if step is not None]
+        end = min(ends) + 1 if ends else 0
+        return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
 
     def follow(self, told: Sequence[Sequence[int]], own_step: int) -> None:
         """What follows from what each member told; pure."""
         newest = max(step for step, *_ in told)
         if newest == NO_STATE:
             return
+        for end in (row[4] for row in told if row[4]):
+            self.agree_to_stop(end - 1)
         front = [row for row in told if row[0] == newest]
-        confirmed = max(num_calls for _, num_calls, _, _ in front)
-        repeated = any(num_calls == confirmed and in_call for _, num_calls, in_call, _ in front)
-        returned = any(num_calls == confirmed and has for _, num_calls, _, has in front)
+        confirmed = max(row[1] for row in front)
+        repeated = any(row[1] == confirmed and row[2] for row in front)
+        returned = any(row[1] == confirmed and row[3] for row in front)
         is_front = own_step == newest
         if is_front and self.unconfirmed and self.num_calls < confirmed:
             self.num_calls, self.unconfirmed = confirmed, False

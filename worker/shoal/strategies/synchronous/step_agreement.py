@@ -25,6 +25,7 @@ from shoal.strategies.synchronous.hyperparameters import (
     digest_of,
     in_words,
 )
+from shoal.strategies.synchronous.script_position import ScriptPosition, Stopped
 from shoal.strategies.synchronous.step_weights import StepWeights
 from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, UnequalPasses
 
@@ -81,16 +82,25 @@ class StepCut:
         self._last = self.num_parts
 
 
+_CONFLICT, _STOP_BEFORE, _STOP_BEHIND = 1, 2, 4
+"""In the third word."""
+
+
 class StepAgreement:
     """One member's part in it, for one generation."""
 
     def __init__(
-        self, group: dist.ProcessGroup, members: Sequence[str], hyperparameters: Hyperparameters
+        self,
+        group: dist.ProcessGroup,
+        members: Sequence[str],
+        hyperparameters: Hyperparameters,
+        position: ScriptPosition,
     ) -> None:
         """`members` by rank."""
         self._group = group
         self._members = members
         self._hyper = hyperparameters
+        self._position = position
         self._rank = group.rank()
         self._steps = 0
         self._step = 0
@@ -160,7 +170,15 @@ class StepAgreement:
         if self._message is None:
             self._conflict = self._hyper.conflict(self._step)
             word = 2 * self._passes + 1
-            self._send(word, self._hyper.digest(), conflict=bool(self._conflict))
+            stop = self._stop(self._step)
+            self._send(word, self._hyper.digest(), conflict=bool(self._conflict), stop=stop)
+
+    def _stop(self, step: int) -> int:
+        """What this member's script wishes of the step behind so many."""
+        wish = self._position.wish
+        if wish is None or wish > step + 1:
+            return 0
+        return _STOP_BEFORE if wish <= step else _STOP_BEHIND
 
     def settle(self) -> float | None:
         """Return if all members take the step in the same way, and wait for that: by what the
@@ -174,8 +192,13 @@ class StepAgreement:
         rows = self._heard()
         self._settled = True
         self._compare_passes(rows)
-        if any(row[1] != rows[0][1] or row[2] for row in rows):
+        if any(row[2] & _STOP_BEFORE for row in rows):
+            self._position.agree_to_stop(self._step)
+            raise Stopped(f"behind {self._step} steps")
+        if any(row[1] != rows[0][1] or row[2] & _CONFLICT for row in rows):
             self._compare_values([(self._step, self._hyper.now())])
+        if any(row[2] & _STOP_BEHIND for row in rows):
+            self._position.agree_to_stop(self._step + 1)
         factor = self._factor([row[3] for row in rows])
         self._hyper.apply(self._step)
         self._cut.commit()
@@ -210,16 +233,19 @@ class StepAgreement:
         """
         changes = _changes(applied)
         self._conflict = conflict
-        self._send(1, digest_of(changes), conflict=bool(conflict))
+        behind = max(applied) + 1
+        self._send(1, digest_of(changes), conflict=bool(conflict), stop=self._stop(behind))
         rows = self._heard()
-        if any(row[1] != rows[0][1] or row[2] for row in rows):
+        if any(row[1] != rows[0][1] or row[2] & _CONFLICT for row in rows):
             self._compare_values(changes)
+        if any(row[2] & _STOP_BEFORE for row in rows):
+            self._position.agree_to_stop(behind)
 
     # --- messages ---
 
-    def _send(self, word: int, digest: int, *, conflict: bool) -> None:
+    def _send(self, word: int, digest: int, *, conflict: bool, stop: int = 0) -> None:
         self._message = torch.zeros(len(self._members), NUM_WORDS, dtype=torch.int64)
-        own = [word, digest, int(conflict), self.weights.word()]
+        own = [word, digest, conflict * _CONFLICT | stop, self.weights.word()]
         self._message[self._rank] = torch.tensor(own, dtype=torch.int64)
         if len(self._members) > 1:
             self._work = dist.all_reduce(self._message, group=self._group, async_op=True)

@@ -20,6 +20,7 @@ from shoal.checkpoint.background import Checkpoints
 from shoal.membership.generation import Context, Generation
 from shoal.state.registered.comparison import UNTRAINED, compare
 from shoal.state.registered.objects import RegisteredState
+from shoal.state.resharding import gather
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
 from shoal.strategies.synchronous.generation_group import GenerationGroup
@@ -158,7 +159,9 @@ class SynchronousStrategy(Strategy):
         self._has_state = True
         if self._hyperparameters is not None:
             members = [entry.member_id for entry in generation.entries]
-            self._agreement = StepAgreement(process_group, members, self._hyperparameters)
+            self._agreement = StepAgreement(
+                process_group, members, self._hyperparameters, self.position
+            )
         log.info(
             "generation_entered",
             generation=generation.number,
@@ -200,6 +203,7 @@ class SynchronousStrategy(Strategy):
         self._checkpoints.owed = False
         if self._passes.undo():
             self._registered.undo()
+            self.position.undo(self._step)
             if self._hyperparameters is not None:
                 self._hyperparameters.failed(self._step)
         self._agreement = None
@@ -345,11 +349,20 @@ class SynchronousStrategy(Strategy):
         self._registered.committed()
         self.position.stepped()
 
+    def withdraw_step(self) -> None:
+        """The step under way is not taken, and neither is any behind it."""
+        self._passes.undo()
+        self._registered.undo()
+
     def finish(self) -> None:
         if self._process_group is None:
             raise GenerationBroken("the last step was taken in a generation that is over")
         group = self._process_group
+        if self.position.stop_at is not None:
+            reasons = [word.decode() for word in gather(self.position.reason.encode(), group)]
+            self.position.reason = next((reason for reason in reasons if reason), "")
         if self._registered:
+            self._registered.restore()
             self._check_registered()
             self.between_steps()
         # Before anybody leaves: each writes its part.

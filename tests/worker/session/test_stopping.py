@@ -1,0 +1,127 @@
+"""`session.stop`: the job ends where the script says, on all members behind the same step."""
+
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from support.network import http
+from support.training.elastic_bodies import build, layers, order
+from support.training.elastic_bodies import numbers as data
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal.data.batches import Loader
+from shoal.session.session import Session
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec, JobFinished
+
+WAIT_S = 60.0
+BATCH = 24
+Body = Callable[[Session, Any, shoal.Batch], bool]
+"""Trains on the batch and stops at some time; whether the script leaves its loop."""
+
+
+def train(session: Session, model: Any, batch: shoal.Batch) -> None:
+    session.backward(cross_entropy(model(batch.inputs), batch.targets))
+
+
+def one_calls_between_steps(session: Session, model: Any, batch: shoal.Batch) -> bool:
+    """The others have begun the next step when they learn of it."""
+    with session.step():
+        train(session, model, batch)
+    if session.is_first and session.step_number == 3:
+        session.stop("the loss is low")
+    return False
+
+
+def all_call_in_the_step(session: Session, model: Any, batch: shoal.Batch) -> bool:
+    with session.step():
+        train(session, model, batch)
+        if batch.step == 2:
+            session.stop("the loss is low")
+    return False
+
+
+def all_leave_the_loop(session: Session, model: Any, batch: shoal.Batch) -> bool:
+    with session.step():
+        train(session, model, batch)
+    if session.step_number == 3:
+        session.stop("the loss is low")
+    return session.step_number == 3
+
+
+def crew(cluster: LocalCluster, job: str, body: Body, strategy: Any) -> list[Any]:
+    """Where each of three threads has come to, and with which model."""
+
+    # Threads of a process share its generator: each gets what was made before.
+    made = [build("sgd", "layers") for _ in range(3)]
+
+    def member(model: Any, optimizer: Any) -> Any:
+        with shoal.join(
+            job, coordinator=cluster.coordinator, backend="in-memory", desired_members=3
+        ) as session:
+            replica, optimizer = session.distribute(model, optimizer, strategy=strategy())
+            for batch in session.batches(data(), global_batch_size=BATCH, epochs=20):
+                if body(session, replica, batch):
+                    break
+            return session.step_number, dict(session.state_dict())
+
+    with ThreadPoolExecutor(3) as threads:
+        ends = [threads.submit(member, *each) for each in made]
+        return [end.result(WAIT_S) for end in ends]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "body"),
+    [
+        (shoal.DDP, one_calls_between_steps),
+        (shoal.DDP, all_call_in_the_step),
+        (shoal.DDP, all_leave_the_loop),
+        (shoal.FSDP, one_calls_between_steps),
+        (shoal.FSDP, all_leave_the_loop),
+    ],
+)
+def test_the_job_ends_finished_behind_the_same_step_on_all_members(
+    cluster: LocalCluster, strategy: Any, body: Body
+) -> None:
+    """With the model of one process that stops there: no step is taken behind it."""
+    job = f"stop-{secrets.token_hex(4)}"
+    found = crew(cluster, job, body, strategy)
+    model, optimizer = build("sgd", "layers")
+    loader = Loader(data(), order(BATCH))
+    for step in range(3):
+        batch = loader.synchronous(step, 0, 1)
+        optimizer.zero_grad()
+        cross_entropy(model(batch.inputs), batch.targets).backward()
+        optimizer.step()
+    assert [step for step, _ in found] == [3] * 3
+    for _, state in found:
+        for name, tensor in model.state_dict().items():
+            assert torch.allclose(state[name], tensor, rtol=0, atol=1e-6), name
+    told = http.get(f"{cluster.http_url}/api/v1/jobs/{job}").text
+    assert "stopped by the script: the loss is low" in told
+    with pytest.raises(JobFinished), shoal.join(job, coordinator=cluster.coordinator):
+        pass
+
+
+def test_under_local_sgd_the_round_is_ended(cluster: LocalCluster) -> None:
+    found = crew(
+        cluster,
+        f"stop-{secrets.token_hex(4)}",
+        one_calls_between_steps,
+        lambda: shoal.LocalSGD(every_steps=4),
+    )
+    assert [step for step, _ in found] == [4] * 3
+
+
+def test_who_never_stops_together_is_refused(cluster: LocalCluster) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.join(f"stop-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+        session.distribute(model, optimizer, strategy="async-sgd")
+        with pytest.raises(InvalidSpec, match=r"session\.stop.*shoal stop JOB"):
+            session.stop("enough")
+        session.leave(reason="refused")
