@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import shoal
 from shoal.session.session import Session
 from shoal.session.step import reason_of
+from shoal.strategies import find_strategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
@@ -191,6 +192,55 @@ def test_a_second_backward_pass_that_ddp_would_not_reduce_is_refused(
 
     with pytest.raises(InvalidSpec, match="second backward pass"):
         run(cluster, strategy, body)
+
+
+class Idle(nn.Module):
+    """Has a layer that no loss depends on, and looks up rows with or without sparse gradients."""
+
+    def __init__(self, *, sparse: bool, idle: bool) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 5))
+        self.sparse = sparse
+        if idle:
+            self.idle = nn.Linear(2, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = (inputs[:, 0] * 4).long().clamp(0, 8)
+        return nn.functional.embedding(rows, self.table, sparse=self.sparse)
+
+
+def train_alone(cluster: LocalCluster, strategy: str, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = f"guard-{secrets.token_hex(4)}"
+    with shoal.join(job, coordinator=cluster.coordinator) as session:
+        whole, _ = session.distribute(model, optimizer, strategy=strategy)
+        for batch in session.batches(data(), global_batch_size=24):
+            with session.step():
+                session.backward(loss_of(session, whole, batch))
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [("ddp", "DDP"), ("zero1", "Zero1")])
+def test_a_parameter_that_the_loss_does_not_depend_on_is_named(
+    cluster: LocalCluster, strategy: str, kind: str
+) -> None:
+    """With the option of the strategy in use that allows it."""
+    text = rf"saw idle\.weight, idle\.bias.*shoal\.{kind}\(find_unused_parameters"
+    with pytest.raises(InvalidSpec, match=text):
+        train_alone(cluster, strategy, Idle(sparse=False, idle=True))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_sparse_gradient_of_a_function_is_refused(cluster: LocalCluster, strategy: str) -> None:
+    with pytest.raises(InvalidSpec, match=r"sparse gradients of a parameter of \(9, 5\)"):
+        train_alone(cluster, strategy, Idle(sparse=True, idle=False))
+
+
+@pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline"])
+def test_layers_with_sparse_gradients_are_refused_at_once(strategy: str) -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidSpec, match=r"sparse gradients of 0;.*sparse=False"):
+        find_strategy(strategy).distribute(model, optimizer)
 
 
 def test_an_error_without_a_text_is_told_by_its_name_alone() -> None:

@@ -4,8 +4,11 @@ Shares differ in size, and some are smaller than the number of parts.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.collectives.strategy_runs import (
     Manner,
@@ -15,6 +18,8 @@ from support.collectives.strategy_runs import (
     entered,
     take_step,
 )
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.backends.process_group.collectives import Count, counts, reset_counts
@@ -41,6 +46,44 @@ def test_parts_add_up_to_the_gradient_of_the_batch(strategy: str, world_size: in
     cut = Manner(max_norm=0.1, parts_of_session=CUT)
     run = equality.run_of("sgd", manner=cut, num_steps=15)
     for ours in run_in_memory(by_a_rank, world_size, run, equality.made(strategy, world_size)):
+        assert difference(ours, expected) < TOLERANCE
+
+
+class Recomputed(nn.Module):
+    """Layers whose activations are computed once more in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(7, 5)
+        self.keeps = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            again = not self.keeps
+            hidden = checkpoint(block, hidden, use_reentrant=False) if again else block(hidden)
+        outputs: Tensor = self.last(hidden)
+        return outputs
+
+
+def recomputed(seed: int, *, keeps: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, generator = Recomputed(), torch.Generator().manual_seed(seed)
+    model.keeps = keeps
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_activation_checkpointing_changes_nothing(strategy: str) -> None:
+    """In parts as well."""
+    plain = equality.run_of("sgd", num_steps=8)
+    expected = by_one_process(replace(plain, build=partial(recomputed, keeps=True)))
+    run = replace(plain, build=recomputed, manner=Manner(parts_of_session=(3, 1)))
+    for ours in run_in_memory(by_a_rank, 3, run, equality.made(strategy, 3)):
         assert difference(ours, expected) < TOLERANCE
 
 

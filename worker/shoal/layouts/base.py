@@ -10,7 +10,7 @@ It is dropped as a whole when the group is. Errors of a collective are the group
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -70,6 +70,10 @@ class Layout(ABC):
     looks_for_faults: bool = True
     """Whether `reduce` raises for gradients that are not finite. Otherwise they are as they are,
     and `overflowed` tells of them."""
+
+    unreached: Sequence[str] = ()
+    """Parameters that kept the gradients of the step from being reduced, as the loss does not
+    depend on them."""
 
     step: int = 0
     """Steps committed before the present one, for what is told of a fault in it."""

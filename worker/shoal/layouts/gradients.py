@@ -1,6 +1,6 @@
 """What is asked of all gradients of a layout at once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.torch_private.tensors import foreach_mul_, foreach_norm
-from shoal_proto.errors import NonFiniteGradient
+from shoal_proto.errors import InvalidSpec, NonFiniteGradient
 
 if TYPE_CHECKING:
     from shoal.layouts.base import Layout
@@ -52,6 +52,29 @@ def check_loss(loss: Tensor, step: int) -> None:
     """Raise NonFiniteGradient unless the loss is finite; `step` are committed before it."""
     if not bool(torch.isfinite(loss.detach()).all()):
         raise _not_finite("the loss", step, seen=str(loss.detach()), expected="a finite number")
+
+
+def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSpec:
+    """Why some gradients of a step are this member's alone: the step would let the members drift.
+
+    `unreached` are parameters without a gradient, `strategy` is the name of the class.
+    """
+    if unreached:
+        return InvalidSpec(
+            f"parameters without a gradient in step {step}",
+            seen=", ".join(unreached[:5]),
+            expected="every parameter to take part in the loss",
+            fix="If the model leaves some out on purpose: "
+            f"session.distribute(..., strategy=shoal.{strategy}(find_unused_parameters=True)).",
+        )
+    return InvalidSpec(
+        f"the gradients of step {step} were not reduced",
+        seen="a loss that the distributed model did not compute, or a second backward pass"
+        " behind one forward pass",
+        expected="the model that session.distribute returned to be called in the step, before"
+        " each session.backward",
+        fix="Of several losses, pass the sum to session.backward.",
+    )
 
 
 def gradient_not_finite(name: str, step: int) -> NonFiniteGradient:

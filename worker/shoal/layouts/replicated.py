@@ -110,6 +110,9 @@ class ReplicatedLayout(Layout):
 
     def reduce(self) -> None:
         # What was not averaged is told by `synchronised`.
+        trained = ((name, p) for name, p in self._parameters.items() if p.requires_grad)
+        complete = self.exchange.complete
+        self.unreached = [] if complete else [name for name, p in trained if p.grad is None]
         if self.exchange.complete and self.looks_for_faults:
             self.exchange.check(self.step)
 

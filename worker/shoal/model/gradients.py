@@ -32,6 +32,28 @@ def is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def refuse_sparse(strategy: str, model: nn.Module) -> None:
+    """Raise InvalidSpec for layers whose gradients are sparse tensors."""
+    found = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    ]
+    if found:
+        raise sparse_gradient(strategy, ", ".join(found[:5]))
+
+
+def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
+    """What is told of layers, or of a parameter, with sparse gradients."""
+    return InvalidSpec(
+        f"{strategy} does not bring sparse gradients together",
+        seen=f"sparse gradients of {name}",
+        expected="gradients of the parameters' own layout",
+        fix="Make the layer with sparse=False. Tables of which a step uses few rows belong on"
+        " parameter servers: shoal.EmbeddingTable with the strategy async-sgd (docs/tables.md).",
+    )
+
+
 def bare_backward() -> InvalidSpec:
     """What is told of a backward pass in a step that the session does not know of."""
     return InvalidSpec(
@@ -46,11 +68,14 @@ def bare_backward() -> InvalidSpec:
 def watch_parameters(
     parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
 ) -> list[RemovableHandle]:
-    """Raise `bare_backward` in a pass that adds to these gradients where it is not `ours`."""
+    """Raise `bare_backward` in a pass that adds to these gradients where it is not `ours`, and
+    `sparse_gradient` for one that a function asked to be sparse."""
 
-    def look(_: Tensor) -> None:
+    def look(parameter: Tensor) -> None:
         if not ours():
             raise bare_backward()
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise sparse_gradient("the strategy", f"a parameter of {tuple(parameter.shape)}")
 
     return [
         parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]

@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
-from shoal.layouts.gradients import check_loss, clip, scale
+from shoal.layouts.gradients import check_loss, clip, not_reduced, scale
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
+from shoal.model.gradients import refuse_sparse
 from shoal.model.module_proxy import proxy_of, retarget, take_modes
 from shoal.state.peer_checkpoints import PeerCheckpoints
 from shoal.state.registered.objects import into_shard, of_shard
@@ -83,6 +84,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
+        refuse_sparse(self.name, model)
         self._meta_model = MetaModel(model, optimizer)
         self.check(model, optimizer)
         self._fields = {
@@ -100,6 +102,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
         refuse_lbfgs(self.name, optimizer)
+        refuse_sparse(self.name, meta_model.model)
         self.check(meta_model.model, optimizer)
         return self.lay_out(meta_model.copy(), world)
 
@@ -302,14 +305,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._check_weighted()
         layout = self._reduce()
         if not layout.synchronised():
-            raise InvalidSpec(
-                f"the gradients of step {self._step} were not reduced",
-                seen="a loss that the distributed model did not compute, or a second backward pass"
-                " behind one forward pass",
-                expected="the model that session.distribute returned to be called in the step,"
-                " before each session.backward",
-                fix="Of several losses, pass the sum to session.backward.",
-            )
+            raise not_reduced(self._step, layout.unreached, type(self).__name__)
         overflowed = False
         if layout.looks_for_faults:
             layout.check()

@@ -14,10 +14,12 @@ from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
 from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World
+from shoal.layouts.gradients import not_reduced
 from shoal.layouts.optimizer_binding import MetaModel
 from shoal.layouts.replicated import ReplicatedLayout, meets_in_forward
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
+from shoal.model.gradients import refuse_sparse
 from shoal.model.module_proxy import proxy_of
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
@@ -73,6 +75,7 @@ class DDP(SynchronousStrategy):
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
+        refuse_sparse(self.name, model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InvalidSpec(
                 "the model has nothing to train", expected="a parameter that requires a gradient"
@@ -91,6 +94,7 @@ class DDP(SynchronousStrategy):
 
     def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
         refuse_lbfgs(self.name, optimizer)
+        refuse_sparse(self.name, meta_model.model)
         return ReplicatedLayout(
             meta_model.copy(),
             world,
@@ -246,22 +250,7 @@ class DDP(SynchronousStrategy):
             for parameter in self._model.parameters()
             if parameter.requires_grad and parameter.grad is None
         ]
-        if names:
-            return InvalidSpec(
-                f"parameters without a gradient in step {self._step}",
-                seen=", ".join(names[:5]),
-                expected="every parameter to take part in the loss",
-                fix="If the model leaves some out on purpose: "
-                "session.distribute(..., strategy=shoal.DDP(find_unused_parameters=True)).",
-            )
-        return InvalidSpec(
-            f"the gradients of step {self._step} were not averaged",
-            seen="a loss that the distributed model did not compute, or a second backward pass"
-            " behind one forward pass",
-            expected="the model that session.distribute returned to be called in the step, before"
-            " each session.backward",
-            fix="Of several losses, pass the sum to session.backward.",
-        )
+        return not_reduced(self._step, names, type(self).__name__)
 
     def metrics(self) -> Mapping[str, float]:
         """Bytes that this member sent for its gradients, and how many times less than plainly."""
