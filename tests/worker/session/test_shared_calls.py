@@ -103,6 +103,23 @@ def test_a_member_that_leaves_in_an_evaluation_takes_only_itself_out(
     assert [each for each in found if isinstance(each, list)] == [[NUM_SAMPLES] * 3] * 2
 
 
+def test_a_loss_in_a_scripts_own_forward_pass_says_where_it_would_begin_again(
+    cluster: LocalCluster,
+) -> None:
+    """It ends the script: nobody but the script could make the pass once more."""
+
+    def body(session: Session, model: Any, step: int) -> Any:
+        if session.rank == 1 and step == 1:
+            raise ValueError("a bug of one member's")
+        with torch.no_grad():
+            return float(model(data()[0]).sum())
+
+    found = crew(cluster, 2, body, strategy="fsdp")
+    lost = next(each for each in found if not isinstance(each, ValueError))
+    assert isinstance(lost, RuntimeError)
+    assert any("session.evaluate" in note for note in lost.__notes__)
+
+
 def test_values_of_all_members_are_reduced(cluster: LocalCluster) -> None:
     def body(session: Session, model: Any, step: int) -> Any:
         rank = session.rank

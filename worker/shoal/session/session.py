@@ -28,7 +28,7 @@ from shoal.session.loss_scaling import check_scaler, check_scales
 from shoal.session.micro_batches import scaled
 from shoal.session.own_pause import PAUSE_S, OwnPause
 from shoal.session.script_calls import ScriptCalls
-from shoal.session.shared_calls import Reduction, SharedCalls, Value
+from shoal.session.shared_calls import Reduction, SharedCalls, Value, note_loss
 from shoal.session.step import Step, reason_of
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
@@ -87,6 +87,7 @@ class Session:
         if isinstance(error, ShoalError):
             self._controller.membership.failed_for_good(error)
         if error is not None:
+            note_loss(error, self._controller)
             self.leave(reason=reason_of(error))
         elif not (self._source is None or self._source.all_trained or self._source.stop()):
             self.leave(reason="left before the last batch")

@@ -127,6 +127,16 @@ class SharedCalls:
             )
 
 
+def note_loss(error: BaseException, controller: ElasticController) -> None:
+    """Where a script ends with a loss that it met by itself, between steps, say what to do."""
+    if controller.is_break(error):
+        error.add_note(
+            "A member was lost in what the script does between two steps with all others. In"
+            " session.evaluate, session.all_reduce and session.state_dict it begins again with"
+            " those that are left."
+        )
+
+
 def named(value: Value) -> dict[str, float | int | Tensor]:
     """The values by name; one alone has none. Raises InvalidSpec for what cannot be reduced."""
     values = dict(value) if isinstance(value, Mapping) else {"": value}
