@@ -15,6 +15,17 @@ local_shape_and_offset = compute_local_shape_and_global_offset
 """Sizes and offsets of this rank's part of a DTensor."""
 
 
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Let the mesh, and those that it was cut into, hold no process group any more.
+
+    Modules that were laid over it refer to it in circles, so that a group would live on, with its
+    connections and threads, until Python looks for those (seen in 2.13 and 2.15).
+    """
+    held: Any = mesh
+    for each in (held, getattr(held, "_root_mesh", None)):
+        getattr(each, "_pg_registry", {}).clear()
+
+
 def mark_meshes_by(descriptor: Any | None) -> None:
     """By what torch tells equal meshes of its own test threads apart; None: by its own mark."""
     mesh_class: Any = DeviceMesh

@@ -19,6 +19,7 @@ from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.tensor.layout import parallelise
 from shoal.layouts.tensor.plan import MASK, TensorPlan
 from shoal.model.tied_tensors import persistent_buffers
+from shoal.torch_private.dtensor import forget_groups
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """Gradients are averaged in messages of about this size."""
@@ -46,7 +47,9 @@ class HybridLayout(Layout):
     def __init__(self, model: nn.Module, world: World, plan: HybridPlan) -> None:
         self.world = world
         self.plan = plan
-        mesh = init_device_mesh(world.device.type, plan.mesh.sizes, mesh_dim_names=AXES)
+        self._mesh = mesh = init_device_mesh(
+            world.device.type, plan.mesh.sizes, mesh_dim_names=AXES
+        )
         self._groups = {axis: mesh.get_group(axis) for axis in AXES}
         for group in self._groups.values():
             add_subgroup(group, world.group)
@@ -119,6 +122,8 @@ class HybridLayout(Layout):
 
     def release(self) -> None:
         self._inner.release()
+        self._groups.clear()
+        forget_groups(self._mesh)
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
         return (group for group in self._groups.values() if group is not self.world.group)

@@ -105,7 +105,7 @@ class PipelineLayout(Layout):
             loss = self._rounds_for(step_inputs).forward_backward(step_inputs)
         except BaseException:
             # What was under way is still in the schedule's books.
-            self._runners.clear()
+            self._forget_runners()
             raise
         self._near.p2p.broadcast(loss, self._near.size - 1)
         self._complete = True
@@ -142,8 +142,16 @@ class PipelineLayout(Layout):
         return self._complete
 
     def release(self) -> None:
+        # Modules, schedules and this layout refer to one another in circles: what holds the group
+        # lets go of it, or that would live on until Python looks for those.
+        self._forget_runners()
+        self._near.release()
+        del self.world, self.non_finite_check
+
+    def _forget_runners(self) -> None:
+        for runner in self._runners.values():
+            runner.release()
         self._runners.clear()
-        self._near.p2p.close()
 
     # --- evaluation ---
 

@@ -28,6 +28,11 @@ class Neighbours:
         self.rank, self.size = group.rank(), group.size()
         self.p2p = AbortableP2P(group, device)
 
+    def release(self) -> None:
+        """Let go of the group; nothing is sent any more."""
+        self.p2p.close()
+        del self.group, self.p2p.group
+
     def send(self, tensors: Sequence[Tensor], *, to: int, values: bool) -> None:
         """Describe the tensors to the rank `to`; send what is in them too if `values`."""
         described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]

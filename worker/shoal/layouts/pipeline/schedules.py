@@ -87,6 +87,7 @@ class PipelineRunner:
             group=near.group,
         )
         torch_stage.runner, torch_stage.p2p = self, near.p2p
+        self._torch_stage: Any = torch_stage
         # The loss is scaled instead: gradients that are there already must stay as they are.
         self._schedule = kind(torch_stage, count, loss_fn=_as_it_is, scale_grads=False)
 
@@ -114,6 +115,10 @@ class PipelineRunner:
         if not self._losses:
             return torch.zeros((), dtype=torch.float64, device=self._near.device)
         return torch.stack([loss.double() for loss in self._losses]).mean()
+
+    def release(self) -> None:
+        """Let go of the group."""
+        self._torch_stage.group = None
 
     @property
     def is_last(self) -> bool:

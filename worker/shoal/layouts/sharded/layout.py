@@ -22,6 +22,7 @@ from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingR
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import MODEL
+from shoal.torch_private.dtensor import forget_groups
 from shoal.torch_private.fsdp import (
     fsdp_parameters,
     give_memory,
@@ -68,7 +69,7 @@ class ShardedLayout(Layout):
         self._fsdp_parameters = list(fsdp_parameters(model))
 
     def _shard(self, model: nn.Module, options: ShardedOptions) -> None:
-        mesh = DeviceMesh.from_group(
+        self._mesh = mesh = DeviceMesh.from_group(
             self.world.group, self.world.device.type, mesh_dim_names=(self.world.axis("data"),)
         )
         settings: dict[str, Any] = {
@@ -200,6 +201,7 @@ class ShardedLayout(Layout):
             self._slots.close()
         for part in self._fsdp_parameters:
             part.mesh_info.shard_process_group = None
+        forget_groups(self._mesh)
 
 
 def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:

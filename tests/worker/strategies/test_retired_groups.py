@@ -1,0 +1,91 @@
+"""What a generation that is over leaves behind: no connection, no thread."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from support.collectives.strategy_runs import generation_of, take_step
+from torch import Tensor, nn
+
+import shoal
+from shoal.backends.network.gloo import GlooBackend, free_retired
+from shoal.backends.process_group.interface import Group, Seat
+from shoal.data.batches import Loader, Order
+from shoal.membership.generation import Generation
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.torch_private.c10d import HashStore
+from shoal_proto.v1 import membership_pb2 as pb
+
+STRATEGIES: Mapping[str, Callable[[], SynchronousStrategy]] = {
+    "ddp": shoal.DDP,
+    "zero1": shoal.Zero1,
+    "fsdp": partial(shoal.FSDP, min_group_bytes=100),
+    "tensor": partial(shoal.TensorParallel, min_split_bytes=0),
+    "pipeline": shoal.Pipeline,
+    "hybrid": partial(shoal.Hybrid, pipeline=1, data=1, tensor=1),
+}
+
+
+class OwnStore(HashStore):
+    def abort(self, reason: str) -> None:
+        raise AssertionError("nobody cuts a group in these tests")
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def in_use() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    own = Path("/proc/self")
+    return len(list((own / "fd").iterdir())), len(list((own / "task").iterdir()))
+
+
+def new_group(strategy: SynchronousStrategy, generation: Generation) -> Group:
+    seat = Seat(
+        generation=generation.number,
+        rank=0,
+        world_size=1,
+        address="127.0.0.1",
+        bring_up_s=60,
+        collective_s=60,
+    )
+    group = GlooBackend().group(seat, OwnStore())
+    strategy._generation_group._group = group
+    return group
+
+
+def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: Loader) -> None:
+    states = {"m0": pb.STATE_ACTION_KEEP} if number > 1 else None
+    strategy.enter(generation_of(["m0"], "m0", number, states))
+    for _ in range(2):
+        take_step(strategy, batches.synchronous(strategy.step, 0, 1), loss)
+    strategy.abandon()
+    free_retired(time.monotonic() + 60)  # all of them are long idle then
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_generation_leaves_no_descriptor_and_no_thread(name: str) -> None:
+    """Without Python's collector of what refers to itself, which nobody knows when it comes."""
+    strategy = STRATEGIES[name]()
+    strategy._new_group = partial(new_group, strategy)  # type: ignore[method-assign]
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 4))
+    strategy.distribute(model, torch.optim.AdamW(model.parameters()))
+    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    order = Order(num_samples=40, global_batch_size=10, num_epochs=9)
+    batches = Loader((inputs, (inputs.sum(1) > 0).long()), order)
+    gc.collect()
+    gc.disable()
+    try:
+        live_for_a_generation(strategy, 1, batches)
+        before = in_use()
+        for number in range(2, 6):
+            live_for_a_generation(strategy, number, batches)
+        assert in_use() <= before
+    finally:
+        gc.enable()
+        strategy.close()
