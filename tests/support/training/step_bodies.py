@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from support.processes.ranks import Report
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from shoal.data.batches import Batch, Loader, Order
+from shoal.layouts.base import LossFunction
 from shoal.session.session import Session
 
 EPOCHS = elastic_bodies.EPOCHS
@@ -29,6 +31,8 @@ class Steps(Elastic):
     "by the session"."""
     dies_at: int = -1
     """The step in whose second part this member is gone."""
+    scales: bool = False
+    """Losses are scaled by a registered GradScaler."""
     in_one_call: bool = True
     """Both passes of a part by `forward_backward`."""
     rates: str = ""
@@ -82,10 +86,13 @@ def train(report: Report, run: Steps) -> None:
     """Steps until the stop; then the whole model."""
     model, optimizer = build(run.optimizer, "layers")
     schedule = Schedule(optimizer, counts="own count" in run.rates)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=20, enabled=run.scales)
     with session_of(run) as session:
         model, optimizer = session.distribute(
             model, optimizer, strategy=elastic_bodies.strategy_of(run)
         )
+        if run.scales:
+            session.register("scaler", scaler)
         for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS):
             if is_over(run.stop_file, batch.step):
                 break
@@ -97,13 +104,14 @@ def train(report: Report, run: Steps) -> None:
             report_try(report, session, batch, optimizer)
             with session.step() as step:
                 for part, fraction in cut(run, batch, session.rank):
-                    take(session, model, part, fraction, run)
+                    take(session, model, part, partial(loss_of, fraction, scaler), run)
             if step.committed:
                 report("committed", step=batch.step, generation=session.generation)
             if run.rates == "schedule" or (step.committed and "committed" in run.rates):
                 schedule.step()
         weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
-        report("finished", step=session.step_number, weights=weights)
+        scale = scaler.get_scale()
+        report("finished", step=session.step_number, weights=weights, scale=scale)
 
 
 def report_try(
@@ -117,16 +125,20 @@ def report_try(
     )
 
 
-def take(
-    session: Session, model: torch.nn.Module, part: Batch, fraction: float, run: Steps
-) -> None:
-    def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets) * fraction
+def loss_of(
+    fraction: float, scaler: torch.amp.GradScaler, outputs: Tensor, targets: Tensor
+) -> Tensor:
+    scaled: Tensor = scaler.scale(cross_entropy(outputs, targets) * fraction)
+    return scaled
 
+
+def take(
+    session: Session, model: torch.nn.Module, part: Batch, loss: LossFunction, run: Steps
+) -> None:
     if run.in_one_call:
-        session.forward_backward(part, loss_of)
+        session.forward_backward(part, loss)
     else:
-        session.backward(loss_of(model(part.inputs), part.targets))
+        session.backward(loss(model(part.inputs), part.targets))
 
 
 def one_process(batch_size: int, num_steps: int, *, scheduled: bool) -> dict[str, Tensor]:

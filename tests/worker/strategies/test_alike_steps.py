@@ -130,6 +130,23 @@ def test_a_member_lost_between_two_parts_of_a_step(
 
 
 @pytest.mark.sampled()
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1", "tensor"])
+def test_a_scaler_goes_back_with_a_step_and_to_who_joins(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """Its scale is that of as many committed steps, and scaling changes no weight."""
+    run = steps(cluster, strategy, scales=True, batch_size=34, in_one_call=False)
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
+        schedule.start(3)
+        schedule.kill()
+        schedule.join()
+        finished = schedule.finish()
+        assert finished["scale"] == 8.0 * 2.0 ** (finished["step"] // 20)
+        check_weights(finished, run, scheduled=False)
+
+
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "local-sgd", "diloco"])
 def test_hyperparameters_that_differ_are_refused_by_field_and_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str
