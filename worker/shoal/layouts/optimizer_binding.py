@@ -298,7 +298,9 @@ class OptimizerBinding:
                 self.optimizer.state[parameter][key] = _cut_like(parameter, local)
             else:
                 assert given is not None, "what has another shape is whole on every rank"
-                self.optimizer.state[parameter][key] = beside(parameter, given.tensor)
+                self.optimizer.state[parameter][key] = beside(
+                    parameter, given.tensor, self.optimizer
+                )
 
 
 def _as_tensor(number: object) -> Tensor:

@@ -146,7 +146,11 @@ class ReplicatedState:
                 name, _, key = path.removeprefix(OPTIM).rpartition("/")
                 key, _, kind = key.partition("#")
                 own_parameter = self._parameters[name]
-                value = shard.tensor.item() if kind else beside(own_parameter, shard.tensor)
+                value = (
+                    shard.tensor.item()
+                    if kind
+                    else beside(own_parameter, shard.tensor, self._optimizer)
+                )
                 self._optimizer.state[own_parameter][key] = value
         take_settings(self._optimizer, state_shard)
 
@@ -169,16 +173,21 @@ class ReplicatedState:
                 name, _, key = path.removeprefix("optimizer/").rpartition("/")
                 # A copy: the sender of the state goes on with its own.
                 own = self._parameters[name]
-                self._optimizer.state[own][key] = beside(own, tensor)
+                self._optimizer.state[own][key] = beside(own, tensor, self._optimizer)
         for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
             for key, value in settings.items():
                 # JSON has no tuples; betas are one.
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def beside(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """A copy where torch's optimizers keep it: with the parameter, but for counts of steps."""
-    return tensor.to(parameter.device, copy=True) if tensor.ndim else tensor.clone()
+def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
+    """A copy where torch's optimizers keep it: with the parameter, and counts of steps on the host
+    but for groups that are `fused` or `capturable`, whose kernels read them there."""
+    own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    by_kernels = own.get("fused") or own.get("capturable")
+    if tensor.ndim or by_kernels:
+        return tensor.to(parameter.device, copy=True)
+    return tensor.clone()
 
 
 def take_settings(optimizer: Optimizer, state_shard: StateShard) -> None:
