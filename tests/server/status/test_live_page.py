@@ -12,9 +12,11 @@ from support.clusters.status_world import World
 from shoal_proto.errors import Unavailable
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
-from shoal_server.status.views import Readiness
+from shoal_server.status.views import ProcessView, Readiness
 
 pytestmark = pytest.mark.browser
+
+expect.set_options(timeout=30_000)
 
 HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
 
@@ -89,7 +91,8 @@ async def test_a_change_is_shown_without_a_reload_and_keeps_what_the_reader_did(
 
 async def test_no_text_is_ever_read_as_html(world: World, server: StatusServer, page: Page) -> None:
     """Whatever a worker or an error says is shown as it was said."""
-    hostile = status_world.member("w0", 0, waiting_for=HOSTILE, host=HOSTILE, device=HOSTILE)
+    process = ProcessView(host=HOSTILE, device=HOSTILE)
+    hostile = status_world.member("w0", 0, waiting_for=HOSTILE, process=process)
     record = status_world.generation(
         1, ["w0"], reason=HOSTILE, verdict="aborted", conflicts=(status_world.conflict(),)
     )

@@ -480,6 +480,8 @@ class SimWorld:
     def _check_patience(self, member: SimMember) -> None:
         """While somebody is paused nobody ends for having waited, but by its own pause."""
         waited = isinstance(member.end, DeadlineExceeded)
+        # Without a coordinator nobody knows of a pause.
+        waited = waited and "no coordinator admitted" not in str(member.end)
         known = [each for each in self.members.values() if each.living and not each.failure]
         paused = [each for each in known if each.pause]
         if not waited or not paused or "is paused" in str(member.end):
