@@ -29,6 +29,9 @@ def test_entries_are_those_of_plain_torch(tmp_path, optimizer_name):
     assert ours.planner_data.pop(own) == OWN
     del ours.state_dict_metadata[own]
     assert ours.planner_data == theirs.planner_data
+    for each in theirs.state_dict_metadata.values():
+        if hasattr(properties := getattr(each, "properties", None), "strides"):
+            properties.strides = None  # what torch notes since 2.14, and no reader needs
     assert ours.state_dict_metadata == theirs.state_dict_metadata
 
 
