@@ -146,13 +146,7 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
     UnsupportedOptimizer for one that does not treat each element by itself.
     """
     _check_backend()
-    compiled = model.compiled and model.optimizer is not None
-    if not model.built or not compiled:
-        raise InvalidSpec(
-            "the Keras model cannot be distributed yet",
-            seen=f"built={model.built} compiled={compiled}",
-            expected="a model that is built and compiled with an optimizer",
-        )
+    refuse_unbuilt(model)
     if strategy not in ("zero2", "tensor"):
         raise UnknownStrategy(
             "no such strategy for fit()",
@@ -250,6 +244,17 @@ def _splits_of(model: Any) -> LayerSplits:
     """The model's own: its layers are shared by all modules that are made of it."""
     splits: LayerSplits = model.__dict__.setdefault("shoal_splits", LayerSplits(model))
     return splits
+
+
+def refuse_unbuilt(model: Any) -> None:
+    """Raise InvalidSpec unless the Keras model is built and compiled with an optimizer."""
+    compiled = model.compiled and model.optimizer is not None
+    if not model.built or not compiled:
+        raise InvalidSpec(
+            "the Keras model cannot be distributed yet",
+            seen=f"built={model.built} compiled={compiled}",
+            expected="a model that is built and compiled with an optimizer",
+        )
 
 
 def _check_backend() -> None:

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shoal.data.batches import Batch, Collate, Dataset, Order, dataset_size
-from shoal.integrations.keras import KerasModule
+from shoal.data.batches import Collate, Dataset
+from shoal.integrations.job_batches import JobBatches
+from shoal.integrations.keras import KerasModule, refuse_unbuilt
 from shoal.integrations.keras_steps import KerasSteps
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
@@ -56,17 +57,15 @@ class SessionBatches(DataLoader[Any]):
         super().__init__(dataset, batch_size=None)  # type: ignore[arg-type]
         fitting = _fitting_of(model)
         fitting.batches = self
-        self._samples = dataset
-        self._session = fitting.session
-        self._order = Order(
-            num_samples=dataset_size(dataset),
+        self._job = JobBatches(
+            fitting.session,
+            dataset,
             global_batch_size=global_batch_size,
-            num_epochs=epochs,
+            epochs=epochs,
             seed=seed,
             shuffle=shuffle,
+            collate=collate,
         )
-        self._taken_by = collate
-        self._job: Iterator[Batch] | None = None
         self._present: tuple[Any, ...] | None = None
         self.epochs = epochs
         self.ended = False
@@ -74,27 +73,18 @@ class SessionBatches(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Steps of a whole epoch."""
-        return self._order.steps_per_epoch
+        return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:  # type: ignore[override]
         """To the end of the job's epoch. What was looked at and not trained on comes again."""
         while (pair := self._present or self.take()) is not None:
             yield pair
-            if self._session.step_number % self._order.steps_per_epoch == 0:
+            if self._job.epoch_is_done:
                 return
 
     def take(self) -> tuple[Any, ...] | None:
-        """This member's part of the job's next step, as Keras takes it; None behind the last."""
-        if self._job is None:
-            self._job = self._session.batches(
-                self._samples,
-                global_batch_size=self._order.global_batch_size,
-                epochs=self._order.num_epochs,
-                seed=self._order.seed,
-                shuffle=self._order.shuffle,
-                collate=self._taken_by,
-            )
-        batch = next(self._job, None)
+        """This member's part of the job's next step, as Keras takes it; None after the last."""
+        batch = self._job.take()
         self.ended = batch is None
         if batch is None:
             self._present = None
@@ -111,7 +101,7 @@ class SessionBatches(DataLoader[Any]):
     @property
     def last_is_done(self) -> bool:
         """Whether this member has committed the job's last step."""
-        return self._session.step_number >= self._order.num_steps
+        return self._job.last_is_done
 
 
 class FittedModule(KerasModule):
@@ -259,13 +249,7 @@ def _fitting_of(model: Any) -> Fitting:
 
 
 def _refuse(model: Any, strategy: Strategy) -> None:
-    compiled = model.compiled and model.optimizer is not None
-    if not model.built or not compiled:
-        raise InvalidSpec(
-            "the Keras model cannot be distributed yet",
-            seen=f"built={model.built} compiled={compiled}",
-            expected="a model that is built and compiled with an optimizer",
-        )
+    refuse_unbuilt(model)
     if not strategy.synchronous or strategy.name in ("pipeline", "hybrid"):
         raise InvalidSpec(
             "fit computes a forward pass and then a backward pass, with all members together",

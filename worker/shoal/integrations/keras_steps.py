@@ -14,10 +14,10 @@ from typing import Any, overload
 import keras
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.integrations.keras_sharded import check_elementwise
+from shoal.model.local_parts import local_part, placed_like
 from shoal_proto.errors import UnsupportedOptimizer
 
 _STEPS = "iteration"
@@ -72,7 +72,7 @@ class KerasSteps(Optimizer):
         self._bind(held)
         live = [parameter for parameter in held if parameter.grad is not None]
         if live:
-            gradients = [_local(parameter.grad) for parameter in live]
+            gradients = [local_part(parameter.grad) for parameter in live]
             self._twin.apply(gradients, [self._parts[parameter] for parameter in live])
             self._keep(live)
         return None
@@ -126,9 +126,9 @@ class KerasSteps(Optimizer):
         """Let a variable of the Keras optimizer lie in the state, or the state in the variable."""
         state = self.state[parameter]
         if name in state:
-            slot._value = nn.Parameter(_local(state[name]), requires_grad=False)
+            slot._value = nn.Parameter(local_part(state[name]), requires_grad=False)
         else:
-            state[name] = _like(parameter, slot.value.detach())
+            state[name] = placed_like(parameter, slot.value.detach())
 
     def _take_shared(self, held: Mapping[nn.Parameter, Any]) -> None:
         """What the optimizer counts for all parameters together is kept beside each of them."""
@@ -200,27 +200,8 @@ def _rate_of(optimizer: Any) -> float | None:
 
 def _part(parameter: nn.Parameter, variable: Any) -> Any:
     """A Keras variable in the memory of what this member holds of the parameter."""
-    memory = nn.Parameter(_local(parameter), requires_grad=False)
+    memory = nn.Parameter(local_part(parameter), requires_grad=False)
     part = keras.Variable(memory, dtype=variable.dtype, name=variable.name)
     part._value = memory
     part._path = variable.path
     return part
-
-
-def _local(tensor: Any) -> Tensor:
-    held: Tensor = tensor.detach()
-    return held.to_local() if isinstance(held, DTensor) else held
-
-
-def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """The tensor as state of the parameter: where that is a part of a whole, as the same part."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

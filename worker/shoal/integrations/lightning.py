@@ -28,7 +28,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.data.batches import Collate, Dataset, Order, dataset_size
+from shoal.data.batches import Collate, Dataset
+from shoal.integrations.job_batches import JobBatches
 from shoal.session.session import Session
 from shoal_proto.errors import InvalidSpec
 
@@ -67,14 +68,16 @@ class SessionStrategy(SingleDeviceStrategy):
 
         They say when the training ends, so the Trainer gets `max_epochs=-1`.
         """
-        order = Order(
-            num_samples=dataset_size(dataset),
+        job = JobBatches(
+            self._session,
+            dataset,
             global_batch_size=global_batch_size,
-            num_epochs=epochs,
+            epochs=epochs,
             seed=seed,
             shuffle=shuffle,
+            collate=collate,
         )
-        self._batches = SessionBatches(self._session, dataset, order, collate)
+        self._batches = SessionBatches(job)
         return self._batches
 
     # --- what Lightning calls ---
@@ -165,42 +168,28 @@ class SessionStrategy(SingleDeviceStrategy):
 class SessionBatches:
     """Made by `SessionStrategy.batches`. An iteration goes to the end of the job's epoch."""
 
-    def __init__(
-        self, session: Session, dataset: Dataset, order: Order, collate: Collate | None
-    ) -> None:
-        self._session, self._dataset, self._order = session, dataset, order
-        self._collate = collate
-        self._iterator: Iterator[Any] | None = None
+    def __init__(self, job: JobBatches) -> None:
+        self._job = job
 
     def __len__(self) -> int:
         """Steps of a whole epoch. Without it Lightning would ask for a batch ahead of its step."""
-        return self._order.steps_per_epoch
+        return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         while (pair := self.take()) is not None:
             yield pair
-            if self._session.step_number % self._order.steps_per_epoch == 0:
+            if self._job.epoch_is_done:
                 return
 
     def take(self) -> tuple[Any, Any] | None:
-        """This member's part of the job's next step; None behind the last."""
-        if self._iterator is None:
-            # Not before: the module distributes its model when `fit` asks for the optimizer.
-            self._iterator = self._session.batches(
-                self._dataset,
-                global_batch_size=self._order.global_batch_size,
-                epochs=self._order.num_epochs,
-                seed=self._order.seed,
-                shuffle=self._order.shuffle,
-                collate=self._collate,
-            )
-        batch = next(self._iterator, None)
+        """This member's part of the job's next step; None after the last."""
+        batch = self._job.take()
         return None if batch is None else (batch.inputs, batch.targets)
 
     @property
     def last_is_done(self) -> bool:
         """Whether this member has committed the job's last step."""
-        return self._session.step_number >= self._order.num_steps
+        return self._job.last_is_done
 
 
 class _SessionPrecision(Precision):

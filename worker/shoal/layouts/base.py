@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from shoal.layouts.gradients import name_of_fault
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.model.gradients import watch_parameters
+from shoal.model.local_parts import local_part
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import Chunk, TensorShard
 from shoal.torch_private.dtensor import local_shape_and_offset
@@ -113,7 +114,7 @@ class Layout(ABC):
         if key not in self._chunks:
             self._chunks[key] = _chunk_of(tensor)
         return TensorShard(
-            shape=tuple(tensor.shape), chunk=self._chunks[key], tensor=_local(tensor)
+            shape=tuple(tensor.shape), chunk=self._chunks[key], tensor=local_part(tensor)
         )
 
     @cached_property
@@ -224,14 +225,9 @@ def shard_of(tensor: Tensor) -> TensorShard:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return TensorShard.whole(tensor)
-    return TensorShard(shape=tuple(tensor.shape), chunk=_chunk_of(tensor), tensor=_local(tensor))
-
-
-def _local(tensor: Any) -> Tensor:
-    # Where no gradient is asked for, DTensor has nothing to derive and to dispatch.
-    with torch.no_grad():
-        part: Tensor = tensor.to_local().detach()
-    return part
+    return TensorShard(
+        shape=tuple(tensor.shape), chunk=_chunk_of(tensor), tensor=local_part(tensor)
+    )
 
 
 def _chunk_of(tensor: DTensor) -> Chunk:

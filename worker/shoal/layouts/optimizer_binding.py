@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout
+from shoal.model.local_parts import local_part, placed_like
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
 from shoal.state.replicated import as_json, beside, take_settings
 from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
@@ -148,7 +148,7 @@ class OptimizerBinding:
                     return path + mark, TensorShard.whole(_as_tensor(value))
             raise self._cannot_hand_over(f"state {key!r} of {name}: {type(value).__name__}")
         if value.ndim == 0:
-            return path, TensorShard.whole(_local(value))
+            return path, TensorShard.whole(local_part(value))
         parameter = self._parameters[name]
         if value.shape == parameter.shape:
             return path, self.layout.shard(name, value)
@@ -158,7 +158,7 @@ class OptimizerBinding:
                 f"state {key!r} of {name}: shape {tuple(value.shape)} for a parameter of"
                 f" {whole.shape} that is cut"
             )
-        return path, TensorShard.whole(_local(value))
+        return path, TensorShard.whole(local_part(value))
 
     def model(self, step: int) -> StateShard:
         """This rank's part of the model, for all ranks to have the same whole of.
@@ -295,7 +295,7 @@ class OptimizerBinding:
                     local = given.tensor
                 else:
                     local = _filled(parameter, given, dtype)
-                self.optimizer.state[parameter][key] = _cut_like(parameter, local)
+                self.optimizer.state[parameter][key] = placed_like(parameter, local)
             else:
                 assert given is not None, "what has another shape is whole on every rank"
                 self.optimizer.state[parameter][key] = beside(
@@ -308,31 +308,10 @@ def _as_tensor(number: object) -> Tensor:
     return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    with torch.no_grad():
-        return tensor.to_local().detach()
-
-
 def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:
     """What this rank has of state of the parameter's layout: the shard (None: it holds nothing)."""
-    local = torch.empty_like(_local(parameter), dtype=dtype)
+    local = torch.empty_like(local_part(parameter), dtype=dtype)
     return local if given is None else local.copy_(given.tensor)
-
-
-def _cut_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """State of the parameter's own layout, of which the rank has this."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _check(name: str, own: TensorShard, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -18,6 +18,7 @@ from shoal.layouts.pipeline.layout import PipelineLayout, ScheduleSpec
 from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.tensor.layout import parallelise
 from shoal.layouts.tensor.plan import MASK, TensorPlan
+from shoal.model.local_parts import local_part, placed_like
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.torch_private.dtensor import forget_groups
 
@@ -218,7 +219,7 @@ def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         bucket: list[nn.Parameter] = []
         num_bytes = 0
         for parameter in same:
-            size = _local(parameter).nbytes
+            size = local_part(parameter).nbytes
             if bucket and num_bytes + size > BUCKET_BYTES:
                 yield bucket
                 bucket, num_bytes = [], 0
@@ -227,28 +228,14 @@ def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield bucket
 
 
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     """This rank's part of the gradient, to be written; zeros where there is none."""
     if parameter.grad is None:
-        return torch.zeros_like(_local(parameter))
-    return _local(parameter.grad)
+        return torch.zeros_like(local_part(parameter))
+    return local_part(parameter.grad)
 
 
 def _set_gradient(parameter: nn.Parameter, local: Tensor) -> None:
     if parameter.grad is not None:
         return
-    parameter.grad = local
-    if isinstance(parameter, DTensor):
-        parameter.grad = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+    parameter.grad = placed_like(parameter, local)

@@ -1,0 +1,65 @@
+"""A job's batches for a trainer that has a loop of its own, as those of Keras and Lightning do."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from shoal.data.batches import Batch, Collate, Dataset, Order, dataset_size
+
+if TYPE_CHECKING:
+    from shoal.session.session import Session
+
+
+class JobBatches:
+    """This member's part of each step of the job, one after the other.
+
+    The arguments are those of `Session.batches`, which is not called before the first batch is
+    taken: a model may be distributed until then.
+    """
+
+    def __init__(
+        self,
+        session: "Session",
+        dataset: Dataset,
+        *,
+        global_batch_size: int,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        collate: Collate | None = None,
+    ) -> None:
+        self._session, self._dataset, self._collate = session, dataset, collate
+        self._order = Order(
+            num_samples=dataset_size(dataset),
+            global_batch_size=global_batch_size,
+            num_epochs=epochs,
+            seed=seed,
+            shuffle=shuffle,
+        )
+        self._batches: Iterator[Batch] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._order.steps_per_epoch
+
+    @property
+    def epoch_is_done(self) -> bool:
+        """Whether the step committed last was the last of its epoch."""
+        return self._session.step_number % self._order.steps_per_epoch == 0
+
+    @property
+    def last_is_done(self) -> bool:
+        """Whether this member has committed the job's last step."""
+        return self._session.step_number >= self._order.num_steps
+
+    def take(self) -> Batch | None:
+        """This member's part of the job's next step; None after the last."""
+        if self._batches is None:
+            self._batches = self._session.batches(
+                self._dataset,
+                global_batch_size=self._order.global_batch_size,
+                epochs=self._order.num_epochs,
+                seed=self._order.seed,
+                shuffle=self._order.shuffle,
+                collate=self._collate,
+            )
+        return next(self._batches, None)
