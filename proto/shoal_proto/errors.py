@@ -93,6 +93,11 @@ class CheckpointFailed(RetryError):
     """
 
 
+class LoadingFailed(RetryError):
+    """Samples could not be loaded: storage failed, or a process that loads them has ended.
+    `details["index"]` names the sample, where it is one."""
+
+
 class SnapshotFailed(RetryError):
     """No snapshot was taken; the parameters are as they were, and nothing of it is left."""
 
@@ -157,6 +162,11 @@ class RegisteredStateDiffers(RefusedError):
     """What a script has registered is not the same on all members. `details` maps each member to
     what it has where they differ.
     """
+
+
+class SampleFailed(RefusedError):
+    """A dataset raised an error for a sample, or samples made no batch. `details["index"]` names
+    the sample, where it is one."""
 
 
 class PeersUnreachable(RefusedError):

@@ -7,27 +7,25 @@ time, each sample counts exactly once an epoch.
 
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
+from shoal.data.loading import BatchLoader, Loading, Span
 from shoal.data.parts import of_step
+from shoal.data.permutation import KeyedPermutation
+from shoal.data.samples import Collate, MapDataset, Samples
 from shoal_proto.errors import InvalidSpec
 
-
-class MapDataset(Protocol):
-    """Any map-style dataset of torch."""
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-ORDER = 1
-"""Number of the rule by which seed and epoch give an order; another rule has another number."""
+LARGEST_KEPT_ORDER = 1 << 20
+"""Of more samples no array of all indices is made."""
+BLOCK = 8192
+"""So many indices are computed at a time then."""
 
 Dataset = MapDataset | tuple[Tensor, ...]
-Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +64,16 @@ class Batch:
         return of_step().parts(self, num_parts)
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where a job stands in its samples: behind so many steps, before a sample of an epoch."""
+
+    step: int = 0
+    epoch: int = 0
+    offset: int = 0
+    """Position in the epoch's order of the first sample that is to come."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """The order in which samples are trained on. Pure: the same on every member."""
@@ -75,6 +83,12 @@ class Order:
     num_epochs: int = 1
     seed: int = 0
     shuffle: bool = True
+    drop_last: bool = False
+    """Leave out the samples at an epoch's end that do not fill a batch; with shuffling these are
+    others in each epoch."""
+    origin: Position = Position()
+    """From where on batches have this size: further than the beginning where a job went on from a
+    checkpoint with another size."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "num_epochs"):
@@ -82,28 +96,84 @@ class Order:
                 raise InvalidSpec(
                     f"{name} is out of range", seen=str(getattr(self, name)), expected="at least 1"
                 )
+        if self.drop_last and self.num_samples < self.global_batch_size:
+            raise InvalidSpec(
+                "drop_last leaves out every sample",
+                seen=f"{self.num_samples} samples, global_batch_size={self.global_batch_size}",
+                expected="at least one whole batch in an epoch",
+            )
+
+    @property
+    def rule(self) -> int:
+        """Number of the rule by which seed and epoch give an order. 1: torch's permutation, as
+        an array. 2, of more samples than that: a keyed permutation."""
+        return 2 if self.shuffle and self.num_samples > LARGEST_KEPT_ORDER else 1
 
     @property
     def steps_per_epoch(self) -> int:
         """The last one is smaller if the batch size does not divide."""
-        return -(-self.num_samples // self.global_batch_size)
+        return self._num_steps_from(0)
 
     @property
     def num_steps(self) -> int:
-        return self.steps_per_epoch * self.num_epochs
+        """Of the whole job."""
+        whole_epochs = self.num_epochs - self.origin.epoch - 1
+        if whole_epochs < 0:
+            return self.origin.step
+        left = self._num_steps_from(self.origin.offset)
+        return self.origin.step + left + whole_epochs * self.steps_per_epoch
 
     def span(self, step: int) -> tuple[int, int, int]:
         """(epoch, start, stop): the positions of the step's global batch in its epoch's order."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        start = position * self.global_batch_size
+        assert step >= self.origin.step, "what was before is of another batch size"
+        since = step - self.origin.step
+        left = self._num_steps_from(self.origin.offset)
+        if since < left:
+            epoch, start = self.origin.epoch, self.origin.offset + since * self.global_batch_size
+        else:
+            further, position = divmod(since - left, self.steps_per_epoch)
+            epoch, start = self.origin.epoch + 1 + further, position * self.global_batch_size
         return epoch, start, min(start + self.global_batch_size, self.num_samples)
+
+    def position(self, step: int) -> Position:
+        """Where a job stands that has committed so many steps."""
+        epoch, start, _ = self.span(step)
+        return Position(step, epoch, start)
 
     def epoch_order(self, epoch: int) -> Tensor:
         """Sample index by position, for a whole epoch."""
+        return self.indices(epoch, 0, self.num_samples)
+
+    def indices(self, epoch: int, start: int, stop: int) -> Tensor:
+        """The indices of the samples at the positions [start, stop) of an epoch's order."""
         if not self.shuffle:
-            return torch.arange(self.num_samples)
-        generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
-        return torch.randperm(self.num_samples, generator=generator)
+            return torch.arange(start, stop)
+        key = _mix(self.seed, epoch)
+        if self.rule == 1:
+            return _permutation(self.num_samples, key)[start:stop]
+        blocks = range(start // BLOCK, -(-stop // BLOCK))
+        parts = [_block(self.num_samples, key, block) for block in blocks]
+        first = blocks.start * BLOCK
+        return torch.cat(parts)[start - first : stop - first] if parts else torch.arange(0)
+
+    def _num_steps_from(self, offset: int) -> int:
+        """Steps to the end of an epoch of which so many samples are done."""
+        left = self.num_samples - offset
+        size = self.global_batch_size
+        return left // size if self.drop_last else -(-left // size)
+
+
+@lru_cache(maxsize=8)
+def _permutation(num_samples: int, seed: int) -> Tensor:
+    """Some are kept: at the end of an epoch batches of the next one are loaded ahead."""
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+
+
+@lru_cache(maxsize=16)
+def _block(num_samples: int, seed: int, number: int) -> Tensor:
+    start = number * BLOCK
+    positions = torch.arange(start, min(start + BLOCK, num_samples))
+    return KeyedPermutation(num_samples, seed)(positions)
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -116,51 +186,106 @@ def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
 class Loader:
     """Makes batches of a dataset in a given order."""
 
-    def __init__(self, dataset: Dataset, order: Order, collate: Collate | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        order: Order,
+        collate: Collate | None = None,
+        *,
+        loading: Loading | None = None,
+        seed_samples: bool = True,
+    ) -> None:
+        """`loading`: as a DataLoader would; None: by the trainer, whole tensors by their rows."""
         self._dataset = dataset
-        self._order = order
-        self._collate: Collate = collate or default_collate
-        self._columns = _columns(dataset)
+        self.order = order
+        self._columns = None if collate or loading else _columns(dataset)
+        self._samples: BatchLoader | None = None
+        if self._columns is None:
+            samples = Samples(dataset, collate or default_collate, order.seed, seeded=seed_samples)
+            self._samples = BatchLoader(samples, loading or Loading(), self._indices)
         self._epoch = -1
-        self._indices = torch.empty(0, dtype=torch.int64)
+
+    def start(self) -> None:
+        """Start the processes that load, where there are any. Before there are connections that
+        they would inherit."""
+        if self._samples is not None:
+            self._samples.start()
+
+    def close(self) -> None:
+        """End the processes that load. May be called twice."""
+        if self._samples is not None:
+            self._samples.close()
 
     def synchronous(self, step: int, index: int, count: int) -> Batch:
         """One of `count` shares of a step that all members take together."""
-        epoch, start, stop = self._order.span(step)
+        epoch, start, stop = self.order.span(step)
         own_start, own_stop = share(start, stop, index, count)
-        weight = (own_stop - own_start) * count / (stop - start)
-        return self._batch(
-            epoch, (own_start, own_stop), step=step, weight=weight, first=own_start - start
-        )
 
-    def leased(self, epoch: int, start: int, stop: int, step: int) -> Batch:
-        """The positions [start, stop) of an epoch's order, all of them this member's."""
-        return self._batch(epoch, (start, stop), step=step, weight=1.0)
+        def after() -> Iterator[Span]:
+            for later in range(step + 1, self.order.num_steps):
+                its_epoch, its_start, its_stop = self.order.span(later)
+                yield _loaded(Span(its_epoch, *share(its_start, its_stop, index, count)))
 
-    def _batch(
-        self, epoch: int, span: tuple[int, int], *, step: int, weight: float, first: int = 0
-    ) -> Batch:
-        if epoch != self._epoch:
-            self._indices, self._epoch = self._order.epoch_order(epoch), epoch
-        start, stop = span
-        indices = self._indices[start:stop]
-        # A model need not cope with no samples: without a share it gets one of others, weight 0.
-        inputs, targets = self._load(indices if stop > start else self._indices[:1])
+        inputs, targets = self._load(Span(epoch, own_start, own_stop), after)
         return Batch(
             inputs=inputs,
             targets=targets,
-            indices=indices.tolist(),
-            weight=weight,
+            indices=self._indices(epoch, own_start, own_stop).tolist(),
+            weight=(own_stop - own_start) * count / (stop - start),
             step=step,
             epoch=epoch,
-            first=first,
+            first=own_start - start,
         )
 
-    def _load(self, indices: Tensor) -> tuple[Any, Any]:
+    def leased(
+        self,
+        epoch: int,
+        start: int,
+        stop: int,
+        step: int,
+        *,
+        after: Callable[[], Iterator[Span]] = lambda: iter(()),
+    ) -> Batch:
+        """The positions [start, stop) of an epoch's order, all of them this member's.
+
+        `after`: what is likely to be asked for next.
+        """
+        inputs, targets = self._load(Span(epoch, start, stop), after)
+        indices = self._indices(epoch, start, stop).tolist()
+        return Batch(
+            inputs=inputs, targets=targets, indices=indices, weight=1.0, step=step, epoch=epoch
+        )
+
+    def _load(self, span: Span, after: Callable[[], Iterator[Span]]) -> tuple[Any, Any]:
+        if span.epoch != self._epoch:
+            self._check_size()
+            self._epoch = span.epoch
+        span = _loaded(span)
         if self._columns is not None:
+            indices = self._indices(span.epoch, span.start, span.stop)
             return _split([column[indices] for column in self._columns])
-        dataset: Any = self._dataset
-        return _split(self._collate([dataset[index] for index in indices.tolist()]))
+        assert self._samples is not None, "what has no columns is loaded by sample"
+        return _split(self._samples.take(span, after))
+
+    def _indices(self, epoch: int, start: int, stop: int) -> Tensor:
+        return self.order.indices(epoch, start, stop)
+
+    def _check_size(self) -> None:
+        size = dataset_size(self._dataset)
+        if size != self.order.num_samples:
+            raise InvalidSpec(
+                "the dataset has another length than when the batches began",
+                seen=f"{size} samples",
+                expected=f"{self.order.num_samples} samples",
+                fix="Give a dataset that stays as long as it is. To train on more data, begin a new"
+                " job with the weights of this one.",
+            )
+
+
+def _loaded(span: Span) -> Span:
+    """What is loaded for a share. A model need not cope with no samples: without a share it gets
+    one of others, with weight 0."""
+    return span if span.stop > span.start else Span(span.epoch, 0, 1)
 
 
 def dataset_size(dataset: Dataset) -> int:
@@ -168,13 +293,15 @@ def dataset_size(dataset: Dataset) -> int:
     columns = _columns(dataset)
     if columns is not None:
         return len(columns[0])
-    if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not _is_iterable(dataset):
         return len(dataset)
     raise InvalidSpec(
         "the dataset has no length, or no items by index",
         seen=type(dataset).__name__,
-        expected="a map-style dataset, a TensorDataset or a tuple of tensors",
-        fix="Give a DataLoader's dataset, not the DataLoader: session.batches makes the batches.",
+        expected="a map-style dataset, a DataLoader of one, or a tuple of tensors",
+        fix="Samples are counted by their index, so that each counts once an epoch whoever is lost."
+        if _is_iterable(dataset)
+        else "",
     )
 
 
@@ -185,6 +312,11 @@ def describe(dataset: Dataset) -> str:
         return f"{type(dataset).__name__} of {dataset_size(dataset)}"
     parts = [f"{str(c.dtype).removeprefix('torch.')}{tuple(c.shape)}" for c in columns]
     return f"tensors {' '.join(parts)}"
+
+
+def _is_iterable(dataset: object) -> bool:
+    """torch's IterableDataset inherits a `__getitem__` that raises."""
+    return isinstance(dataset, IterableDataset)
 
 
 def _columns(dataset: Dataset) -> Sequence[Tensor] | None:

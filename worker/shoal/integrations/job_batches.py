@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shoal.data.batches import Batch, Collate, Dataset, Order, dataset_size
+from shoal.data.batches import Batch, Dataset, Order, dataset_size
+from shoal.data.samples import Collate
 
 if TYPE_CHECKING:
     from shoal.session.session import Session

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shoal.data.batches import Collate, Dataset
+from shoal.data.batches import Dataset
+from shoal.data.samples import Collate
 from shoal.integrations.job_batches import JobBatches
 from shoal.integrations.keras import KerasModule, refuse_unbuilt
 from shoal.integrations.keras_steps import KerasSteps

@@ -28,7 +28,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.data.batches import Collate, Dataset
+from shoal.data.batches import Dataset
+from shoal.data.samples import Collate
 from shoal.integrations.job_batches import JobBatches
 from shoal.session.session import Session
 from shoal_proto.errors import InvalidSpec

@@ -7,7 +7,8 @@ from functools import partial
 
 import structlog
 
-from shoal.data.batches import Batch, Loader, Order
+from shoal.data.batches import Batch, Loader
+from shoal.data.loading import Span
 from shoal.data.sample_leases import Leases
 from shoal.session.elastic_controller import ElasticController
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -21,12 +22,11 @@ class BatchSource(ABC):
     """All batches of a member, from where the job stands to its last."""
 
     def __init__(
-        self, controller: ElasticController, fields: dict[str, str], loader: Loader, order: Order
+        self, controller: ElasticController, fields: dict[str, str], loader: Loader
     ) -> None:
         self._controller = controller
         self._fields = fields
         self._loader = loader
-        self._order = order
         self._num_attempts = 0
         self.batch: Batch | None = None
         """What was handed out last."""
@@ -36,6 +36,11 @@ class BatchSource(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[Batch]: ...
 
+    @property
+    @abstractmethod
+    def num_steps(self) -> int | None:
+        """Batches of the whole job for each member; None if that depends on the others."""
+
     def attempted(self) -> None:
         """The batch is being trained on."""
         self._num_attempts += 1
@@ -44,8 +49,9 @@ class BatchSource(ABC):
         """What is to be called once the present batch's step cannot be lost any more."""
         return _nothing
 
-    def close(self) -> None:  # noqa: B027 - nothing is held by default
-        """Give back what was not trained on."""
+    def close(self) -> None:
+        """Give back what was not trained on, and end the processes that load."""
+        self._loader.close()
 
     def stop(self) -> bool:
         """The script has left its loop: whether it did so for all members, having said so before.
@@ -67,8 +73,14 @@ class BatchSource(ABC):
 class SynchronousBatches(BatchSource):
     """The position is the committed step, so a step that did not happen comes again."""
 
+    @property
+    def num_steps(self) -> int:
+        return self._loader.order.num_steps
+
     def __iter__(self) -> Iterator[Batch]:
-        controller, num_steps = self._controller, self._order.num_steps
+        controller = self._controller
+        # Before there are peers, whose connections a process that loads would have too.
+        self._loader.start()
         while True:
             try:
                 generation = controller.ensure_generation(self._fields)
@@ -77,7 +89,7 @@ class SynchronousBatches(BatchSource):
                     yield from self._offer(
                         self._loader.synchronous(controller.strategy.step, index, count)
                     )
-                    if self._end() < num_steps and controller.strategy.step >= self._end():
+                    if self._end() < self.num_steps and controller.strategy.step >= self._end():
                         break
                     generation = controller.ensure_generation(self._fields)
                 if self._finish():
@@ -93,7 +105,7 @@ class SynchronousBatches(BatchSource):
         """The job's last step, as far as members have agreed to stop before the samples end."""
         strategy = self._controller.strategy
         assert isinstance(strategy, SynchronousStrategy), "these are its batches"
-        stop_at, num_steps = strategy.position.stop_at, self._order.num_steps
+        stop_at, num_steps = strategy.position.stop_at, self.num_steps
         return num_steps if stop_at is None else min(stop_at, num_steps)
 
     def stop(self) -> bool:
@@ -125,8 +137,11 @@ class LeasedBatches(BatchSource):
     _leases: Leases | None = None
     _leased: SampleRange | None = None
 
+    num_steps = None
+
     def __iter__(self) -> Iterator[Batch]:
-        controller, order = self._controller, self._order
+        controller, order = self._controller, self._loader.order
+        self._loader.start()
         controller.ensure_generation(self._fields)
         samples = Samples(
             controller.membership.coordinators,
@@ -158,10 +173,19 @@ class LeasedBatches(BatchSource):
         """The batch of a range. A step that was refused comes again, with the same samples."""
         strategy = self._controller.strategy
         step = strategy.step
-        batch = self._loader.leased(span.epoch, span.start, span.stop, step)
+        batch = self._loader.leased(
+            span.epoch, span.start, span.stop, step, after=partial(self._after, span)
+        )
         while strategy.step == step:
             self._leased = span
             yield from self._offer(batch)
+
+    def _after(self, span: SampleRange) -> Iterator[Span]:
+        """What is likely to come: leases are of many batches, one after the other."""
+        order = self._loader.order
+        for start in range(span.stop, order.num_samples, order.global_batch_size):
+            stop = min(start + order.global_batch_size, order.num_samples)
+            yield Span(span.epoch, start, stop)
 
     def acknowledged(self) -> Callable[[], None]:
         leased, self._leased = self._leased, None
@@ -170,9 +194,31 @@ class LeasedBatches(BatchSource):
         return partial(self._leases.done, leased)
 
     def close(self) -> None:
+        super().close()
         leases, self._leases = self._leases, None
         if leases is not None:
             leases.close()
+
+
+class Batches(Iterator[Batch]):
+    """What `session.batches` returns. `len()` is the number of steps of the whole job, for progress
+    bars; a job whose members go at their own pace has none, since it depends on the others."""
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+        self._batches = iter(source)
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        num_steps = self._source.num_steps
+        if num_steps is None:
+            raise TypeError("how many batches a member gets depends on the others' pace")
+        return num_steps
 
 
 def _nothing() -> None:

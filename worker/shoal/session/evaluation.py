@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shoal.data.batches import Batch, Collate, Dataset, Loader, Order, dataset_size, describe
+from shoal.data.batch_options import own_collate
+from shoal.data.batches import Batch, Dataset, Loader, Order, dataset_size, describe
+from shoal.data.samples import Collate
 from shoal.membership.generation import Generation
 from shoal.session.shared_calls import SharedCalls, named, reduce
 from shoal.strategies.base import Strategy
@@ -34,7 +36,7 @@ class Evaluation:
         """`batch_size` is a member's. A DataLoader gives its data set, batch size and collate."""
         if isinstance(data, DataLoader):
             batch_size = batch_size or data.batch_size
-            collate = collate or data.collate_fn
+            collate = collate or own_collate(data)
             data = data.dataset
         assert not isinstance(data, DataLoader), "its data set"
         if batch_size is None:

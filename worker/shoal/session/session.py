@@ -1,9 +1,9 @@
 """A member of a job as a training script sees it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader
 
 from shoal.backends.network.own_gpu import LocalPlace, check_gpu, use_own_gpu
 from shoal.checkpoint.background import Checkpoints
-from shoal.data.batches import ORDER, Batch, Collate, Dataset, Loader, Order, dataset_size, describe
+from shoal.data.batch_options import BatchOptions, LoadingOptions, fields_of
+from shoal.data.batches import Batch, Dataset
+from shoal.data.samples import Collate
 from shoal.layouts.base import LossFunction
 from shoal.membership.draining import DrainSignal
 from shoal.membership.generation import Generation
@@ -21,7 +23,7 @@ from shoal.membership.validators import Validator, ValidatorSet, validators_of
 from shoal.model.devices import devices_of
 from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.randomness.dropout import key_dropout
-from shoal.session.batch_sources import BatchSource, LeasedBatches, SynchronousBatches
+from shoal.session.batch_sources import Batches, BatchSource, LeasedBatches, SynchronousBatches
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
 from shoal.session.loss_scaling import check_scaler, check_scales
@@ -222,41 +224,43 @@ class Session:
 
     def batches(
         self,
-        dataset: Dataset,
+        dataset: Dataset | DataLoader[Any],
         *,
-        global_batch_size: int,
+        global_batch_size: int | None = None,
         epochs: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
+        seed: int | None = None,
+        shuffle: bool | None = None,
         collate: Collate | None = None,
-    ) -> Iterator[Batch]:
+        **loading: Unpack[LoadingOptions],
+    ) -> Batches:
         """This member's part of every batch from the job's present step to its last.
 
         Train on each within `session.step()`. After a lost peer the same step comes again, cut for
         the members that are left. Asynchronous members get whole batches of the size given.
+
+        Shuffled by seed 0 unless said otherwise. `loading`: num_workers, prefetch_factor,
+        pin_memory, persistent_workers, worker_init_fn and the like, as in torch's DataLoader; or
+        give a DataLoader, whose settings count where nothing else is said, its batch_size as the
+        global one. See docs/data.md.
         """
-        order = Order(
-            num_samples=dataset_size(dataset),
-            global_batch_size=global_batch_size,
-            num_epochs=epochs,
-            seed=seed,
-            shuffle=shuffle,
-        )
         strategy = self._controller.strategy
         if self._source is not None:
             raise InvalidSpec("a session goes over its batches once", expected="one batches()")
-        samples = {
-            "global_batch": str(global_batch_size),
-            "dataset": describe(dataset),
-            "seed": str(seed),
-            "epochs": str(epochs),
-            "shuffle": str(shuffle).lower(),
-        }
+        options = BatchOptions.of(
+            global_batch_size=global_batch_size,
+            epochs=epochs,
+            seed=seed,
+            shuffle=shuffle,
+            collate=collate,
+            options=loading,
+        )
+        loader = options.loader(dataset)
+        samples = fields_of(dataset, loader.order)
         self._fields |= samples
-        strategy.trains_on({**samples, "order": str(ORDER)})
+        strategy.trains_on({**samples, "order": str(loader.order.rule)})
         kind = SynchronousBatches if strategy.synchronous else LeasedBatches
-        self._source = kind(self._controller, self._fields, Loader(dataset, order, collate), order)
-        return iter(self._source)
+        self._source = kind(self._controller, self._fields, loader)
+        return Batches(self._source)
 
     def step(self) -> Step:
         """One optimizer step: zeroes gradients at its start, applies and commits them at its end.

@@ -1,0 +1,129 @@
+"""What is taken from a DataLoader, and which of its settings are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from shoal.data.batch_options import BatchOptions, fields_of
+from shoal.data.batches import Order
+from shoal_proto.errors import InvalidSpec
+
+DATASET = TensorDataset(torch.arange(10))
+
+
+def options(**said: Any) -> BatchOptions:
+    told: dict[str, Any] = {
+        name: said.pop(name, default)
+        for name, default in (
+            ("global_batch_size", None),
+            ("epochs", 1),
+            ("seed", None),
+            ("shuffle", None),
+            ("collate", None),
+        )
+    }
+    return BatchOptions.of(**told, options=said)  # type: ignore[arg-type]
+
+
+def order_of(dataset: Any, **said: Any) -> Order:
+    return options(**said).loader(dataset).order
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (DataLoader(DATASET, 4), {"shuffle": False, "seed": 0, "drop_last": False}),
+        (DataLoader(DATASET, 4, shuffle=True), {"shuffle": True, "seed": 0}),
+        (DataLoader(DATASET, 4, drop_last=True), {"drop_last": True}),
+        (
+            DataLoader(DATASET, 4, shuffle=True, generator=torch.Generator().manual_seed(9)),
+            {"shuffle": True, "seed": 9},
+        ),
+        (
+            DataLoader(DATASET, 4, sampler=DistributedSampler(DATASET, 2, 1, seed=3)),
+            {"shuffle": True, "seed": 3},
+        ),
+    ],
+    ids=["plain", "shuffled", "drop_last", "generator", "DistributedSampler"],
+)
+def test_a_data_loader_says_what_the_call_does_not(
+    loader: DataLoader[Any], expected: dict[str, Any]
+) -> None:
+    """Its batch size is the global one; what the call says counts more."""
+    found = order_of(loader)
+    assert (found.num_samples, found.global_batch_size) == (10, 4)
+    assert {name: getattr(found, name) for name in expected} == expected
+    told = order_of(loader, global_batch_size=2, shuffle=True, seed=7, epochs=3)
+    assert (told.global_batch_size, told.shuffle, told.seed, told.num_epochs) == (2, True, 7, 3)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(5))
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (
+            DataLoader(DATASET, batch_sampler=BatchSampler(SequentialSampler(DATASET), 4, True)),
+            "saw BatchS",
+        ),
+        (DataLoader(DATASET, None), "batch_sampler"),
+        (DataLoader(DATASET, 4, sampler=WeightedRandomSampler([1.0] * 10, 10)), "Weighted"),
+        (DataLoader(DATASET, 4, sampler=RandomSampler(DATASET, True)), "RandomSampler of 10"),
+        (DataLoader(DATASET, 4, sampler=RandomSampler(DATASET, num_samples=5)), "of 5 samples"),
+        (DataLoader(DATASET, 4, sampler=[3, 1]), "list"),
+        (DataLoader(Stream(), 4), "saw Stream"),
+    ],
+    ids=["batch_sampler", "no batches", "weighted", "replacement", "a part", "list", "iterable"],
+)
+def test_what_decides_itself_which_samples_come_is_refused(
+    loader: DataLoader[Any], words: str
+) -> None:
+    with pytest.raises(InvalidSpec, match=words):
+        order_of(loader)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"global_batch_size": 4, "num_wrkers": 2}, "knows no num_wrkers.*num_workers"),
+        ({"global_batch_size": 4, "num_workers": -1}, "num_workers.*saw -1"),
+        ({"global_batch_size": 4, "prefetch_factor": 2}, "prefetch_factor.*num_workers=0"),
+        ({"global_batch_size": 4, "collate": list, "collate_fn": list}, "both are given"),
+        ({"global_batch_size": 11, "drop_last": True}, "leaves out every sample"),
+        ({}, "how many samples a step takes"),
+    ],
+    ids=["unknown", "negative", "prefetch", "collate twice", "nothing left", "no size"],
+)
+def test_contradictions_are_refused_by_name(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidSpec, match=words):
+        order_of(DATASET, **said)
+
+
+def test_members_of_earlier_releases_are_told_what_they_know() -> None:
+    """Settings as those have them add nothing to what members compare."""
+    order = order_of(DATASET, global_batch_size=4)
+    assert set(fields_of(DATASET, order)) == {
+        "global_batch",
+        "dataset",
+        "seed",
+        "epochs",
+        "shuffle",
+    }
+    assert "drop_last" in fields_of(DATASET, order_of(DATASET, global_batch_size=4, drop_last=True))
+    large = Order(num_samples=(1 << 20) + 1, global_batch_size=4)
+    assert fields_of(DATASET, large)["order"] == "2"
+    assert "order" not in fields_of(DATASET, Order(num_samples=1 << 20, global_batch_size=4))

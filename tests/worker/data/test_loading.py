@@ -1,0 +1,230 @@
+"""Batches that processes of a DataLoader load ahead, and what is told of those that fail."""
+
+import os
+import random
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.members.elastic_schedule import Schedule
+from support.processes.ranks import Ranks
+from support.processes.served_process import awaited
+from support.training import loading_bodies
+from support.training.loading_bodies import Augmented, LoadingRun
+from torch.utils.data import Dataset
+
+from shoal.data.batches import Loader, Order
+from shoal.data.loading import Loading
+from shoal.torch_private.dataloader import processes_of
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec, LoadingFailed, SampleFailed
+
+TOLERANCE = 1e-6
+ENDS_S = 30.0
+
+
+class Drawn(Dataset[Any]):
+    """Of each sample its index, and what three generators gave for it."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, list[float]]:
+        return index, [torch.rand(()).item(), random.random(), float(np.random.rand())]
+
+
+class Failing(Drawn):
+    """One sample cannot be had."""
+
+    def __getitem__(self, index: int) -> tuple[int, list[float]]:
+        if index == 7:
+            raise KeyError("no such picture")
+        return super().__getitem__(index)
+
+
+class Away(Drawn):
+    """The storage of one sample is away."""
+
+    def __getitem__(self, index: int) -> tuple[int, list[float]]:
+        if index == 7:
+            raise TimeoutError("the storage does not answer")
+        return super().__getitem__(index)
+
+
+class Killed(Drawn):
+    """A process that loads one of the samples dies of it."""
+
+    def __getitem__(self, index: int) -> tuple[int, list[float]]:
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def order(**changes: Any) -> Order:
+    return Order(
+        **{"num_samples": 23, "global_batch_size": 5, "num_epochs": 3, "seed": 4} | changes
+    )
+
+
+@contextmanager
+def loader_of(dataset: Any, num_workers: int, **options: Any) -> Iterator[Loader]:
+    loader = Loader(dataset, order(), loading=Loading(num_workers=num_workers, **options))
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def taken(loader: Loader, world_sizes: list[int]) -> list[Any]:
+    """All samples of each step, with what was drawn for them; each step cut for another number."""
+    steps = []
+    for step, world_size in enumerate(world_sizes):
+        shares = [loader.synchronous(step, rank, world_size) for rank in range(world_size)]
+        steps.append(
+            [
+                (int(index), *(float(column[row]) for column in share.targets))
+                for share in shares
+                for row, index in enumerate(share.inputs[: len(share.indices)])
+            ]
+        )
+    return steps
+
+
+def test_what_is_drawn_for_a_sample_is_the_same_whoever_loads_it() -> None:
+    """On one member or three, in the trainer's process or others, for the first time or again."""
+    with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 2) as ahead:
+        expected = taken(alone, [1] * 15)
+        assert taken(ahead, [1] * 15) == expected
+        assert taken(ahead, [3, 3, 2, 2, 1, 1, 3, 1, 2, 3]) == expected[:10]
+        assert taken(ahead, [2, 2]) == expected[:2]
+    by_index = [
+        {one[0]: one[1:] for step in expected[first : first + 5] for one in step}
+        for first in (0, 5, 10)
+    ]
+    assert all(set(epoch) == set(range(23)) for epoch in by_index)
+    # Another epoch, other draws.
+    assert by_index[0][3] != by_index[1][3]
+
+
+def seed_all() -> None:
+    torch.manual_seed(1)
+    random.seed(2)
+    np.random.seed(3)
+
+
+def draw() -> tuple[float, ...]:
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def test_the_generators_of_the_training_are_left_as_they_are() -> None:
+    with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 1) as ahead:
+        for loader in (alone, ahead):
+            seed_all()
+            loader.synchronous(0, 0, 1)
+            found = draw()
+            seed_all()
+            assert found == draw()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("dataset", "error"),
+    [(Failing(), SampleFailed), (Away(), LoadingFailed)],
+    ids=["code", "storage"],
+)
+def test_a_sample_that_cannot_be_loaded_is_named(
+    dataset: Any, error: type[Exception], num_workers: int
+) -> None:
+    """With the dataset's own error and traceback; batches before it are had."""
+    with loader_of(dataset, num_workers) as loader:
+        with pytest.raises(
+            error, match=r"sample 7 could not be loaded.*(picture|answer)"
+        ) as raised:
+            taken(loader, [1] * 5)
+        assert raised.value.details["index"] == "7"  # type: ignore[attr-defined]
+        assert "in __getitem__" in "".join(raised.value.__notes__)
+
+
+def test_a_process_that_dies_of_a_sample_is_told_of() -> None:
+    ended = pytest.raises(LoadingFailed, match="a process that loads batches has ended")
+    with loader_of(Killed(), 2) as loader, ended:
+        taken(loader, [1] * 5)
+
+
+def test_processes_end_with_the_batches_and_with_each_epoch_if_they_are_not_kept() -> None:
+    for kept in (True, False):
+        with loader_of(Drawn(), 2, persistent_workers=kept) as loader:
+            assert loader._samples is not None
+            pids = []
+            for step in (0, 4, 5):
+                loader.synchronous(step, 0, 1)
+                pids.append(processes_of(loader._samples._iterator))
+        assert pids[0] == pids[1]
+        assert (pids[2] == pids[0]) == kept
+        for pid in {pid for each in pids for pid in each}:
+            awaited(lambda pid=pid: not Path(f"/proc/{pid}").exists(), ENDS_S, f"{pid} ends")
+
+
+def test_a_dataset_that_changes_its_length_is_refused() -> None:
+    values: list[int] = list(range(23))
+    loader = Loader(values, order())
+    loader.synchronous(4, 0, 1)
+    values.pop()
+    with pytest.raises(InvalidSpec, match=r"another length.*saw 22 samples.*expected 23 samples"):
+        loader.synchronous(5, 0, 1)
+
+
+def test_batches_ahead_of_an_early_stop_hold_nobody_up() -> None:
+    """Closing ends the processes, whatever they have loaded."""
+    with loader_of(Drawn(), 2, prefetch_factor=8) as loader:
+        loader.synchronous(0, 0, 1)
+        loader.close()
+        loader.close()
+        assert loader.synchronous(1, 0, 1).indices
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_a_job_of_loaded_batches_is_exact_over_a_kill_and_a_join(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """What was drawn for samples is what one process draws; the killed member's processes end."""
+    run = LoadingRun(
+        coordinator=cluster.coordinator,
+        job=f"loaded-{secrets.token_hex(4)}",
+        member_id="",
+        strategy=strategy,
+        desired_members=2,
+        batch_size=24,
+    )
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=5, body=loading_bodies.train)
+        schedule.start(2)
+        schedule.kill()
+        schedule.join()
+        finished = schedule.finish()
+        loads = {
+            pid
+            for rank in schedule.all
+            for kind, data in rank.seen
+            if kind == "tried"
+            for pid in data["loads"]
+        }
+    expected = loading_bodies.one_process(run, finished["step"])
+    for name, weights in expected.items():
+        found = torch.tensor(finished["weights"][name])
+        assert torch.allclose(found, torch.tensor(weights), rtol=0, atol=TOLERANCE), name
+    assert len(loads) >= 6
+    for pid in loads:
+        awaited(lambda pid=pid: not Path(f"/proc/{pid}").exists(), ENDS_S, f"{pid} ends")
+
+
+def test_the_dataset_of_the_job_is_drawn_upon() -> None:
+    """Else the job's test would show nothing."""
+    augmented = Augmented()
+    assert not torch.equal(augmented[0][0], augmented[0][0])

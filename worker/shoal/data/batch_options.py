@@ -1,0 +1,192 @@
+"""What a script says of its batches, by keywords or by a DataLoader that it has already."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from shoal.data.batches import Dataset, Loader, Order, dataset_size, describe
+from shoal.data.loading import Loading
+from shoal.data.samples import Collate
+from shoal_proto.errors import InvalidSpec
+
+
+class LoadingOptions(TypedDict, total=False):
+    """How samples are loaded: the DataLoader's own keywords. What is not given is taken from the
+    DataLoader that was given, or is as in `shoal.data.loading.Loading`."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+    persistent_workers: bool
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    timeout: float
+    collate_fn: Collate | None
+    """The same as `collate`."""
+    drop_last: bool
+    """Leave out the samples at an epoch's end that do not fill a global batch."""
+    seed_samples: bool
+    """False: nothing is drawn at random for samples, or not by what is seeded for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Made of all that was said. None: nothing was said of it."""
+
+    global_batch_size: int | None = None
+    epochs: int = 1
+    seed: int | None = None
+    shuffle: bool | None = None
+    collate: Collate | None = None
+    drop_last: bool | None = None
+    seed_samples: bool = True
+    loading: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        global_batch_size: int | None,
+        epochs: int,
+        seed: int | None,
+        shuffle: bool | None,
+        collate: Collate | None,
+        options: LoadingOptions,
+    ) -> "BatchOptions":
+        """Raises InvalidSpec for keywords that nothing is known of, or that contradict."""
+        known = {field.name for field in fields(Loading)}
+        unknown = sorted(options.keys() - known - LoadingOptions.__annotations__.keys())
+        if unknown:
+            raise InvalidSpec(
+                f"session.batches knows no {unknown[0]}",
+                seen=", ".join(unknown),
+                expected=", ".join(LoadingOptions.__annotations__),
+            )
+        collate_fn = options.get("collate_fn")
+        if collate is not None and collate_fn is not None:
+            raise InvalidSpec(
+                "collate and collate_fn are the same, and both are given", expected="one of them"
+            )
+        return cls(
+            global_batch_size=global_batch_size,
+            epochs=epochs,
+            seed=seed,
+            shuffle=shuffle,
+            collate=collate or collate_fn,
+            drop_last=options.get("drop_last"),
+            seed_samples=options.get("seed_samples", True),
+            loading={name: value for name, value in options.items() if name in known},
+        )
+
+    def loader(self, dataset: "Dataset | DataLoader[Any]") -> Loader:
+        """Raises InvalidSpec for a dataset, a DataLoader or settings that cannot be kept exact."""
+        if isinstance(dataset, DataLoader):
+            dataset_size(dataset.dataset)
+            return _completed(self, dataset).loader(dataset.dataset)
+        if self.global_batch_size is None:
+            raise InvalidSpec(
+                "nothing tells how many samples a step takes",
+                expected="global_batch_size, or a DataLoader with a batch_size",
+            )
+        order = Order(
+            num_samples=dataset_size(dataset),
+            global_batch_size=self.global_batch_size,
+            num_epochs=self.epochs,
+            seed=self.seed or 0,
+            shuffle=self.shuffle is not False,
+            drop_last=bool(self.drop_last),
+        )
+        loading = Loading(**self.loading)
+        return Loader(
+            dataset,
+            order,
+            self.collate,
+            # By default whole tensors are indexed where they are.
+            loading=None if loading == Loading() else loading,
+            seed_samples=self.seed_samples,
+        )
+
+
+def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, str]:
+    """What members must have alike."""
+    samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    told = {
+        "global_batch": str(order.global_batch_size),
+        "dataset": describe(samples),
+        "seed": str(order.seed),
+        "epochs": str(order.num_epochs),
+        "shuffle": str(order.shuffle).lower(),
+    }
+    # Not told where they are as in earlier releases, whose members know nothing of them.
+    if order.drop_last:
+        told["drop_last"] = "true"
+    if order.rule > 1:
+        told["order"] = str(order.rule)
+    return told
+
+
+def _completed(said: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
+    """With what the DataLoader says where the script says nothing."""
+    if loader.batch_size is None:
+        seen = type(loader.batch_sampler).__name__
+        raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
+    sampler: Any = loader.sampler
+    seed = None
+    if isinstance(sampler, DistributedSampler):
+        # Its padding and its shares are the session's business; the rest is the script's wish.
+        shuffle, seed = sampler.shuffle, sampler.seed
+        if sampler.drop_last:
+            raise _unkept("sampler", "DistributedSampler(drop_last=True)", "drop_last=False")
+    elif type(sampler) is RandomSampler:
+        if sampler.replacement or sampler.num_samples != len(sampler.data_source):
+            drawn = f"RandomSampler of {sampler.num_samples} samples"
+            raise _unkept("sampler", drawn, "each sample once an epoch")
+        shuffle = True
+    elif type(sampler) is SequentialSampler:
+        shuffle = False
+    else:
+        raise _unkept("sampler", type(sampler).__name__, "shuffle=True or shuffle=False")
+    if seed is None and isinstance(loader.generator, torch.Generator):
+        seed = loader.generator.initial_seed()
+    return replace(
+        said,
+        global_batch_size=said.global_batch_size or loader.batch_size,
+        seed=seed if said.seed is None else said.seed,
+        shuffle=shuffle if said.shuffle is None else said.shuffle,
+        collate=said.collate or own_collate(loader),
+        drop_last=loader.drop_last if said.drop_last is None else said.drop_last,
+        loading={**_loading_of(loader), **said.loading},
+    )
+
+
+def own_collate(loader: "DataLoader[Any]") -> Collate | None:
+    """None for torch's default, with which whole tensors can be indexed where they are."""
+    return None if loader.collate_fn is default_collate else loader.collate_fn
+
+
+def _loading_of(loader: "DataLoader[Any]") -> dict[str, Any]:
+    found = {field.name: getattr(loader, field.name) for field in fields(Loading)}
+    if not loader.num_workers:
+        # A DataLoader without processes has these as nobody has set them.
+        del found["prefetch_factor"], found["persistent_workers"]
+    return found
+
+
+def _unkept(part: str, seen: str, expected: str) -> InvalidSpec:
+    return InvalidSpec(
+        f"the DataLoader's {part} decides which samples come when",
+        seen=seen,
+        expected=expected,
+        fix="The session cuts each batch for the members that are there, whose number changes, and"
+        " counts each sample once an epoch. Give the dataset, with global_batch_size, shuffle and"
+        " seed; to weigh samples, weigh their losses.",
+    )

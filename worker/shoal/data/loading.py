@@ -1,0 +1,230 @@
+"""Loads batches ahead of the trainer, in the processes of torch's DataLoader.
+
+One DataLoader runs for a whole job. Its sampler is asked for the next batch whenever one is handed
+out, so so many batches as it prefetches are always on their way. When the trainer asks for another
+batch than those (a generation of another size, a step that is taken once more), what is on its way
+belongs to an earlier *run* of batches: the processes skip what they have not loaded of it, and the
+trainer drops the rest.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from shoal.data.loader_process import Beginning, open_sockets
+from shoal.data.samples import FailedSample, Samples, generators_kept
+from shoal.torch_private.dataloader import end_iteration
+from shoal_proto.errors import InvalidSpec, LoadingFailed
+
+
+@dataclass(frozen=True)
+class Span:
+    """The positions [start, stop) of an epoch's order."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How batches are loaded; each field as in torch's DataLoader."""
+
+    num_workers: int = 0
+    """Processes that load. 0: the trainer does, when it needs a batch."""
+    prefetch_factor: int | None = None
+    """Batches loaded ahead by each of them; None: 2."""
+    pin_memory: bool = False
+    """Put batches in page-locked memory, from which they go to a GPU faster."""
+    persistent_workers: bool = True
+    """Keep the processes over all epochs. False: new ones each epoch, which see what the script has
+    changed in the dataset meanwhile."""
+    worker_init_fn: Callable[[int], None] | None = None
+    """Called in each process that loads, with its number, before it loads."""
+    multiprocessing_context: Any = None
+    """"fork", "forkserver" or "spawn"; None: the system's own."""
+    timeout: float = 0
+    """Seconds that a batch may take; 0: any."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise InvalidSpec(
+                "num_workers is out of range", seen=str(self.num_workers), expected="0 or more"
+            )
+        if self.prefetch_factor is not None and (self.prefetch_factor < 1 or not self.num_workers):
+            raise InvalidSpec(
+                "prefetch_factor is out of range",
+                seen=f"prefetch_factor={self.prefetch_factor}, num_workers={self.num_workers}",
+                expected="1 or more, with num_workers above 0",
+            )
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """One batch, as the processes that load hear of it."""
+
+    run: int
+    epoch: int
+    indices: list[int]
+
+
+class _Feed(Dataset[Any]):
+    """The dataset of the DataLoader: batches for what is wanted."""
+
+    def __init__(self, samples: Samples, present_run: Tensor) -> None:
+        self.samples = samples
+        self._present_run = present_run
+
+    def __getitem__(self, wanted: _Wanted | None) -> tuple[int, Any] | None:
+        if wanted is None:
+            return None
+
+        def still_wanted() -> bool:
+            return int(self._present_run) == wanted.run
+
+        return wanted.run, self.samples.batch(wanted.epoch, wanted.indices, still_wanted)
+
+
+class BatchLoader:
+    """Batches by span. All methods are the trainer's."""
+
+    def __init__(
+        self, samples: Samples, loading: Loading, indices: Callable[[int, int, int], Tensor]
+    ) -> None:
+        """`indices(epoch, start, stop)`: of the samples at these positions."""
+        self._samples = samples
+        self._loading = loading
+        self._indices = indices
+        self._run = torch.zeros((), dtype=torch.int64)
+        if loading.num_workers:
+            self._run.share_memory_()  # type: ignore[no-untyped-call]
+        self._upcoming: Iterator[Span] = iter(())
+        self._asked: deque[Span] = deque()
+        """The spans of the present run that are on their way."""
+        self._iterator: Iterator[Any] | None = None
+        self._epoch = -1
+        self._sockets: frozenset[str] = frozenset()
+
+    def start(self) -> None:
+        """Start the processes. Before the first batch, if nobody has called it."""
+        if self._iterator is None:
+            self._sockets = self._sockets or open_sockets()
+            self._iterator = self._iteration()
+
+    def close(self) -> None:
+        """End the processes. May be called twice."""
+        iterator, self._iterator = self._iterator, None
+        end_iteration(iterator)
+        self._asked.clear()
+
+    def take(self, span: Span, after: Callable[[], Iterator[Span]]) -> Any:
+        """The batch of a span; `after` gives those that are likely to follow it.
+
+        Raises SampleFailed where a sample cannot be loaded, LoadingFailed where a process that
+        loads has ended or takes too long.
+        """
+        if span.epoch != self._epoch and not self._loading.persistent_workers:
+            self.close()
+        self._epoch = span.epoch
+        if not self._asked or self._asked[0] != span:
+            self._begin_run(span, after)
+        self.start()
+        while True:
+            delivered = self._next()
+            # Empty: asked for before the first run, or behind the last batch.
+            if delivered is not None and delivered[0] == int(self._run):
+                break
+        self._asked.popleft()
+        batch = delivered[1]
+        if isinstance(batch, FailedSample):
+            raise batch.raised()
+        return batch
+
+    def _begin_run(self, span: Span, after: Callable[[], Iterator[Span]]) -> None:
+        self._run += 1
+        self._asked.clear()
+        self._upcoming = _first(span, self._ahead(span, after))
+
+    def _ahead(self, span: Span, after: Callable[[], Iterator[Span]]) -> Iterator[Span]:
+        for later in after():
+            if later.epoch != span.epoch and not self._loading.persistent_workers:
+                return
+            yield later
+
+    def _next(self) -> Any:
+        assert self._iterator is not None, "it was started"
+        if not self._loading.num_workers:
+            with generators_kept():
+                return next(self._iterator)
+        try:
+            return next(self._iterator)
+        except RuntimeError as error:
+            # Nothing of a dataset's own is raised here: that is a FailedSample.
+            self.close()
+            raise LoadingFailed(
+                "a process that loads batches has ended, or took too long",
+                seen=str(error)[:500],
+                expected=f"{self._loading.num_workers} processes that load",
+                fix="One that was killed is often out of memory (see dmesg, and the size of"
+                " /dev/shm): take fewer num_workers or a smaller prefetch_factor.",
+            ) from error
+
+    def _wanted(self) -> Iterator[_Wanted | None]:
+        """What is to be loaded next; the DataLoader asks on the trainer's thread."""
+        while True:
+            span = next(self._upcoming, None)
+            if span is None:
+                yield None
+                continue
+            self._asked.append(span)
+            indices = self._indices(span.epoch, span.start, span.stop).tolist()
+            yield _Wanted(int(self._run), span.epoch, indices)
+
+    def _iteration(self) -> Iterator[Any]:
+        loading = self._loading
+        more: dict[str, Any] = {}
+        if loading.num_workers:
+            more = {
+                "prefetch_factor": loading.prefetch_factor,
+                "worker_init_fn": Beginning(
+                    self._samples.dataset, loading.worker_init_fn, self._sockets
+                ),
+                "multiprocessing_context": loading.multiprocessing_context,
+                "timeout": loading.timeout,
+            }
+        loader = DataLoader(
+            _Feed(self._samples, self._run),
+            sampler=_Endless(self._wanted),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=loading.num_workers,
+            pin_memory=loading.pin_memory,
+            # Else the processes' seed would be drawn from the generator of the training.
+            generator=torch.Generator().manual_seed(0),
+            **more,
+        )
+        return iter(loader)
+
+
+class _Endless:
+    """The DataLoader's sampler."""
+
+    def __init__(self, make: Callable[[], Iterator[_Wanted | None]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[_Wanted | None]:
+        return self._make()
+
+
+def _first(span: Span, others: Iterator[Span]) -> Iterator[Span]:
+    yield span
+    yield from others
+
+
+def _as_it_is(delivered: Any) -> Any:
+    return delivered

@@ -1,0 +1,55 @@
+"""A permutation of n numbers that is computed where it is asked for, and never kept as a whole.
+
+A Feistel network over the bits of n - 1, whose keys follow from the seed, permutes the numbers
+below the next power of two. What comes out at n or above goes through it again until it comes out
+below n (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), twice in
+the mean at most.
+"""
+
+from torch import Tensor
+
+from shoal.randomness import mix
+
+ROUNDS = 8
+"""Four are enough for a pseudorandom permutation (Luby and Rackoff 1988) if the rounds' functions
+are random; these are cheap, so there are twice as many."""
+_MULTIPLIERS = (0x5851F42D4C957F2D, 0x14057B7EF767814F)
+
+
+class KeyedPermutation:
+    """The permutation of range(size) that belongs to a key; the same on every machine."""
+
+    def __init__(self, size: int, key: int) -> None:
+        self.size = size
+        bits = max(2, (size - 1).bit_length())
+        self._low_bits = bits // 2
+        self._high_bits = bits - self._low_bits
+        self._keys = [mix(key, number) for number in range(ROUNDS)]
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """The numbers at these positions (int64, each from 0 to size - 1)."""
+        numbers = self._once(positions)
+        beyond = (numbers >= self.size).nonzero().flatten()
+        while len(beyond):
+            again = self._once(numbers[beyond])
+            numbers[beyond] = again
+            beyond = beyond[again >= self.size]
+        return numbers
+
+    def _once(self, numbers: Tensor) -> Tensor:
+        low_mask, high_mask = (1 << self._low_bits) - 1, (1 << self._high_bits) - 1
+        low, high = numbers & low_mask, numbers >> self._low_bits
+        # What one half is combined with depends on the other alone: each round can be undone.
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                low = low ^ (_scrambled(high, key) & low_mask)
+            else:
+                high = high ^ (_scrambled(low, key) & high_mask)
+        return (high << self._low_bits) | low
+
+
+def _scrambled(half: Tensor, key: int) -> Tensor:
+    """31 bits of each number and the key (two multiply-xorshift rounds; int64 wraps around)."""
+    mixed = (half ^ key) * _MULTIPLIERS[0]
+    mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _MULTIPLIERS[1]
+    return (mixed >> 33) & 0x7FFFFFFF
