@@ -32,6 +32,7 @@ from shoal.strategies.asynchronous.async_sgd import AsyncSGD as AsyncSGD
 from shoal.strategies.asynchronous.bounded_staleness import BSP as BSP
 from shoal.strategies.asynchronous.bounded_staleness import SSP as SSP
 from shoal.strategies.layout.fsdp import FSDP as FSDP
+from shoal.strategies.layout.fsdp import HSDP as HSDP
 from shoal.strategies.layout.fsdp import Zero2 as Zero2
 from shoal.strategies.layout.fsdp import Zero3 as Zero3
 from shoal.strategies.layout.hybrid import Hybrid as Hybrid

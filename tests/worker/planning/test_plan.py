@@ -33,7 +33,7 @@ from shoal.layouts.sharded.layout import ShardedLayout
 from shoal.planning.figures import GroupFigures, Plan
 from shoal.planning.table import fold
 from shoal.strategies.base import Strategy
-from shoal.strategies.layout.fsdp import FSDP, Zero2, Zero3
+from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2, Zero3
 from shoal.strategies.layout.zero1 import Zero1
 from shoal.strategies.synchronous.ddp import DDP
 from shoal_proto.errors import InvalidSpec, UnknownStrategy, UnsupportedOptimizer
@@ -194,6 +194,15 @@ def test_figures_are_those_of_real_steps(model: Any, optimizer: Any, strategy: s
     built, own_optimizer = training.build()
     plan = shoal.plan(built, kind(**options), world_size=3, optimizer=own_optimizer)
     check(plan, run_in_memory(measure, 3, training, kind, options))
+
+
+@pytest.mark.parametrize("model", [deep, pytest.param(normed, marks=pytest.mark.long)])
+def test_figures_of_copies_that_are_cut_over_ranks(model: Any) -> None:
+    training, options = training_of(model, adamw), {"min_group_bytes": 200, "shard": 2}
+    built, optimizer = training.build()
+    plan = shoal.plan(built, HSDP(**options), world_size=4, optimizer=optimizer)
+    assert "2 x 2 (copies x ranks of a copy)" in str(plan)
+    check(plan, run_in_memory(measure, 4, training, HSDP, options))
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")

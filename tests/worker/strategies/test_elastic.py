@@ -55,6 +55,28 @@ def test_changes_leave_no_trace_in_the_weights(
         check_no_trace(schedule, run, TOLERANCE)
 
 
+@pytest.mark.long
+def test_copies_that_are_cut_over_members_leave_no_trace(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Two copies over two members each, then one over three, and again."""
+    run = elastic(
+        cluster,
+        "copies",
+        desired_members=4,
+        strategy="hsdp",
+        options={"shard": 2},
+        optimizer="adamw",
+    )
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=5)
+        schedule.start(4)
+        schedule.kill()
+        schedule.join()
+        schedule.drain()
+        check_no_trace(schedule, run, TOLERANCE)
+
+
 def test_a_mesh_that_changes_its_shape_leaves_no_trace(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -84,11 +84,17 @@ STRATEGIES: Mapping[str, Callable[..., Strategy]] = {
     "zero1": partial(shoal.Zero1, find_unused_parameters=True, copies=0),
     "zero2": partial(shoal.Zero2, copies=0),
     "fsdp": partial(shoal.FSDP, min_group_bytes=200, copies=0),
+    "hsdp": partial(shoal.HSDP, shard=2, min_group_bytes=200, copies=0),
     "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
     "pipeline": partial(shoal.Pipeline, copies=0),
     "hybrid": partial(shoal.Hybrid, min_split_bytes=0, copies=0),
 }
-WORLDS = [*((name, size) for name in STRATEGIES for size in (2, 3, 4)), ("hybrid", 8)]
+WORLDS = [
+    # Two copies of two rows each come first: in other worlds of this size "hsdp" is as "fsdp".
+    ("hsdp", 4),
+    *((name, size) for name in STRATEGIES if name != "hsdp" for size in (2, 3, 4)),
+    *(("hsdp", 6), ("hybrid", 8)),
+]
 MESHES = {2: (1, 1, 2), 3: (3, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}
 """Of "hybrid": stages, copies, splits."""
 
@@ -136,7 +142,7 @@ def test_equal_in_mixed_precision(strategy: str, world_size: int) -> None:
     if strategy in ("tensor", "hybrid"):
         start, _ = build(optimizer, 0)
         parts, tolerance = (1,), 2**-7 * difference(single, start.state_dict())
-    if strategy in ("zero2", "fsdp"):
+    if strategy in ("zero2", "fsdp", "hsdp"):
         run, whole = run_of(optimizer), run_of(optimizer, computing=InHalf)
         way = made(strategy, world_size, param_dtype="bf16", reduce_dtype="fp32")
     else:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.layouts.sharded.layout import ranks_of_copy
 from shoal.model.elementwise_optimizers import ELEMENTWISE
 from shoal.strategies import find_strategy
 from shoal.strategies.layout.fsdp import FSDP
@@ -22,7 +23,11 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("fsdp", shoal.FSDP), ("zero2", shoal.Zero2), ("zero3", shoal.Zero3)]
+    ("name", "kind"),
+    [
+        *(("fsdp", shoal.FSDP), ("zero2", shoal.Zero2), ("zero3", shoal.Zero3)),
+        ("hsdp", shoal.HSDP),
+    ],
 )
 def test_found_by_name(name: str, kind: type[FSDP]) -> None:
     found = find_strategy(name)
@@ -77,6 +82,8 @@ def test_settings_out_of_range_are_refused() -> None:
     assert "'bf16'" in refused.value.expected
     with pytest.raises(InvalidSpec, match="reduce_dtype"):
         shoal.Zero2(reduce_dtype="double")
+    with pytest.raises(InvalidSpec, match="shard is out of range"):
+        shoal.HSDP(shard=1)
     built = model()
     with pytest.raises(InvalidSpec, match="min_group_bytes"):
         FSDP(min_group_bytes=-1).check(built, torch.optim.SGD(built.parameters(), lr=0.1))
@@ -88,3 +95,21 @@ def test_settings_out_of_range_are_refused() -> None:
 def test_members_must_have_the_same_options() -> None:
     assert FSDP(param_dtype="bf16").options() != FSDP().options()
     assert FSDP(copies=2).options() == FSDP().options()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shard", "expected"),
+    [
+        *((8, 4, 4), (6, 4, 6), (9, 4, 9), (10, 4, 5), (12, 4, 4), (7, 4, 7), (3, 4, 3), (1, 4, 1)),
+        *((4, 2, 2), (9, 2, 3), (8, None, 8)),
+    ],
+)
+def test_nobody_holds_more_than_was_asked_for_in_any_world(
+    world_size: int, shard: int | None, expected: int
+) -> None:
+    assert ranks_of_copy(world_size, shard) == expected
+
+
+def test_members_that_cut_the_model_in_other_ways_do_not_meet() -> None:
+    assert shoal.HSDP(shard=2).options() != shoal.HSDP(shard=4).options()
+    assert "shard" not in shoal.FSDP().options()

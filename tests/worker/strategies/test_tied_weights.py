@@ -60,6 +60,7 @@ MADE: Mapping[str, Callable[[], Strategy]] = {
     "zero1": partial(shoal.Zero1, copies=0),
     "zero2": partial(shoal.Zero2, copies=0),
     "fsdp": partial(shoal.FSDP, min_group_bytes=0, copies=0),
+    "hsdp": partial(shoal.HSDP, shard=2, min_group_bytes=0, copies=0),
     "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
     "pipeline": partial(shoal.Pipeline, microbatches=2, copies=0),
     "hybrid": partial(shoal.Hybrid, tensor=2, min_split_bytes=0, copies=0),
@@ -110,7 +111,7 @@ def through_two_generations(
 @pytest.mark.parametrize("name", MADE)
 def test_ties_hold_over_generations(name: str) -> None:
     expected = by_one_process(RUN)
-    world_size = 2 if name == "hybrid" else 3
+    world_size = {"hybrid": 2, "hsdp": 4}.get(name, 3)
     ranks = run_in_memory(through_two_generations, world_size, RUN, MADE[name])
     for state, ties, stepped in ranks:
         assert difference(state, expected) < TOLERANCE

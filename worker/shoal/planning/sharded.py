@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.layouts.sharded.grouping import ModuleGroup, group_modules
-from shoal.layouts.sharded.layout import ShardedOptions
+from shoal.layouts.sharded.layout import ShardedOptions, ranks_of_copy
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.planning.figures import (
     BACKWARD,
@@ -32,7 +32,8 @@ class ShardedFigures:
 
     def __init__(self, subject: Subject, options: ShardedOptions) -> None:
         self._subject, self._options = subject, options
-        self._n = subject.world_size
+        self._n = ranks_of_copy(subject.world_size, options.shard)
+        self._num_copies = subject.world_size // self._n
         grouping = group_modules(subject.model, options.min_group_bytes)
         self._groups = list(grouping)
         self._rest = grouping.rest
@@ -48,7 +49,10 @@ class ShardedFigures:
                 )
                 for group in self._groups
             ),
-            ranks=tuple(self._rank(rank) for rank in range(self._n)),
+            ranks=tuple(self._rank(rank) for rank in range(self._n)) * self._num_copies,
+            arrangement=f"{self._num_copies} x {self._n} (copies x ranks of a copy)"
+            if self._num_copies > 1
+            else "",
         )
 
     def _rank(self, rank: int) -> RankFigures:
@@ -133,6 +137,11 @@ class ShardedFigures:
                 map(self._gathered, again if self._options.free_after_forward else ()),
             ),
             _collective("reduce_scatter", BACKWARD, map(self._reduced, reduced)),
+            _collective(
+                "all_reduce",
+                BACKWARD,
+                (self._reduced(group) // self._n for group in reduced if self._num_copies > 1),
+            ),
             _collective("broadcast", UPDATE, [sum(buffers)] if buffers else []),
         ]
         return tuple(each for each in found if each.calls)

@@ -62,7 +62,7 @@ class Scaled(nn.Module):
         return outputs
 
 
-def after_backward(faulty: int) -> ShardedLayout:
+def after_backward(faulty: int, shard: int | None = None) -> ShardedLayout:
     """The layout of this rank, which has computed the gradients of step 4."""
     group = dist.group.WORLD
     assert group is not None
@@ -78,7 +78,7 @@ def after_backward(faulty: int) -> ShardedLayout:
         device=torch.device("cpu"),
         group=group,
     )
-    options = ShardedOptions(min_group_bytes=1)
+    options = ShardedOptions(min_group_bytes=1, shard=shard)
     layout = LaidOutTraining(training, lambda m, w: ShardedLayout(m, w, options), world).layout
     assert isinstance(layout, ShardedLayout)
     layout.step = 4
@@ -101,6 +101,12 @@ def test_all_ranks_are_told_also_those_that_hold_nothing_of_it() -> None:
     """Regression: a rank whose rows were sound trained on, and waited for the others."""
     names = run_in_memory(lambda: told(after_backward(faulty=1)), 4)
     assert names == ["GenerationBroken", "NonFiniteGradient", *["GenerationBroken"] * 2]
+
+
+def test_all_ranks_of_all_copies_are_told() -> None:
+    """Also the last of the other copy, which holds nothing of it."""
+    names = run_in_memory(lambda: told(after_backward(faulty=1, shard=4)), 8)
+    assert names == ["GenerationBroken", "NonFiniteGradient", *["GenerationBroken"] * 6]
 
 
 def test_a_sum_that_overflows_is_told_where_it_is_without_a_word_to_others() -> None:

@@ -1,16 +1,19 @@
-"""Parameters, gradients and optimizer state cut over the ranks by rows, on torch's fully_shard."""
+"""Parameters, gradients and optimizer state cut over the ranks by rows, on torch's fully_shard.
 
-from collections.abc import Callable, Mapping, Sequence
+Over all ranks, or over groups of them that each hold a copy (HSDP).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.waiter import add_subgroup, wait_abortable
 from shoal.backends.network.gloo import is_gloo
 from shoal.layouts.base import Layout, World, move_buffers
 from shoal.layouts.buffers import broadcast_packed
@@ -47,15 +50,35 @@ class ShardedOptions:
     """What layers compute with and all-gathers carry; None: the parameters' own."""
     reduce_dtype: torch.dtype | None = None
     """What gradients are summed up in over ranks; None: as they come from backward."""
+    shard: int | None = None
+    """The least number of ranks that a copy of the model is cut over; None: all. See
+    `ranks_of_copy`."""
+
+
+def ranks_of_copy(world_size: int, shard: int | None) -> int:
+    """Over how many ranks each copy of the model is cut: the smallest number from `shard` on that
+    divides the ranks, so that nobody ever holds more than 1/shard of the model."""
+    return next(
+        n
+        for n in range(min(shard or world_size, world_size), world_size + 1)
+        if world_size % n == 0
+    )
 
 
 class ShardedLayout(Layout):
     """One rank's rows of every parameter. A parameter with fewer rows than ranks is nothing on the
-    last of them."""
+    last of them.
+
+    Where there are several copies of the model, ranks next to each other have one together, and
+    ranks that have the same rows average what the copies' reductions gave them.
+    """
 
     def __init__(self, model: nn.Module, world: World, options: ShardedOptions) -> None:
         self.world = world
         self.data_index, self.data_count = world.rank, world.world_size
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        """That of the "rows" of a copy and that of the "copies", where there are several."""
+        self._mesh = self._rows_and_copies(options)
         self._passes: list[GroupPasses] = []
         self._reductions: list[NanPropagatingReduceScatter] = []
         self._shard(model, options)
@@ -68,12 +91,31 @@ class ShardedLayout(Layout):
         self._buffers = persistent_buffers(model)
         self._fsdp_parameters = list(fsdp_parameters(model))
 
+    def _rows_and_copies(self, options: ShardedOptions) -> DeviceMesh:
+        """The mesh of the ranks that have a copy of the model together; collective.
+
+        Sets the group of these ranks, that of the ranks with the same rows, and which copy this
+        rank is of.
+        """
+        world, device = self.world, self.world.device.type
+        num_rows = ranks_of_copy(world.world_size, options.shard)
+        self._copy, self._num_copies = world.rank // num_rows, world.world_size // num_rows
+        if self._num_copies == 1:
+            own = world.axis("data")
+            return DeviceMesh.from_group(world.group, device, mesh_dim_names=(own,))
+        names = (world.axis("copy"), world.axis("data"))
+        mesh = init_device_mesh(device, (self._num_copies, num_rows), mesh_dim_names=names)
+        self._groups.update(zip(("copies", "rows"), map(mesh.get_group, names), strict=True))
+        for group in self.groups():
+            add_subgroup(group, world.group)
+        return mesh[names[1]]
+
+    def groups(self) -> Iterator[dist.ProcessGroup]:
+        return iter(self._groups.values())
+
     def _shard(self, model: nn.Module, options: ShardedOptions) -> None:
-        self._mesh = mesh = DeviceMesh.from_group(
-            self.world.group, self.world.device.type, mesh_dim_names=(self.world.axis("data"),)
-        )
         settings: dict[str, Any] = {
-            "mesh": mesh,
+            "mesh": self._mesh,
             "mp_policy": _policy(options, None),
             "reshard_after_forward": options.free_after_forward,
         }
@@ -93,15 +135,15 @@ class ShardedLayout(Layout):
     def _share(self, model: nn.Module, options: ShardedOptions) -> SharedSlots | None:
         """Collective: let the ranks of one machine gather and sum in memory that they share, and
         others over Gloo."""
-        world = self.world
-        if world.world_size == 1 or world.device.type != "cpu" or not is_gloo(world.group):
+        device, rows = self.world.device, self._groups.get("rows", self.world.group)
+        if rows.size() == 1 or device.type != "cpu" or not is_gloo(rows):
             return None
-        backend: Any = world.group._get_backend(world.device)
+        backend: Any = rows._get_backend(device)
         heads = [head for head in heads_of(model) if any(parameters_of(head))]
         slots = SharedSlots.open(
-            world.group,
-            max(_whole_bytes(head, world.world_size, options.param_dtype) for head in heads),
-            max(_whole_bytes(head, world.world_size, options.reduce_dtype) for head in heads),
+            rows,
+            max(_whole_bytes(head, rows.size(), options.param_dtype) for head in heads),
+            max(_whole_bytes(head, rows.size(), options.reduce_dtype) for head in heads),
             backend.options._timeout.total_seconds(),
         )
         for head in heads:
@@ -113,6 +155,7 @@ class ShardedLayout(Layout):
     def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
         if names:
             reduction = NanPropagatingReduceScatter(names[0])
+            reduction.copies = self._groups.get("copies")
             trained = (each for each in parameters_of(module) if each.sharded_param.requires_grad)
             reduction.blind = not all(each.sharded_size.numel() for each in trained)
             self._reductions.append(reduction)
@@ -122,9 +165,12 @@ class ShardedLayout(Layout):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._parameters
 
+    def counts(self, name: str) -> bool:
+        return not self._copy and super().counts(name)
+
     def travels(self, name: str) -> bool:
-        """All but buffers: everybody has the same."""
-        return name.removeprefix(MODEL) not in self._buffers
+        """All but buffers, of which everybody has the same; nothing where there are copies."""
+        return self._num_copies == 1 and name.removeprefix(MODEL) not in self._buffers
 
     def watch(self, ours: Callable[[], bool]) -> None:
         for reduction in self._reductions:
@@ -199,6 +245,9 @@ class ShardedLayout(Layout):
     def release(self) -> None:
         if self._slots is not None:
             self._slots.close()
+        for reduction in self._reductions:
+            reduction.copies = None
+        self._groups.clear()
         for part in self._fsdp_parameters:
             part.mesh_info.shard_process_group = None
         forget_groups(self._mesh)

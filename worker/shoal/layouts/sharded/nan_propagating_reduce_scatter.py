@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import bare_backward, is_finite
@@ -20,6 +21,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
 
     Each rank is given its own rows of the sum, and one whose rows are sound would train on while
     another stops. That costs one pass over the gradients, and no message.
+
+    With `copies` the sum goes over these too: they hold the same rows and took other samples.
     """
 
     def __init__(self, parameter: str) -> None:
@@ -29,6 +32,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """Whether this rank holds no rows of some of them, but what fills up its part."""
         self.slots: SharedSlots | None = None
         """Where all ranks have memory in common."""
+        self.copies: dist.ProcessGroup | None = None
+        """The ranks that hold the same rows as this one; None: there are no others."""
         self._filled: weakref.ref[Tensor] | None = None
         self.ours: Callable[[], bool] | None = None
         """Whether gradients that come now are of a pass that they may come of; None: of any."""
@@ -73,9 +78,18 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
                 reduce_scatter(output_tensor, input_tensor, group, op)
         else:
             work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        if self.copies is not None:
+            assert not async_op, "fully_shard waits for what it reduces"
+            average(output_tensor, self.copies)
         if self.blind:
             self.given = not is_finite(output_tensor) or self.given
         return work
+
+
+def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
+    """Make the rows of a sum those of its mean over the copies."""
+    wait_abortable(dist.all_reduce(rows, group=copies, async_op=True), copies)
+    rows.div_(copies.size())
 
 
 def propagate_nan(gradients: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Fully sharded data parallel: every member holds a part of everything, on torch's fully_shard."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ class FSDP(LayoutStrategy):
 
     name = "fsdp"
     free_after_forward = True
+    shard: int | None = None
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class FSDP(LayoutStrategy):
             min_group_bytes=min_group_bytes,
             param_dtype=_dtype("param_dtype", param_dtype),
             reduce_dtype=_dtype("reduce_dtype", reduce_dtype),
+            shard=self.shard,
         )
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -92,6 +95,7 @@ class FSDP(LayoutStrategy):
             "min_group_bytes": str(options.min_group_bytes),
             "param_dtype": str(options.param_dtype),
             "reduce_dtype": str(options.reduce_dtype),
+            **({"shard": str(options.shard)} if options.shard else {}),
         }
 
 
@@ -111,6 +115,32 @@ class Zero2(FSDP):
 
     name = "zero2"
     free_after_forward = False
+
+
+class HSDP(FSDP):
+    """Strategy "hsdp": the model is cut over `shard` members, as with "fsdp", and there are as many
+    copies as there are such groups of members.
+
+    Layers are gathered within a group, which are members of neighbouring ranks, so of one host if
+    `shard` is the number of members on it; what goes between groups is each member's part of the
+    gradients. Where the members do not divide by `shard`, groups are larger, so that nobody holds
+    more than 1/shard of the model: with shard=4, 8 members make two groups of 4, 10 two of 5, and 7
+    one of 7. Options as those of `FSDP`.
+    """
+
+    name = "hsdp"
+
+    def __init__(self, *, shard: int = 8, **options: Any) -> None:
+        """`options`: see `FSDP`."""
+        if shard < 2:
+            raise InvalidSpec(
+                "shard is out of range",
+                seen=str(shard),
+                expected="2 or more",
+                fix="Whole copies on each member are strategy 'ddp'.",
+            )
+        self.shard = shard
+        super().__init__(**options)
 
 
 def _dtype(option: str, name: str | None) -> torch.dtype | None:
