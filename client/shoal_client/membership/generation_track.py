@@ -131,9 +131,10 @@ class GenerationTrack:
         Its own is over then, even if the leader that decided so died before it told anybody.
         """
         roster = record.roster
-        formed = roster.synchronous and not roster.planned and self._identity.is_in(roster)
+        formed = roster.synchronous and not roster.planned
         in_one = self.generation > 0 and self.generation not in self._broken
-        return formed and in_one and roster.generation > self.generation
+        newer = formed and in_one and roster.generation > self.generation
+        return newer and self._identity.is_in(roster)
 
     def take_committed(
         self, record: pb.GenerationRecord

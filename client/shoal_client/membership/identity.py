@@ -27,8 +27,9 @@ class Identity:
 
     def is_in(self, roster: pb.Roster) -> bool:
         """Whether this very process is in the roster, not another of its name."""
-        own = (self.member_id, self.public_id)
-        return any((e.member_id, e.public_id) == own for e in roster.entries)
+        own_id, own_process = self.member_id, self.public_id
+        # Names first: only one entry has this member's, and rosters have thousands.
+        return any(e.member_id == own_id and e.public_id == own_process for e in roster.entries)
 
     def attend_request(self, generation: int) -> pb.AttendRequest:
         """What opens the stream of notices."""
