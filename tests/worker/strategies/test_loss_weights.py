@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Batch, Loader
-from shoal.session.micro_batches import MicroBatches
+from shoal.layouts.base import LossFunction
+from shoal.session.micro_batches import MicroBatches, counting
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
@@ -38,34 +39,48 @@ class Padded(Loader):
 
 def loader() -> Loader:
     plain = equality.loader()
-    return Padded(plain._dataset, plain._order)
+    return Padded(plain._dataset, plain.order)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, ignore_index=IGNORED)
 
 
-def step_by_tokens(strategy: Strategy, batch: Batch, num_parts: int, max_norm: float) -> None:
+def masked_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The same, as scripts write it that have a mask: without tokens, 0 is divided by 0 in both
+    directions."""
+    mask = (targets != IGNORED).float()
+    each = nn.functional.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    return (each * mask).sum() / mask.sum()
+
+
+def step_by_tokens(
+    strategy: Strategy, batch: Batch, num_parts: int, max_norm: float, loss: LossFunction
+) -> None:
     strategy.begin_step()
     of_step = MicroBatches(strategy, batch, 100)
     for part in of_step.parts(batch, num_parts):
         of_step.passing(by_weight=True)
         found = loss(strategy.module(part.inputs), part.targets)
         num_tokens = of_step.counted((part.targets != IGNORED).sum())
-        strategy.backward_by_weight(found if num_tokens else found.nan_to_num(), num_tokens)
+        with counting(found, num_tokens) as counts:
+            strategy.backward_by_weight(counts, num_tokens)
     if math.isfinite(max_norm):
         strategy.clip_grad_norm(max_norm)
     strategy.end_step(lambda: None)
 
 
-def by_tokens(made: Callable[[], Strategy], num_parts: int, max_norm: float) -> dict[str, Tensor]:
+def by_tokens(
+    made: Callable[[], Strategy], num_parts: int, max_norm: float, loss: LossFunction = loss
+) -> dict[str, Tensor]:
     """The weights of a rank."""
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     share = entered(equality.run_of("sgd"), strategy)
     batches = loader()
     for step in range(NUM_STEPS):
-        step_by_tokens(strategy, batches.synchronous(step, *share), num_parts, max_norm)
+        batch = batches.synchronous(step, *share)
+        step_by_tokens(strategy, batch, num_parts, max_norm, loss)
     weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
     strategy.close()
     return weights
@@ -85,6 +100,14 @@ def test_each_token_counts_alike(
     expected = by_tokens_alone(max_norm)
     made = equality.made(strategy, world_size)
     for ours in run_in_memory(by_tokens, world_size, made, num_parts, max_norm):
+        assert difference(ours, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
+def test_what_divides_by_no_tokens_counts_for_nothing(strategy: str) -> None:
+    world_size = 2 if strategy == "tensor" else 3
+    made, expected = equality.made(strategy, world_size), by_tokens_alone(math.inf)
+    for ours in run_in_memory(by_tokens, world_size, made, 3, math.inf, masked_loss):
         assert difference(ours, expected) < TOLERANCE
 
 

@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from shoal import randomness
 from shoal.data.batches import Batch, share
@@ -19,6 +22,39 @@ def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
     if fraction == 1.0:
         return loss_function
     return lambda outputs, targets: loss_function(outputs, targets) * fraction
+
+
+@contextmanager
+def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
+    """The loss to pass backward with this weight. Where that is 0, all gradients of it are: the
+    mean over no tokens is no number, and nor are gradients that come through a division by 0."""
+    if weight:
+        yield loss
+        return
+    loss = loss.nan_to_num()
+    handles = [node.register_prehook(_nothing) for node in _nodes(loss)]
+    try:
+        yield loss
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nodes(loss: Tensor) -> set[Node]:
+    """All that a backward pass goes through."""
+    found: set[Node] = set()
+    ahead = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            ahead += [before for before, _ in node.next_functions]
+    return found
+
+
+def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # Those of outputs that nothing depends on are None.
+    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 
 
 class MicroBatches:

@@ -27,7 +27,7 @@ from shoal.session.batch_sources import Batches, BatchSource, LeasedBatches, Syn
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
 from shoal.session.loss_scaling import check_scaler, check_scales
-from shoal.session.micro_batches import scaled
+from shoal.session.micro_batches import counting, scaled
 from shoal.session.own_pause import PAUSE_S, OwnPause
 from shoal.session.script_calls import ScriptCalls
 from shoal.session.shared_calls import Reduction, SharedCalls, Value, note_loss
@@ -296,8 +296,8 @@ class Session:
         step.note_loss(loss if scaler is None else loss.detach() / scaler.get_scale(), counted)
         with step.guard.computing():
             if weight is not None:
-                # The mean over no tokens is no number, and counts for nothing.
-                strategy.backward_by_weight(loss if counted else loss.nan_to_num(), counted)
+                with counting(loss, counted) as counts:
+                    strategy.backward_by_weight(counts, counted)
             else:
                 strategy.backward(
                     loss if fraction == 1.0 else loss * fraction,
