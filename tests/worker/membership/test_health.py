@@ -2,10 +2,12 @@
 
 import asyncio
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,6 +192,24 @@ def test_no_thread_is_left_behind() -> None:
     before = threading.active_count()
     reporter("http://127.0.0.1:1").close()
     assert threading.active_count() == before
+
+
+def test_openssl_is_used_on_the_callers_thread_only(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that loads batches, forked while another thread held OpenSSL's locks, hung."""
+    made_on: list[threading.Thread] = []
+    make = ssl.SSLContext.__new__
+
+    def noted(*args: Any, **kwargs: Any) -> ssl.SSLContext:
+        made_on.append(threading.current_thread())
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(ssl.SSLContext, "__new__", staticmethod(noted))
+    with endpoint(board) as server, reporter(server.url) as health:
+        health.update(HealthFigures(step=1))
+        board.wait_for(1)
+    assert set(made_on) <= {threading.current_thread()}
 
 
 def test_an_interval_of_nothing_is_refused() -> None:

@@ -5,6 +5,7 @@ and training never waits for one or fails by one.
 """
 
 import math
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -57,7 +58,9 @@ class HealthReporter:
         self._num_failed = 0
         self._outage = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="shoal-health", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(_client(),), name="shoal-health", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -103,9 +106,8 @@ class HealthReporter:
     ) -> None:
         self.close()
 
-    def _run(self) -> None:
-        # No proxy from the environment: the coordinator is a neighbour, not the internet.
-        with httpx.Client(timeout=REQUEST_WITHIN_S, trust_env=False) as client:
+    def _run(self, client: httpx.Client) -> None:
+        with client:
             while (report := self._next_report()) is not None:
                 sent_s = time.monotonic()
                 self._send(client, report)
@@ -145,6 +147,18 @@ class HealthReporter:
         elif not self._outage:
             log.warning("health_report_failed", url=url, reason=problem[:500])
         self._outage = True
+
+
+def _client() -> httpx.Client:
+    """Made on the caller's thread. A process that loads batches may be forked at any time, and one
+    that is forked while another thread holds OpenSSL's locks waits for them for ever."""
+    return httpx.Client(
+        timeout=REQUEST_WITHIN_S,
+        # No proxy from the environment: the coordinator is a neighbour, not the internet.
+        trust_env=False,
+        # Coordinators serve plain HTTP, so no certificates are read, which takes 30 ms.
+        verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+    )
 
 
 def _json_number(value: SupportsFloat) -> float | str:
