@@ -109,8 +109,7 @@ class Limits:
 
     @property
     def longest_bring_up_s(self) -> float:
-        """A bring-up in which something moves is over after so long all the same: six hours, where
-        --join-s is not changed."""
+        """The longest bring-up, also of one in which something still moves."""
         return 720 * self.bring_up_s
 
     @property

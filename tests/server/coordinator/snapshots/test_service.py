@@ -14,6 +14,7 @@ import grpc
 import pytest
 from support.clusters.parameter_servers import ParameterServers
 from support.clusters.snapshot_cluster import ADAM, SCHEMA, Pusher, Snapshots, elements
+from support.processes.served_process import awaited
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients
@@ -372,12 +373,16 @@ def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
     servers.restore_lost = snapshots.service(policy).restore_lost
     for name in ("ps-0", "ps-1"):
         servers.stop(name)
-    # Until the second of those that held the job is back as another process, nothing is given up.
     for name in ("ps-2", "ps-0", "ps-1"):
         servers.add(name)
     member.push()
     assert elements(member.values) == {-4.0}
-    assert {each.server_id for each in member.client.fetch_map().shards} == set(servers.servers)
+
+    def is_spread() -> bool:
+        shards = member.client.fetch_map().shards
+        return {each.server_id for each in shards} == set(servers.servers)
+
+    awaited(is_spread, 60.0, "each of the three has shards")
 
 
 def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:
