@@ -105,12 +105,24 @@ def test_what_decides_itself_which_samples_come_is_refused(
         ({"global_batch_size": 4, "collate": list, "collate_fn": list}, "both are given"),
         ({"global_batch_size": 11, "drop_last": True}, "leaves out every sample"),
         ({}, "how many samples a step takes"),
+        ({"global_batch_size": 4.0}, "global_batch_size is no integer; saw 4.0"),
+        ({"global_batch_size": 4, "seed": 1.5}, "seed is no integer; saw 1.5"),
+        ({"global_batch_size": 4, "num_workers": "2"}, "num_workers is no integer; saw '2'"),
+        ({"global_batch_size": 4, "num_workers": 1, "timeout": -1}, "timeout.*saw -1"),
     ],
-    ids=["unknown", "negative", "prefetch", "collate twice", "nothing left", "no size"],
+    ids=[
+        *("unknown", "negative", "prefetch", "collate twice", "nothing left", "no size"),
+        *("size", "seed", "processes", "timeout"),
+    ],
 )
 def test_contradictions_are_refused_by_name(said: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSpec, match=words):
         order_of(DATASET, **said)
+
+
+def test_a_size_of_0_is_none_of_the_data_loaders_own() -> None:
+    with pytest.raises(InvalidSpec, match="global_batch_size is out of range; saw 0"):
+        order_of(DataLoader(DATASET, 4), global_batch_size=0)
 
 
 def test_members_of_earlier_releases_are_told_what_they_know() -> None:

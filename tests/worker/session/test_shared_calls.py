@@ -23,7 +23,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.data.batches import Batch
+from shoal.session.evaluation import Evaluation
 from shoal.session.session import Session
+from shoal.session.shared_calls import named
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
@@ -139,6 +142,26 @@ def test_values_of_all_members_are_reduced(cluster: LocalCluster) -> None:
         assert tensor.tolist() == [1.0, 1.0]
 
 
+def test_values_that_are_true_are_counted() -> None:
+    values = named({"hits": torch.tensor([True, False])})
+    assert (values["hits"] + values["hits"]).tolist() == [2, 0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({1: 2}, "by name; saw 1"),
+        (torch.eye(2).to_sparse(), "sparse_coo"),
+        ({"n": torch.zeros(1, dtype=torch.uint16)}, "n cannot be reduced.*uint16"),
+        (torch.zeros(1, dtype=torch.int16), "int16"),
+    ],
+    ids=["names", "sparse", "uint16", "int16"],
+)
+def test_what_cannot_be_reduced_is_refused_before_it_is_sent(value: Any, words: str) -> None:
+    with pytest.raises(InvalidSpec, match=words):
+        named(value)
+
+
 def refusals() -> list[Any]:
     def calls(session: Session, model: Any, step: int) -> Any:
         if session.rank == 0:
@@ -160,6 +183,17 @@ def refusals() -> list[Any]:
         pytest.param(kinds, "the value cannot be reduced", id="kinds"),
         pytest.param(nothing, "measures nothing by name", id="no names"),
     ]
+
+
+def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() -> None:
+    """Five samples by four: torch would add the last one to each of the others."""
+
+    def measure(batch: Batch) -> Any:
+        return {"each": batch.inputs}
+
+    evaluation = Evaluation((torch.ones(5),), measure, batch_size=4, collate=None)
+    with pytest.raises(InvalidSpec, match=r"'each' in another shape.*saw \(1,\), and \(4,\)"):
+        evaluation._sums(0, 1)
 
 
 @pytest.mark.parametrize(("body", "words"), refusals())

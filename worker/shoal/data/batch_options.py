@@ -159,7 +159,9 @@ def _completed(said: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
         seed = loader.generator.initial_seed()
     return replace(
         said,
-        global_batch_size=said.global_batch_size or loader.batch_size,
+        global_batch_size=(
+            loader.batch_size if said.global_batch_size is None else said.global_batch_size
+        ),
         seed=seed if said.seed is None else said.seed,
         shuffle=shuffle if said.shuffle is None else said.shuffle,
         collate=said.collate or own_collate(loader),

@@ -91,6 +91,9 @@ class Order:
     checkpoint with another size."""
 
     def __post_init__(self) -> None:
+        for name in ("num_samples", "global_batch_size", "num_epochs", "seed"):
+            if not hasattr(getattr(self, name), "__index__"):
+                raise InvalidSpec(f"{name} is no integer", seen=repr(getattr(self, name)))
         for name in ("num_samples", "global_batch_size", "num_epochs"):
             if getattr(self, name) < 1:
                 raise InvalidSpec(

@@ -52,6 +52,12 @@ class Loading:
     """Seconds that a batch may take; 0: any."""
 
     def __post_init__(self) -> None:
+        if not hasattr(self.num_workers, "__index__"):
+            raise InvalidSpec("num_workers is no integer", seen=repr(self.num_workers))
+        if self.timeout < 0:
+            raise InvalidSpec(
+                "timeout is out of range", seen=f"{self.timeout} s", expected="0 or more"
+            )
         if self.num_workers < 0:
             raise InvalidSpec(
                 "num_workers is out of range", seen=str(self.num_workers), expected="0 or more"

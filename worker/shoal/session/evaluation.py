@@ -35,7 +35,7 @@ class Evaluation:
     ) -> None:
         """`batch_size` is a member's. A DataLoader gives its data set, batch size and collate."""
         if isinstance(data, DataLoader):
-            batch_size = batch_size or data.batch_size
+            batch_size = data.batch_size if batch_size is None else batch_size
             collate = collate or own_collate(data)
             data = data.dataset
         assert not isinstance(data, DataLoader), "its data set"
@@ -87,6 +87,8 @@ class Evaluation:
                     seen=", ".join(map(repr, found)),
                     expected=", ".join(map(repr, sums)),
                 )
+            for name, each in found.items() if sums else ():
+                _check_shape(name, each, sums[name])
             sums = {name: sums[name] + each if sums else each for name, each in found.items()}
         return sums
 
@@ -99,6 +101,18 @@ class Evaluation:
                 expected='sums over the batch by name, as {"correct": number, "loss": tensor}',
             )
         return found
+
+
+def _check_shape(name: str, value: float | int | Tensor, before: float | int | Tensor) -> None:
+    """Raise InvalidSpec unless the values of two batches are one and one of the same: torch would
+    repeat a tensor of one element to the size of the other."""
+    shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in (value, before)]
+    if shapes[0] != shapes[1]:
+        raise InvalidSpec(
+            f"an evaluation measures {name!r} in another shape for each batch",
+            seen=f"{shapes[0]}, and {shapes[1]} of a batch before",
+            expected="the sum over the batch's samples, in the same shape whatever their number",
+        )
 
 
 def _nothing_of(value: float | int | Tensor) -> float | int | Tensor:

@@ -24,6 +24,11 @@ Value = float | int | Tensor | Mapping[str, float | int | Tensor]
 Reduction = Literal["sum", "mean", "max", "min"]
 MAX_BYTES = 1 << 30
 """Of what is reduced in one call: state has other ways."""
+_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+)
+"""Of tensors, that members can reduce."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _OF_NUMBERS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "sum": lambda numbers: sum(numbers) if _whole(numbers) else math.fsum(numbers),
@@ -142,11 +147,25 @@ def named(value: Value) -> dict[str, float | int | Tensor]:
     values = dict(value) if isinstance(value, Mapping) else {"": value}
     num_bytes = 0
     for name, each in values.items():
+        if not isinstance(name, str):
+            raise InvalidSpec(
+                "values are reduced by name",
+                seen=repr(name),
+                expected="a dict with strings as keys",
+            )
         if not isinstance(each, int | float | Tensor):
             raise InvalidSpec(
                 f"{name or 'the value'} cannot be reduced over members",
                 seen=type(each).__name__,
                 expected="a number, a tensor, or a dict of these",
+            )
+        if isinstance(each, Tensor) and not (
+            each.layout is torch.strided and each.dtype in _DTYPES
+        ):
+            raise InvalidSpec(
+                f"{name or 'the tensor'} cannot be reduced over members",
+                seen=f"a tensor of {each.layout} and {each.dtype}",
+                expected=f"a dense tensor of {', '.join(map(str, _DTYPES))}",
             )
         num_bytes += each.nbytes if isinstance(each, Tensor) else 8
     if num_bytes > MAX_BYTES:
@@ -155,7 +174,14 @@ def named(value: Value) -> dict[str, float | int | Tensor]:
             seen=f"{num_bytes:,} bytes",
             expected=f"at most {MAX_BYTES:,}",
         )
-    return values
+    # The sum of True and True is 2, as that of numbers is.
+    return {name: _counted(each) for name, each in values.items()}
+
+
+def _counted(value: float | int | Tensor) -> float | int | Tensor:
+    if isinstance(value, Tensor) and value.dtype == torch.bool:
+        return value.to(torch.int64)
+    return value
 
 
 def reduce(

@@ -267,3 +267,8 @@ def test_averages_may_differ_by_rounding_and_by_nothing_else() -> None:
         found = difference({"a": told(own), "b": told(other)})
         assert found is not None
         assert found[0].startswith("average.tensors.weight")
+
+
+def test_an_integer_that_cannot_be_written_as_text_is_refused_with_its_place() -> None:
+    with pytest.raises(InvalidSpec, match=r"an integer of 16,610 bits at big\.0"):
+        RegisteredState().add("counter", Counter(big=[10**5000]))

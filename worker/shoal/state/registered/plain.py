@@ -19,6 +19,8 @@ from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 MAX_VALUES = 20_000
 """Of one object, tensors counted as one: what is more is a table, and belongs into a tensor."""
+MAX_BITS = 4096
+"""Of an integer: longer ones Python writes as text only if it is told to."""
 _MARK = "$"
 """Begins the only key of what JSON has no notation for."""
 _CARRIED = (
@@ -62,6 +64,10 @@ class _Apart:
             )
         if isinstance(value, np.generic):
             value = value.item()
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise self._refused(
+                path, f"an integer of {value.bit_length():,} bits", f"at most {MAX_BITS:,}"
+            )
         if value is None or isinstance(value, bool | int | float | str):
             return _without_subclass(value)
         if isinstance(value, Tensor):
