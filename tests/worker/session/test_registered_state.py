@@ -154,6 +154,44 @@ def test_a_schedule_or_average_that_is_not_registered_is_refused_by_its_name(
             elsewhere.step()
 
 
+def test_an_average_of_a_part_of_the_model_is_taken_once_the_optimizer_has_stepped(
+    cluster: LocalCluster,
+) -> None:
+    """As one of the whole model, by whatever name of the argument; and it must be registered."""
+    model, optimizer = build("sgd", "layers")
+    part, other = model[0], torch.nn.Linear(2, 2)
+    average, unknown, elsewhere = AveragedModel(part), AveragedModel(part), AveragedModel(other)
+    with lone(cluster) as session:
+        session.register("average", average)
+        replica, optimizer = session.distribute(model, optimizer)
+        for batch in session.batches(data(), global_batch_size=96):
+            with session.step():
+                session.backward(cross_entropy(replica(batch.inputs), batch.targets))
+                average.update_parameters(model=part)
+                elsewhere.update_parameters(other)
+                with pytest.raises(InvalidSpec, match=r"AveragedModel is used.*session\.register"):
+                    unknown.update_parameters(part)
+            if batch.step == 0:  # the first update copies
+                assert torch.equal(average.module.weight, part.weight)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+def test_an_average_of_weights_that_are_cut_is_refused_in_the_first_step(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """Not by an error of torch's once the optimizer has stepped."""
+    model, optimizer = build("sgd", "layers")
+    average = AveragedModel(model)
+    with lone(cluster) as session:
+        session.register("average", average)
+        replica, optimizer = session.distribute(model, optimizer, strategy=strategy)
+        for batch in session.batches(data(), global_batch_size=24):
+            with session.step():
+                session.backward(cross_entropy(replica(batch.inputs), batch.targets))
+                with pytest.raises(InvalidSpec, match="average of weights that this strategy cuts"):
+                    average.update_parameters(replica)
+
+
 def test_what_comes_too_late_or_where_nothing_is_committed_together_is_refused(
     cluster: LocalCluster,
 ) -> None:

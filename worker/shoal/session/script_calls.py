@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -48,7 +50,7 @@ class ScriptCalls:
             if _watching.get(owner) is self:
                 del _watching[owner]
 
-    def made(self, stateful: Any, call: Callable[[], Any]) -> Any:
+    def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """The script makes this call on its object: now, or once the optimizer has stepped."""
         if stateful not in self._registered:
             kind = type(stateful).__name__
@@ -57,6 +59,8 @@ class ScriptCalls:
                 seen=f"a {kind} of which the session would lose count at the first loss or join",
                 expected=f'session.register("a name", its {kind}) before the first batch',
             )
+        if isinstance(stateful, AveragedModel):
+            _check_whole(stateful, *arguments)
         if not self._in_step():
             return call()
         self._registered.defer(call)
@@ -79,7 +83,33 @@ def _optimizer_of(scheduler: Any) -> Any:
 
 
 def _averaged(_: Any, arguments: tuple[Any, ...]) -> Any:
-    return arguments[0] if arguments else None
+    model = arguments[0] if arguments else None
+    if model is None or model in _watching:
+        return model
+    # An average of a part of the model, of a backbone say, is one of its parameters too.
+    for reference in _watching.keyrefs():
+        owner = reference()
+        if isinstance(owner, nn.Module) and any(part is model for part in owner.modules()):
+            return owner
+    return None
+
+
+def _check_whole(average: AveragedModel, model: nn.Module) -> None:
+    """torch takes the parameters of both in turn. Those of a stage would be averaged with others
+    than their own, and nobody would hear of it before the members compare their averages."""
+    averaged, present = _shapes(average.module), _shapes(model)
+    if averaged != present:
+        raise InvalidSpec(
+            "an average of weights that this strategy cuts over members",
+            seen=f"{len(averaged)} parameters in the average, {len(present)} here"
+            if len(averaged) != len(present)
+            else "parameters of which this member holds a part",
+            expected="a strategy that leaves parameters whole on each member: ddp or zero1",
+        )
+
+
+def _shapes(module: nn.Module) -> list[tuple[bool, torch.Size]]:
+    return [(isinstance(each, DTensor), each.shape) for each in module.parameters()]
 
 
 def _watch(root: type, method: str, owner_of: Callable[[Any, tuple[Any, ...]], Any]) -> None:
@@ -109,9 +139,10 @@ def _watched(
             finally:
                 _depth.calls -= 1
 
-        owner = None if _depth.calls else owner_of(self, args)
+        given = (*args, *kwargs.values())
+        owner = None if _depth.calls else owner_of(self, given)
         calls = _watching.get(owner) if owner is not None else None
-        return call() if calls is None else calls.made(self, call)
+        return call() if calls is None else calls.made(self, given, call)
 
     setattr(watched, _MARK, True)
     return watched
