@@ -1,5 +1,7 @@
 """Bad input to `shoal.join` and the session: a clear error at once, and the job goes on."""
 
+import multiprocessing
+
 import pytest
 import torch
 from support.training import rank_bodies
@@ -54,6 +56,14 @@ def test_arguments_come_before_the_environment_and_the_environment_before_defaul
 
 
 @pytest.mark.long
+def test_a_spawned_process_that_imports_the_script_does_not_take_the_trainers_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(InvalidSpec, match=r"imports the script.*expected if __name__"):
+        shoal.join("digits", coordinator="127.0.0.1:1")
+
+
 def test_an_unreachable_coordinator_is_named() -> None:
     """Within the time that joining may take to find one."""
     with (

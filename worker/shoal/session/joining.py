@@ -1,11 +1,13 @@
 """`shoal.join`: how a script comes by its session."""
 
+import multiprocessing
 import os
 from collections.abc import Iterable
 
 from shoal.membership.join_config import read_config
 from shoal.membership.validators import Validator
 from shoal.session.session import Session
+from shoal_proto.errors import InvalidSpec
 
 
 def join(
@@ -45,4 +47,18 @@ def join(
         "check_peers": check_peers,
         "backend": backend,
     }
+    _check_not_imported_by_a_child()
     return Session(read_config(given, os.environ), validators)
+
+
+def _check_not_imported_by_a_child() -> None:
+    """Raise InvalidSpec where a process that the trainer has spawned, to load batches say, runs the
+    script once more: it would take the trainer's place in the job."""
+    # multiprocessing says so itself while such a process imports the main module.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise InvalidSpec(
+            "a process that the script has started imports the script, and joins the job in it",
+            seen="shoal.join outside of if __name__ == '__main__'",
+            expected="if __name__ == '__main__': around all that trains, where processes are"
+            " started by spawn or forkserver",
+        )
