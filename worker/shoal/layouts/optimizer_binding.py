@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout
+from shoal.model.initialisation import give_buffers, initialised_copy, is_on_meta
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
 from shoal.state.replicated import as_json, beside, take_settings
@@ -31,8 +32,8 @@ class MetaModel:
     """A model without its weights, and where each parameter stands in the optimizer.
 
     Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
-    the model's (nobody would keep that one in step with the others), or if parameters share memory
-    without being one.
+    the model's (nobody would keep that one in step with the others), if parameters share memory
+    without being one, or if a module on the meta device cannot initialise itself.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -44,6 +45,10 @@ class MetaModel:
                 "the model has nothing to train", expected="a parameter that requires a gradient"
             )
         refuse_hidden_ties(model)
+        self._seed = torch.initial_seed()
+        self._made_on_meta = is_on_meta(model)
+        if self._made_on_meta:
+            give_buffers(model)
         self.groups: list[list[str]] = []
         """Names of the parameters in each of the optimizer's groups."""
         for index, group in enumerate(optimizer.param_groups):
@@ -74,16 +79,17 @@ class MetaModel:
         return copied
 
     def initial(self) -> StateShard:
-        """The weights that the user made the model with: step 0."""
-        state = {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
+        """The weights that the user made the model with: step 0.
+
+        Of a model that was made on the meta device those that its modules begin with, with the seed
+        that the script had given torch.
+        """
+        model = initialised_copy(self.model, self._seed) if self._made_on_meta else self.model
+        state = {**dict(model.named_parameters()), **persistent_buffers(model)}
         shards = {
             MODEL + name: TensorShard.whole(tensor.detach()) for name, tensor in state.items()
         }
         return StateShard(step=0, shards=shards)
-
-    @property
-    def has_weights(self) -> bool:
-        return not any(parameter.is_meta for parameter in self.model.parameters())
 
     def forget_weights(self) -> None:
         """Free the memory of the user's own parameters: from now on a layout holds them.

@@ -1,13 +1,25 @@
-"""What the collectives of a model's members depend on."""
+"""Where a model is trained, and what the collectives of its members depend on."""
 
 import torch
 from torch import nn
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is trained: on its first parameter's device, and from the meta device on the
+    GPU of this process, if there is one."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type != "meta":
+        return device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def devices_of(model: nn.Module) -> dict[str, str]:
     """What the members' collectives depend on: the kind of the model's devices, and NCCL's version
     where that is what they run over."""
-    kinds = sorted({parameter.device.type for parameter in model.parameters()})
+    kinds = sorted({parameter.device.type for parameter in model.parameters()} - {"meta"})
+    kinds = kinds or [device_of(model).type]
     fields = {"device": ",".join(kinds)}
     if "cuda" in kinds and torch.distributed.is_nccl_available():
         fields["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

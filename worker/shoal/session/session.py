@@ -20,8 +20,9 @@ from shoal.membership.draining import DrainSignal
 from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.validators import Validator, ValidatorSet, validators_of
-from shoal.model.devices import devices_of
+from shoal.model.devices import device_of, devices_of
 from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
+from shoal.model.initialisation import initialise
 from shoal.randomness.dropout import key_dropout
 from shoal.session.batch_sources import Batches, BatchSource, LeasedBatches, SynchronousBatches
 from shoal.session.elastic_controller import ElasticController
@@ -150,24 +151,25 @@ class Session:
         alone, so that it is the same with any number of members.
 
         A compiled Keras model with its own optimizer goes on training through `fit`: see
-        `shoal.integrations.keras_session`.
+        `shoal.integrations.keras_session`. `reset_parameters` fills what is on the meta device.
 
         Raises UnknownStrategy, or what the strategy refuses the model or optimizer with.
         """
         if self._fields:
             raise InvalidSpec("a session distributes one model", expected="one distribute()")
         if fits_by_itself(model, optimizer):
-            options = {"checkpoints": checkpoints, "keyed_dropout": keyed_dropout}
-            adapter = adapter_of(model)
-            return adapter.distribute_in_session(self, model, strategy, **options), optimizer
+            rest = {"checkpoints": checkpoints, "keyed_dropout": keyed_dropout}
+            return adapter_of(model).distribute_in_session(self, model, strategy, **rest), optimizer
         chosen = find_strategy(strategy)
         model = as_torch(model)
         validators = ValidatorSet(validators_of(self._validators), self.member_id)
         if keyed_dropout and chosen.synchronous:
             key_dropout(model)
-        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        device = device_of(model)
         check_gpu(self._place, device)
         chosen.choose_backend(device.type, self._config.backend)
+        if not chosen.initialises:
+            initialise(model, device, torch.initial_seed())
         if checkpoints is not None:
             chosen.keep_checkpoints(checkpoints)
         if chosen.carries or self._registered:

@@ -48,6 +48,9 @@ class Strategy(ABC):
     """Whether it takes all members to put the model together."""
     carries: ClassVar[bool] = False
     """Whether what a script registers is committed with its steps; see `carry`."""
+    initialises: ClassVar[bool] = False
+    """Whether `distribute` takes a model on the meta device, whose weights one member makes; others
+    are given it with its weights in memory."""
 
     @abstractmethod
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:

@@ -16,6 +16,7 @@ from shoal.backends.choice import init_static_world
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import clip
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
+from shoal.model.devices import device_of
 from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.model.module_proxy import proxy_of, retarget
 from shoal.state.resharding import reshard
@@ -37,7 +38,7 @@ class FixedRanksTraining:
         world = World(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            device=next(model.parameters()).device,
+            device=device_of(model),
             group=group,
         )
         self.layout: Layout = strategy.lay_out_static(meta_model, optimizer, world)

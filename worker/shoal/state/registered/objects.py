@@ -225,6 +225,14 @@ class RegisteredState:
         self, name: str, state: Any, values: dict[str, Json], tensors: dict[str, Tensor]
     ) -> None:
         values[name], own = take_apart(state, name)
+        for path, tensor in own.items():
+            if tensor.is_meta:
+                raise InvalidSpec(
+                    f"{name!r} has a tensor on the meta device",
+                    seen=path,
+                    expected="tensors with memory, as far as state is registered",
+                    fix="Make it of a model on the host, or behind session.distribute(...).",
+                )
         tensors |= {f"{name}/{path}": tensor for path, tensor in own.items()}
 
     def _check_shapes(self, captured: Captured) -> None:

@@ -15,6 +15,7 @@ from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import check_loss, clip, not_reduced, scale
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.membership.generation import Generation
+from shoal.model.devices import device_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.gradients import refuse_sparse
 from shoal.model.module_proxy import proxy_of, retarget, take_modes
@@ -46,6 +47,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     state_is_spread = True
     carries = True
+    initialises = True
 
     def __init__(self, *, copies: int = 1, copy_every_steps: int = 10) -> None:
         super().__init__()
@@ -93,7 +95,7 @@ class LayoutStrategy(SynchronousStrategy):
             "backend": self._backend.name,
             **self.options(),
         }
-        self._device = next(model.parameters()).device
+        self._device = device_of(model)
         self._optimizer = optimizer
         self._registered.follow(optimizer)
         self._hyperparameters = Hyperparameters(optimizer)

@@ -1,0 +1,208 @@
+"""Weights of a model that was made on the meta device, as its own modules initialise themselves.
+
+That is what one process does by
+
+    torch.manual_seed(seed); model.to_empty(device="cpu"); module.reset_parameters() for each module
+
+in the order in which constructors end: a module's children come before itself.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shoal_proto.errors import InvalidSpec
+
+RESETS = ("reset_parameters", "_reset_parameters")
+"""What a module may call the method that initialises what it has itself; torch's attention and
+transformers have the latter."""
+OTHERS = ("init_weights", "_init_weights", "initialize_weights")
+"""What models call a method that initialises their children; nobody knows with which arguments."""
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a parameter or buffer of the model has no memory yet."""
+    return any(_lacks_memory(part) for part in model.modules())
+
+
+def give_buffers(model: nn.Module) -> None:
+    """Give a model on the meta device its buffers, in host memory; its parameters stay there.
+
+    Raises InvalidSpec, by the module's name, where one cannot initialise what it has.
+    """
+    for path, part in model.named_modules():
+        _check(path, part)
+    for path, part in list(model.named_modules()):
+        empty = [name for name, buffer in part._buffers.items() if _is_empty(buffer)]
+        if empty:
+            # A copy whose children stay on the meta device.
+            alone = copy.deepcopy(part)
+            marked = _with_memory(alone, {})
+            with torch.random.fork_rng(devices=[]):
+                _reset(alone)
+            _check_filled(path, marked)
+            for name in empty:
+                part._buffers[name] = alone._buffers[name]
+
+
+def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Give a model on the meta device memory on this one, and its parameters and buffers their
+    first values.
+
+    An optimizer that has the parameters keeps them. The process' generators stay as they are.
+    Raises as `initialised_copy`.
+    """
+    if not is_on_meta(model):
+        return
+    ready = initialised_copy(model, seed)
+    values = dict(_named(ready))
+    for name, tensor in {id(tensor): (name, tensor) for name, tensor in _named(model)}.values():
+        if _is_empty(tensor):
+            value: Any = values[name].detach().to(device)
+            if isinstance(tensor, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
+
+
+def initialised_copy(model: nn.Module, seed: int) -> nn.Module:
+    """The model once more, in host memory, with the values that its modules begin with.
+
+    Raises InvalidSpec, by the module's name, where one cannot initialise what it has, or left an
+    element of it as it was.
+    """
+    for path, part in model.named_modules():
+        _check(path, part)
+    copied = copy.deepcopy(model)
+    parts = [(path, part) for path, part in _children_first(copied, "") if _lacks_memory(part)]
+    memory: dict[int, Tensor] = {}
+    marked = {path: _with_memory(part, memory) for path, part in parts}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for _, part in parts:
+            _reset(part)
+    for path, tensors in marked.items():
+        _check_filled(path, tensors)
+    return copied
+
+
+def _children_first(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    known: set[int] = set()
+
+    def walk(part: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(part) not in known:
+            known.add(id(part))
+            for name, child in part.named_children():
+                yield from walk(child, f"{path}.{name}" if path else name)
+            yield path, part
+
+    yield from walk(module, path)
+
+
+def _own(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of the module itself, not of its children."""
+    for tensors in (part._parameters, part._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                yield name, tensor
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _is_empty(tensor: Tensor | None) -> bool:
+    return tensor is not None and not is_lazy(tensor) and tensor.is_meta
+
+
+def _lacks_memory(part: nn.Module) -> bool:
+    return any(_is_empty(tensor) for _, tensor in _own(part))
+
+
+def _check(path: str, part: nn.Module) -> None:
+    """Raise InvalidSpec unless the module can initialise what it has on the meta device."""
+    where = f"module {path!r}" if path else "the model"
+    if any(_is_empty(tensor) for tensor in part.parameters()):
+        other = next((name for name in OTHERS if callable(getattr(part, name, None))), "")
+        if other:
+            raise InvalidSpec(
+                f"{where}, a {type(part).__name__}, has an initialisation of its own",
+                seen=f"{other}, with weights on the meta device",
+                expected="modules that reset_parameters() initialises",
+                fix="Make this module on the host, or give its parts reset_parameters methods.",
+            )
+    for name, value in vars(part).items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise InvalidSpec(
+                f"{where}, a {type(part).__name__}, has a tensor on the meta device",
+                seen=f"the attribute {name}, which is neither a parameter nor a buffer",
+                expected="a buffer, which reset_parameters() fills",
+                fix="Register it as a buffer, or make it on the host.",
+            )
+    empty = {name: tensor for name, tensor in _own(part) if _is_empty(tensor)}
+    if not empty:
+        return
+    if not any(callable(getattr(part, reset, None)) for reset in RESETS):
+        raise InvalidSpec(
+            f"{where}, a {type(part).__name__}, cannot initialise what it has on the meta device",
+            seen=f"{', '.join(empty)}, and no method reset_parameters",
+            expected="reset_parameters(), which fills the module's own parameters and buffers",
+            fix="Add that method, or make this module on the host.",
+        )
+    for name, tensor in empty.items():
+        if tensor.dtype == torch.bool:
+            raise InvalidSpec(
+                f"{where}, a {type(part).__name__}, has a bool tensor on the meta device",
+                seen=name,
+                expected="numbers, of which it can be told whether reset_parameters() filled them",
+                fix=f"Make {name} on the host: with torch.device('cpu'): ...",
+            )
+
+
+def _with_memory(part: nn.Module, memory: dict[int, Tensor]) -> dict[str, Tensor]:
+    """Give the module's own tensors host memory full of a mark; returns them by name.
+
+    `memory`: what was given so far, by the tensor's id, so that one tensor stays one.
+    """
+    found: dict[str, Tensor] = {}
+    tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+    for table in tables:
+        for name, tensor in table.items():
+            if not _is_empty(tensor):
+                continue
+            if id(tensor) not in memory:
+                real: Tensor = torch.empty_like(tensor, device="cpu").fill_(_mark(tensor.dtype))
+                if isinstance(tensor, nn.Parameter):
+                    real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+                memory[id(tensor)] = real
+            found[name] = table[name] = memory[id(tensor)]
+    return found
+
+
+def _mark(dtype: torch.dtype) -> float | int:
+    """What no module begins with."""
+    is_number = dtype.is_floating_point or dtype.is_complex
+    return float("nan") if is_number else torch.iinfo(dtype).max
+
+
+@torch.no_grad()
+def _reset(part: Any) -> None:
+    reset = next(name for name in RESETS if callable(getattr(part, name, None)))
+    getattr(part, reset)()
+
+
+def _check_filled(path: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        mark = _mark(tensor.dtype)
+        left = tensor.isnan() if isinstance(mark, float) else tensor == mark
+        if bool(left.any()):
+            raise InvalidSpec(
+                f"reset_parameters of module {path!r} does not fill what it has",
+                seen=f"{int(left.sum())} of {tensor.numel()} elements of {name} left as they were",
+                expected="a value for each element of the module's own parameters and buffers",
+                fix="Let reset_parameters fill it, or make the module on the host.",
+            )
