@@ -6,6 +6,7 @@ from array import array
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 from e2e.conftest import Shoal, finish
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
@@ -69,6 +70,7 @@ def started(stack: ExitStack, directory: Path, num_servers: int) -> LocalCluster
     return stack.enter_context(LocalCluster(config))
 
 
+@pytest.mark.long
 def test_a_job_goes_on_in_another_cluster(shoal_command: Shoal, tmp_path: Path) -> None:
     with ExitStack() as stack:
         cluster = started(stack, tmp_path / "first", 1)

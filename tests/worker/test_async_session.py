@@ -61,6 +61,7 @@ def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalClus
     assert found.total() <= NUM_SAMPLES * EPOCHS + BATCH_SIZE
 
 
+@pytest.mark.long
 def test_a_drained_member_gives_back_what_it_did_not_train_on(cluster: LocalCluster) -> None:
     """It leaves behind its step, ends with 143, and each sample still counts once."""
     epochs = 40

@@ -18,7 +18,7 @@ IN_FLIGHT = 3
 it reported while it was killed."""
 
 
-@pytest.mark.parametrize("strategy", ["ssp", "bsp"])
+@pytest.mark.parametrize("strategy", ["ssp", pytest.param("bsp", marks=pytest.mark.long)])
 def test_a_killed_member_holds_nobody_up_and_costs_no_sample(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:

@@ -46,6 +46,7 @@ def test_in_memory_every_survivor_is_told(world_size: int) -> None:
     assert all("rank 1 raised Broken: on purpose" in text for text in told.values())
 
 
+@pytest.mark.long
 @needs_mpiexec
 def test_under_mpiexec_every_survivor_is_told_of_an_error() -> None:
     """MPI's launcher would end the others before they can say a word, or they would wait."""

@@ -17,7 +17,7 @@ from shoal.backends.network.gloo import GlooBackend
 from shoal.backends.process_group.interface import Seat
 
 
-@pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.long), "kill"])
 def test_a_collective_that_waits_for_a_lost_peer_raises_as_soon_as_it_is_cut(
     tmp_path: Path, how: str
 ) -> None:

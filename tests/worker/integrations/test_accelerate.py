@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from support.processes.framework_agents import Agents
 
 from shoal_client.local.cluster import LocalCluster
@@ -10,6 +11,7 @@ RUN_S = 90.0
 EPOCHS = 12
 
 
+@pytest.mark.long
 def test_a_lost_node_costs_what_came_after_the_checkpoint(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

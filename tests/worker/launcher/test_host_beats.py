@@ -150,6 +150,7 @@ async def test_a_worker_that_holds_pythons_lock_is_not_taken_for_lost(tmp_path: 
         assert world.member(alone_pid) is None
 
 
+@pytest.mark.long
 async def test_a_halted_launcher_costs_its_workers_nothing(tmp_path: Path) -> None:
     """SIGSTOP of the launcher: its worker beats by itself for longer than silence is borne."""
     async with world_in(tmp_path) as world:

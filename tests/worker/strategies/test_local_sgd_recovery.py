@@ -91,7 +91,7 @@ def test_changes_leave_no_trace_but_who_trained_which_round(
         ("diloco", "kill in forward", 7),
         ("local-sgd", "kill in backward", 11),
         ("diloco", "kill in optimizer", 9),
-        ("local-sgd", "stop in backward", 8),
+        pytest.param("local-sgd", "stop in backward", 8, marks=pytest.mark.long),
     ],
 )
 def test_survivors_go_back_to_the_last_meeting_and_train_its_round_again(
