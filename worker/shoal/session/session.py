@@ -176,7 +176,7 @@ class Session:
             chosen.carry(self._registered)
         check_scales(chosen, self._registered)
         distributed = chosen.distribute(model, optimizer)
-        self._fields = {"strategy": chosen.name, "torch": torch.__version__, **chosen.fields()}
+        self._fields = {"strategy": chosen.name, "torch": torch.__version__, **chosen.proposal()}
         if validators.names:
             self._fields["validators"] = validators.names
         if chosen.synchronous:

@@ -118,6 +118,12 @@ class Strategy(ABC):
         global_batch, dataset and seed.
         """
 
+    def proposal(self) -> dict[str, str]:
+        """`fields`, and in which form members tell each other of a step. Those of release 0.1.0,
+        which say nothing of it, send shorter messages: they are refused by name, not waited for."""
+        form = {"step_messages": "2"} if self.synchronous else {}
+        return {**form, **self.fields()}
+
     def refuses(self, world_size: int) -> str:
         """Why the model cannot be trained by so many members: what is expected. Empty: it can.
 
