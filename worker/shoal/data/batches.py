@@ -64,16 +64,6 @@ class Batch:
         return of_step().parts(self, num_parts)
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where a job stands in its samples: behind so many steps, before a sample of an epoch."""
-
-    step: int = 0
-    epoch: int = 0
-    offset: int = 0
-    """Position in the epoch's order of the first sample that is to come."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """The order in which samples are trained on. Pure: the same on every member."""
@@ -86,9 +76,6 @@ class Order:
     drop_last: bool = False
     """Leave out the samples at an epoch's end that do not fill a batch; with shuffling these are
     others in each epoch."""
-    origin: Position = Position()
-    """From where on batches have this size: further than the beginning where a job went on from a
-    checkpoint with another size."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "num_epochs", "seed"):
@@ -114,34 +101,21 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The last one is smaller if the batch size does not divide."""
-        return self._num_steps_from(0)
+        """The last one is smaller if the batch size does not divide; with `drop_last` it is left
+        out."""
+        whole, rest = divmod(self.num_samples, self.global_batch_size)
+        return whole if self.drop_last or not rest else whole + 1
 
     @property
     def num_steps(self) -> int:
         """Of the whole job."""
-        whole_epochs = self.num_epochs - self.origin.epoch - 1
-        if whole_epochs < 0:
-            return self.origin.step
-        left = self._num_steps_from(self.origin.offset)
-        return self.origin.step + left + whole_epochs * self.steps_per_epoch
+        return self.steps_per_epoch * self.num_epochs
 
     def span(self, step: int) -> tuple[int, int, int]:
         """(epoch, start, stop): the positions of the step's global batch in its epoch's order."""
-        assert step >= self.origin.step, "what was before is of another batch size"
-        since = step - self.origin.step
-        left = self._num_steps_from(self.origin.offset)
-        if since < left:
-            epoch, start = self.origin.epoch, self.origin.offset + since * self.global_batch_size
-        else:
-            further, position = divmod(since - left, self.steps_per_epoch)
-            epoch, start = self.origin.epoch + 1 + further, position * self.global_batch_size
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self.global_batch_size
         return epoch, start, min(start + self.global_batch_size, self.num_samples)
-
-    def position(self, step: int) -> Position:
-        """Where a job stands that has committed so many steps."""
-        epoch, start, _ = self.span(step)
-        return Position(step, epoch, start)
 
     def epoch_order(self, epoch: int) -> Tensor:
         """Sample index by position, for a whole epoch."""
@@ -158,12 +132,6 @@ class Order:
         parts = [_block(self.num_samples, key, block) for block in blocks]
         first = blocks.start * BLOCK
         return torch.cat(parts)[start - first : stop - first] if parts else torch.arange(0)
-
-    def _num_steps_from(self, offset: int) -> int:
-        """Steps to the end of an epoch of which so many samples are done."""
-        left = self.num_samples - offset
-        size = self.global_batch_size
-        return left // size if self.drop_last else -(-left // size)
 
 
 @lru_cache(maxsize=8)

@@ -11,10 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import structlog
 import torch
 import torch.distributed as dist
 
+from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.hyperparameters import (
@@ -28,8 +28,6 @@ from shoal.strategies.synchronous.hyperparameters import (
 from shoal.strategies.synchronous.script_position import ScriptPosition, Stopped
 from shoal.strategies.synchronous.step_weights import StepWeights
 from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, UnequalPasses
-
-log = structlog.get_logger(__name__)
 
 NUM_WORDS = 4
 """Passes, twice, and one more if these were all, or parts, as a negative number; digest; whether a
@@ -211,7 +209,7 @@ class StepAgreement:
             return 1.0
         if len(known) == len(weights) and any(known):
             return self.weights.factor(known)
-        self._let_all_hear()
+        let_all_hear(self._group)
         if len(known) == len(weights):
             raise InvalidSpec(
                 f"the losses of step {self._step} weigh nothing",
@@ -260,25 +258,12 @@ class StepAgreement:
         rows: list[list[int]] = message.tolist()
         return rows
 
-    def _let_all_hear(self) -> None:
-        """Return once every member has what is told here.
-
-        Whoever raises leaves, and that cuts the group under those who have not heard yet: they
-        would take it for a loss, and train on without the others.
-        """
-        try:
-            work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
-            wait_abortable(work, self._group)
-        except RuntimeError as error:
-            # Who came through this before has left already, so all have heard.
-            log.info("step_agreement_ended_by_a_leaver", reason=str(error)[:200])
-
     def _compare_passes(self, rows: Sequence[Sequence[int]]) -> None:
         words = [row[0] for row in rows]
         if len(set(words)) == 1:
             return
         counts = {name: _in_words(word) for name, word in zip(self._members, words, strict=True)}
-        self._let_all_hear()
+        let_all_hear(self._group)
         raise UnequalPasses(
             f"the members make different numbers of backward passes in step {self._step}",
             seen=by_value(counts),
@@ -295,7 +280,7 @@ class StepAgreement:
         alone = len(self._members) == 1
         words = [own.encode()] if alone else gather(own.encode(), self._group)
         told = [json.loads(word) for word in words]
-        self._let_all_hear()
+        let_all_hear(self._group)
         said = dict(zip(self._members, told, strict=True))
         conflicts = {name: each["conflict"] for name, each in said.items() if each["conflict"]}
         if conflicts:
