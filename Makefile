@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long nightly check lint types contracts proto proto-check compose-test wheelhouse browser-test bench clean
+.PHONY: docs report help demo test test-long nightly fuzz check lint types contracts proto proto-check compose-test wheelhouse browser-test bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -71,6 +71,10 @@ nightly: $(VENV)/.installed ## the longer tests, and 10,000 seeds of each simula
 		tests/server/core/membership/test_job_simulation.py tests/server/core/membership/test_job_stateful.py \
 		tests/server/core/replication/test_replication_simulation.py
 
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.installed ## send a real cluster what nobody of ours would, for a minute (FUZZ_SECONDS=300 FUZZ="--seed 7")
+	PYTHONPATH=tests $(BIN)/python -m fuzzing.campaign --seconds $(FUZZ_SECONDS) $(FUZZ)
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -98,8 +102,14 @@ wheelhouse: ## fetch the wheels for an image build without a package index
 browser-test: $(VENV)/.installed ## look at the status page with a real browser (needs Chromium)
 	$(BIN)/python -m pytest -m browser
 
+docs: $(VENV)/.installed ## build the documentation as a site, in build/site
+	$(BIN)/python -m mkdocs build --strict
+
+report: $(VENV)/.demo ## write docs/benchmarks.md from bench/results
+	$(BIN)/python bench/report.py
+
 # What says how it is run; the others are parts of these.
-BENCHES = $(sort $(patsubst bench/%.py,%,$(shell grep -lE 'make bench NAME|python bench/' bench/*.py)))
+BENCHES = $(sort $(filter-out report,$(patsubst bench/%.py,%,$(shell grep -lE 'make bench NAME|python bench/' bench/*.py))))
 bench: $(VENV)/.installed ## make bench NAME=demo runs bench/demo.py
 	@test -n "$(NAME)" || { echo "which one? make bench NAME=demo (there is: $(BENCHES))"; exit 2; }
 	$(BIN)/python bench/$(NAME).py

@@ -1,11 +1,13 @@
-"""How far the result of a training with 20 kills and joins is from that of one process.
+"""How far the result of a training with 20 faults is from that of one process.
 
     make bench NAME=exactness
-    .venv/bin/python bench/exactness.py 20 ddp fsdp    # kills, strategies
+    .venv/bin/python bench/exactness.py 20 ddp fsdp    # faults, strategies
 
-Four workers under `shoal run`, which starts whoever was killed anew: 20 kills and 20 joins a run,
-each drawn at random once four train again. `elastic_exactness_STRATEGY` is the largest absolute
-difference over all weights; `elastic_steps_STRATEGY` is how many steps that was.
+Three to five workers under `shoal run`, which starts whoever is killed or fenced anew, train one
+whose output shares the embedding's weight, with a schedule of learning rates. Each fault is drawn
+once all of them train again: a kill, a halt (SIGSTOP until the others have gone on without it), a
+drain, or a join. `elastic_exactness_STRATEGY` is the largest absolute difference over all weights;
+`elastic_steps_STRATEGY` is how many steps that was, `elastic_faults_STRATEGY` how many faults.
 """
 
 import os
@@ -14,10 +16,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from recovery import Stuck, await_training
+from recovery import Stuck
 from rows import Row, publish
 from training.exactness import one_process
 from training.jobs import NUM_WORKERS, START_S, ShoalJob, logs_in
@@ -25,22 +28,85 @@ from training.steps import Step
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
-NUM_KILLS = 20
-STRATEGIES = ("ddp", "fsdp")
+NUM_FAULTS = 20
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid", "hsdp")
+FEWEST, MOST = 3, 5
 MARGIN_STEPS = 200
 END_S = 120.0
+SEED = 20
 
 
-def measure(cluster: LocalCluster, directory: Path, strategy: str, num_kills: int) -> list[Row]:
+class FaultyRun:
+    """One job, and what is done to it."""
+
+    def __init__(self, job: ShoalJob, directory: Path, drawn: random.Random) -> None:
+        self._job = job
+        self._directory = directory
+        self._random = drawn
+        self._size = NUM_WORKERS
+        self._formation = -1
+
+    def strike(self) -> str:
+        """Do one thing to the job, and wait until it trains as large as it is to be then."""
+        self.await_whole()
+        possible: list[Callable[[], None]] = [self._kill, self._kill, self._halt]
+        possible += [self._drain] if self._size > FEWEST else []
+        possible += [self._join] if self._size < MOST else []
+        chosen = self._random.choice(possible)
+        chosen()
+        self.await_whole()
+        return chosen.__name__.removeprefix("_")
+
+    def await_whole(self) -> None:
+        """Until as many train together as there are to be."""
+        if not self._job.steps.await_true(
+            lambda: bool(self._job.steps.training(self._size, 1)), START_S
+        ):
+            raise Stuck(f"no {self._size} workers train:\n{logs_in(self._directory)}")
+        self._formation = newest(self._job).formation
+
+    def _victim(self) -> int:
+        return self._random.choice(self._job.steps.training(self._size, 1))
+
+    def _kill(self) -> None:
+        os.kill(self._victim(), signal.SIGKILL)
+        self._await_left()
+
+    def _halt(self) -> None:
+        victim = self._victim()
+        os.kill(victim, signal.SIGSTOP)
+        self._await_left()
+        os.kill(victim, signal.SIGCONT)
+
+    def _drain(self) -> None:
+        os.kill(self._victim(), signal.SIGTERM)
+        self._size -= 1
+        self._await_left()
+
+    def _join(self) -> None:
+        self._job.launch(1)
+        self._size += 1
+        self._await_left()
+
+    def _await_left(self) -> None:
+        """Until a step is committed in another formation than the last whole one."""
+
+        def left() -> bool:
+            return newest(self._job).formation != self._formation
+
+        if not self._job.steps.await_true(left, START_S):
+            raise Stuck(f"the generation has not changed:\n{logs_in(self._directory)}")
+
+
+def measure(cluster: LocalCluster, directory: Path, strategy: str, num_faults: int) -> list[Row]:
     script = ("on_exactness.py", strategy)
-    with ShoalJob(cluster, directory, max_members=NUM_WORKERS, script=script) as job:
-        formation = -1
-        for number in range(num_kills):
-            formation = await_new(job, directory, formation)
-            victim = random.choice(await_training(job.steps, directory))
-            os.kill(victim, signal.SIGKILL)
-            print(f"{strategy}: kill {number + 1} at step {newest(job).step}", flush=True)
-        await_new(job, directory, formation)
+    drawn = random.Random(f"{SEED} {strategy}")
+    with ShoalJob(cluster, directory, max_members=MOST, script=script) as job:
+        run = FaultyRun(job, directory, drawn)
+        for number in range(num_faults):
+            done = run.strike()
+            print(f"{strategy}: {number + 1}: {done} by step {newest(job).step}", flush=True)
+        run.await_whole()
         reached = max(own[-1].step for own in job.steps.by_pid.values())
         (directory / "later").write_text(str(reached + MARGIN_STEPS))
         (directory / "later").rename(directory / "stop")
@@ -56,6 +122,7 @@ def measure(cluster: LocalCluster, directory: Path, strategy: str, num_kills: in
     return [
         Row(metric=f"elastic_exactness_{strategy}", value=difference, unit="", runs=1),
         Row(metric=f"elastic_steps_{strategy}", value=result["step"], unit="steps", runs=1),
+        Row(metric=f"elastic_faults_{strategy}", value=num_faults, unit="faults", runs=1),
     ]
 
 
@@ -64,26 +131,14 @@ def newest(job: ShoalJob) -> Step:
     return max((own[-1] for own in job.steps.by_pid.values()), key=lambda step: step.at_s)
 
 
-def await_new(job: ShoalJob, directory: Path, formation: int) -> int:
-    """Wait until four train in another formation than this one; returns which."""
-
-    def four_anew() -> bool:
-        ready = job.steps.training(NUM_WORKERS, 1)
-        return bool(ready) and newest(job).formation != formation
-
-    if not job.steps.await_true(four_anew, START_S):
-        raise Stuck(f"no {NUM_WORKERS} workers train again:\n{logs_in(directory)}")
-    return newest(job).formation
-
-
 def main() -> None:
-    num_kills = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_KILLS
+    num_faults = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_FAULTS
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         config = LocalClusterConfig(directory=Path(name) / "cluster", num_parameter_servers=0)
         with LocalCluster(config) as cluster:
             for strategy in sys.argv[2:] or STRATEGIES:
-                rows += measure(cluster, Path(name) / strategy, strategy, num_kills)
+                rows += measure(cluster, Path(name) / strategy, strategy, num_faults)
     publish("exactness", rows)
 
 

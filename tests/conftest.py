@@ -1,11 +1,23 @@
 """What holds for all tests."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
+
+from shoal_proto.tls import identity
 
 # How long an example takes is the machine's affair: beside other tests, any may take long.
 settings.register_profile("shoal", deadline=None)
 settings.load_profile("shoal")
+
+
+@pytest.fixture(autouse=True)
+def _own_certificate() -> Iterator[None]:
+    """A process has one certificate: what a test takes for it is none of the next test's."""
+    own = identity.own()
+    with identity.using(own.files if own is not None else None):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,6 +15,8 @@ from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.tls import identity
+from shoal_proto.tls.identity import from_environment
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
@@ -83,11 +85,18 @@ class Trainer:
 
 def serve(owner: Connection, num_workers: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        config = LocalClusterConfig(directory=Path(directory), num_parameter_servers=1)
+        # The servers take another certificate of the folder than their callers.
+        files = from_environment()
+        config = LocalClusterConfig(
+            directory=Path(directory),
+            num_parameter_servers=1,
+            certificates=files.ca.parent if files is not None else None,
+        )
         with LocalCluster(config) as cluster:
             owner.send(cluster.coordinator)
             await_end(owner)
 
 
 def connect(address: str, number: int, num_workers: int) -> Exchange:
+    identity.use(from_environment())
     return Trainer(address, job="large", number=number).__enter__().push

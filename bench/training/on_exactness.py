@@ -4,28 +4,39 @@ Trains until the file `stop` names a step, and leaves the whole model in `weight
 """
 
 import sys
+import time
 from pathlib import Path
 
 import torch
-from exactness import GLOBAL_BATCH, new_model, new_optimizer, samples
-from torch.nn.functional import cross_entropy
+from exactness import GLOBAL_BATCH, loss_of, new_model, new_optimizer, new_schedule, samples
 from workload import StepLog
 
 import shoal
+from shoal.strategies import find_strategy
+
+OPTIONS = {"tensor": {"min_split_bytes": 0}, "hybrid": {"min_split_bytes": 0}, "hsdp": {"shard": 2}}
+PAUSE_S = 0.01
+"""Behind each step, as for a device: else thousands would be taken between two faults."""
 
 
 def main() -> None:
     directory = Path(sys.argv[1])
     log, stop = StepLog(directory), directory / "stop"
     model = new_model()
+    optimizer = new_optimizer(model)
+    schedule = new_schedule(optimizer)
+    strategy = type(find_strategy(sys.argv[2]))(**OPTIONS.get(sys.argv[2], {}))
     with shoal.join() as session:
-        session.distribute(model, new_optimizer(model), sys.argv[2])
+        session.register("schedule", schedule)
+        session.distribute(model, optimizer, strategy)
         batches = session.batches(samples(), global_batch_size=GLOBAL_BATCH, epochs=1_000_000)
         for batch in batches:
             if stop.exists() and batch.step == int(stop.read_text()):
                 break
             with session.step() as step:
-                session.forward_backward(batch, cross_entropy)
+                session.forward_backward(batch, loss_of)
+                schedule.step()
+            time.sleep(PAUSE_S)
             if step.committed:
                 log.committed(
                     formation=session.generation, world_size=session.world_size, step=batch.step

@@ -14,6 +14,8 @@ from cyclopts.help import DefaultFormatter, PanelSpec
 from rich import box
 
 from shoal_proto.errors import ShoalError
+from shoal_proto.tls import identity
+from shoal_proto.tls.options import TlsOptions
 
 COMMANDS_GROUP = "shoal.commands"
 FAILED = 1
@@ -73,6 +75,9 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     config = read_config(arguments, commands)
     if config is None:
         return lambda: 0 if arguments else BAD_ARGUMENTS
+    for options in (each for each in vars(config).values() if isinstance(each, TlsOptions)):
+        if (files := options.files) is not None:
+            identity.use(files)
     run: Callable[[Any], int] = _load(commands[_name_of(arguments)].run)
     return lambda: run(config)
 
@@ -114,7 +119,8 @@ def _carry_out(given: Sequence[str]) -> int:
     try:
         return run()
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        # The name leads to its section in docs/troubleshooting.md.
+        print(f"shoal: {error} [{type(error).__name__}]", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -3,9 +3,10 @@
 import mmap
 import os
 import socket
+from dataclasses import dataclass
 
 from shoal_proto import bulk
-from shoal_proto.bulk import HEADER_BYTES, MAX_ARENA_BYTES, FrameReader, Kind
+from shoal_proto.bulk import HEADER_BYTES, MAX_ARENA_BYTES, UNSUMMED, FrameReader, Kind
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
@@ -32,14 +33,29 @@ def reach(offer: OpenBulkReply, address: str) -> socket.socket:
     return remote
 
 
-def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """What a server shares with this end of a connection."""
+
+    mapped: mmap.mmap
+    is_summed: bool
+    """Whether both ends sum up what they put there."""
+
+
+def greet(
+    connected: socket.socket, key: bytes, arena_bytes: int, *, is_summed: bool = True
+) -> SharedMemory | None:
     """Show the key, and ask for so much shared memory; what is given of it, which is all or none.
+    `is_summed`: whether what lies there is to be summed up; a server of an earlier version asks
+    for it in any case.
 
     Raises OSError, TimeoutError or MalformedMessage.
     """
     connected.settimeout(HELLO_S)
     is_local = connected.family == socket.AF_UNIX
-    connected.sendall(bulk.message(Kind.HELLO, key, at=arena_bytes if is_local else 0))
+    flags = 0 if is_summed else UNSUMMED
+    at = arena_bytes if is_local else 0
+    connected.sendall(bulk.message(Kind.HELLO, key, shard_id=flags, at=at))
     descriptors: list[int] = []
     reader = FrameReader()
     try:
@@ -60,7 +76,9 @@ def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap |
                 seen=f"{frame.kind.name} with {frame.at} bytes",
                 expected=f"HELLO with at most {MAX_ARENA_BYTES}",
             )
-        return mmap.mmap(descriptors[0], frame.at) if descriptors and frame.at else None
+        if not descriptors or not frame.at:
+            return None
+        return SharedMemory(mmap.mmap(descriptors[0], frame.at), frame.shard_id != UNSUMMED)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -2,4 +2,25 @@
 
 from isal.isal_zlib import crc32
 
-__all__ = ["crc32"]
+from shoal_proto.errors import ChecksumMismatch
+from shoal_proto.pieces import Buffer
+
+__all__ = ["crc32", "verify"]
+
+
+def verify(what: str, checksum: int | None, *buffers: Buffer) -> None:
+    """Raise ChecksumMismatch, which says that `what` changed on the way, if the bytes of these
+    buffers, one after the other, do not have that sum. None: their sender has not summed them up,
+    since they lie in memory that it shares with the receiver."""
+    if checksum is None:
+        return
+    seen = num_bytes = 0
+    for buffer in buffers:
+        seen = crc32(buffer, seen)
+        num_bytes += memoryview(buffer).nbytes
+    if seen != checksum:
+        raise ChecksumMismatch(
+            f"{what} changed on the way",
+            seen=f"CRC-32 {seen:#010x} of {num_bytes} bytes",
+            expected=f"{checksum:#010x}",
+        )

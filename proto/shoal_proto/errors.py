@@ -126,6 +126,10 @@ class AccessDenied(RefusedError):
     """The credentials are missing or wrong, or do not permit the request."""
 
 
+class CertificateRefused(AccessDenied):
+    """One side does not accept the other's certificate, or speaks no TLS while the other does."""
+
+
 class InvalidSpec(RefusedError, ValueError):
     """A setting is out of range, or two settings contradict each other."""
 

@@ -50,11 +50,27 @@ class HealthFigures:
     """How many times more that would have been without compression."""
     last_error: Annotated[str, MaxLen(2000)] | None = None
     """The last error the training went through; empty: none."""
+    generation: Count | None = None
+    """The generation in which it took its newest step."""
+    paused_s: Amount | None = None
+    """For how long it took no step before its first one in that generation, beyond what a step
+    usually takes; it had trained before."""
+    lost_steps: Count | None = None
+    """Steps that it had committed before, and took again from there on."""
 
     def said(self) -> dict[str, Any]:
         """The figures that are known, by name."""
         known = {each.name: getattr(self, each.name) for each in fields(HealthFigures)}
         return {name: value for name, value in known.items() if value is not None}
+
+
+FIRST_FIGURES = frozenset(
+    {
+        *("step", "loss", "step_time_s", "samples_per_s", "memory_bytes", "device"),
+        *("staleness_steps", "sent_bytes_per_step", "compression_ratio", "last_error"),
+    }
+)
+"""Those that a coordinator of release 0.1.0 knows. It refuses reports that say more."""
 
 
 def gauges() -> dict[str, str]:
@@ -75,4 +91,4 @@ def _marked(kind: type) -> Iterator[tuple[str, Any]]:
         yield from ((name, mark) for mark in marks if isinstance(mark, kind))
 
 
-__all__ = ["MAX_COUNT", "HealthFigures", "gauges", "max_lengths"]
+__all__ = ["FIRST_FIGURES", "MAX_COUNT", "HealthFigures", "gauges", "max_lengths"]

@@ -41,7 +41,7 @@ class AnyPiece(Protocol):
     @property
     def data(self) -> Buffer: ...
     @property
-    def checksum(self) -> int: ...
+    def checksum(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class ReadPiece:
     shard_id: int
     offset_bytes: int
     data: memoryview
-    checksum: int
+    checksum: int | None
+    """None: of data in shared memory that nobody has summed up."""
     is_shared: bool = False
     """The data lie in memory of which the sender may make other use once it is answered."""
 

@@ -4,13 +4,14 @@ The status code tells any gRPC client what kind of failure it is; the trailing m
 `shoal-error-bin` holds the whole error, from which a Shoal client raises the same class again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import grpc
 
 from shoal_proto.errors import (
     AccessDenied,
+    CertificateRefused,
     CorruptError,
     DeadlineExceeded,
     InternalError,
@@ -43,6 +44,7 @@ _CODES: tuple[tuple[type[ShoalError], grpc.StatusCode], ...] = (
     (UnknownGeneration, grpc.StatusCode.NOT_FOUND),
     (UnknownShard, grpc.StatusCode.NOT_FOUND),
     (UnknownSnapshot, grpc.StatusCode.NOT_FOUND),
+    (CertificateRefused, grpc.StatusCode.UNAUTHENTICATED),
     (AccessDenied, grpc.StatusCode.PERMISSION_DENIED),
     (InternalError, grpc.StatusCode.INTERNAL),
     (CorruptError, grpc.StatusCode.DATA_LOSS),
@@ -115,25 +117,35 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> ShoalError:
             detail = ErrorDetail()
             detail.ParseFromString(value)
             return from_detail(detail)
-    code, text = error.code(), error.details() or ""
+    return _unexplained(error.code(), error.details() or "", target)
+
+
+def _unexplained(code: grpc.StatusCode, text: str, target: str) -> ShoalError:
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(
             f"no answer from {target}",
             seen=text,
             expected="a Shoal server listening there",
-            fix="Check the address, that it runs, and that TLS is set the same on both sides.",
+            fix="Check the address, and that it runs.",
         )
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded(f"no answer from {target} in time", seen=text)
-    if code is grpc.StatusCode.CANCELLED:
-        return Unavailable(f"the call to {target} was cancelled", seen=text)
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
         return MalformedMessage(
             f"{target} did not understand the call",
             seen=f"{code.name}: {text}",
             expected="a Shoal server of the same protocol version",
         )
+    if code in _NAMED:
+        kind, what = _NAMED[code]
+        return kind(what.format(target), seen=text)
     return InternalError(f"call to {target} failed", seen=f"{code.name}: {text}")
+
+
+_NAMED: Mapping[grpc.StatusCode, tuple[type[ShoalError], str]] = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlineExceeded, "no answer from {} in time"),
+    grpc.StatusCode.CANCELLED: (Unavailable, "the call to {} was cancelled"),
+    grpc.StatusCode.UNAUTHENTICATED: (CertificateRefused, "{} refused the call"),
+    grpc.StatusCode.PERMISSION_DENIED: (AccessDenied, "{} refused the call"),
+}
 
 
 def _trailing_metadata(error: grpc.RpcError) -> Iterable[tuple[str, str | bytes]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 def add(command: Callable[[str, str, str, str], None]) -> None:
-    """Add `shoal coordinator`, `shoal ps` and `shoal config`."""
+    """Add `shoal coordinator`, `shoal ps`, `shoal token` and `shoal config`."""
     for name, summary, config, run in (
         (
             "coordinator",
@@ -19,8 +19,14 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
             "shoal_server.serve_commands:parameter_server",
         ),
         (
+            "token",
+            "make tokens for the status page and its API",
+            "shoal_server.token_command:TokenConfig",
+            "shoal_server.token_command:token",
+        ),
+        (
             "config",
-            "print every time limit that follows from the few that are chosen",
+            "print all time limits that follow from those you choose",
             "shoal_server.config_command:ShowConfig",
             "shoal_server.config_command:show",
         ),

@@ -23,8 +23,8 @@ _CHOSEN = {
 
 @dataclass(frozen=True, kw_only=True)
 class ShowConfig:
-    """Prints the time limits that a coordinator with these numbers works by, what each is for, and
-    the order in which they must be. Starts nothing."""
+    """Prints the time limits of a coordinator with these settings, what each is for, and the order
+    that must hold between them. Starts nothing."""
 
     limits: Annotated[Limits, FLAT] = field(default_factory=Limits)
     as_json: Annotated[bool, Parameter(name="--json")] = False
@@ -45,7 +45,7 @@ def show(config: ShowConfig) -> int:
     for name, meaning in meanings():
         table.add_row(name, f"{getattr(limits, name):g}", meaning)
     console.print(table)
-    console.print("\nEach below the next, else a coordinator does not start:", style="dim")
+    console.print("\nEach must be below the next, or the coordinator does not start:", style="dim")
     for chain in _chains(limits):
         console.print("  " + " < ".join(f"{name} ({seconds:g})" for name, seconds in chain))
     return 0

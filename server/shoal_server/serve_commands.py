@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from shoal_proto.errors import ShoalError, Unavailable
+from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.parameters.config import ParameterServerConfig
 
@@ -71,7 +71,12 @@ async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
 
 def _configure_logging() -> None:
     """Lines of JSON for machines, readable ones for a terminal; SHOAL_LOG_LEVEL sets how many."""
-    level = logging.getLevelName(os.environ.get("SHOAL_LOG_LEVEL", "INFO").upper())
+    name = os.environ.get("SHOAL_LOG_LEVEL") or "INFO"
+    level = logging.getLevelNamesMapping().get(name.upper())
+    if level is None:
+        raise InvalidSpec(
+            "SHOAL_LOG_LEVEL is no level", seen=name, expected="debug, info, warning or error"
+        )
     terminal = sys.stderr.isatty()
     # A traceback without the values of variables: tokens and incarnations are among them.
     renderer = (

@@ -74,7 +74,7 @@ def test_the_worker_is_started_by_shoal_run(compose: dict[str, Any]) -> None:
     names = ("SHOAL_MIN_MEMBERS", "SHOAL_DESIRED_MEMBERS", "SHOAL_MAX_MEMBERS")
     assert bounds == tuple(int(settings[name]) for name in names)
     assert run.target[:2] == ("-m", "shoal.demo.digits")
-    assert run.grace_s + 10 <= float(worker["stop_grace_period"].removesuffix("s"))
+    assert run.restart.grace_s + 10 <= float(worker["stop_grace_period"].removesuffix("s"))
 
 
 def _by_default(setting: str) -> str:

@@ -298,8 +298,8 @@ def test_the_worker_is_started_by_shoal_run(
     names = ("SHOAL_MIN_MEMBERS", "SHOAL_DESIRED_MEMBERS", "SHOAL_MAX_MEMBERS")
     assert bounds == tuple(int(settings[name]) for name in names)
     assert member_ids(replace(run, environment=known), "host") == ["worker-0"]
-    assert run.grace_s + 10 <= worker["terminationGracePeriodSeconds"]
-    assert run.grace_s > Limits().drain_s, "a drain may take so long before the last step"
+    assert run.restart.grace_s + 10 <= worker["terminationGracePeriodSeconds"]
+    assert run.restart.grace_s > Limits().drain_s, "a drain may take so long before the last step"
 
 
 def test_the_image_is_stopped_by_the_signal_that_drains() -> None:

@@ -85,7 +85,7 @@ def test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted(
     assert f"of {NUM_SAMPLES} were trained on): the next run trains on all of them" in output
     code, output = said("accept-loss", "digits")
     assert code == 0 and ", before" in output, output
-    assert "Its samples begin anew" not in output
+    assert "Its samples start over" not in output
     code, output = said("status", "--job", "digits")
     assert "lost: shard" not in output
     assert "loss of shard 0" in output, output

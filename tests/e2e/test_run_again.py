@@ -61,13 +61,13 @@ def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
     for generation in (2, 3):
         code, output = shoal("run", "--fresh", "--job", "train", "train.py")
         assert code == 0, output
-        assert "job train starts anew: what was kept of its last run is removed" in output
+        assert "job train starts over: what was kept of its last run is removed" in output
         assert f"generation {generation} {expected}" in output
         code, output = shoal("run", "--job", "train", "train.py")
         assert code == 1, output
         line = output.strip().splitlines()[-1]
         assert line.startswith("shoal: job train is finished (")
-        assert line.endswith("run it again with --fresh, or give another --job")
+        assert line.endswith("run it again with --fresh, or give another --job [JobFinished]")
 
     assert shoal("rm", "train") == (0, "job train is removed\n")
     code, output = shoal("rm", "train")

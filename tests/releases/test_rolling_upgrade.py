@@ -80,7 +80,7 @@ def running_cluster(directory: Path) -> Iterator[Cluster]:
         yield Cluster(supervisor, directory, etcd)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("other", ["0.1.0", "next"])
 def test_jobs_train_on_while_a_cluster_changes_its_release_and_goes_back(
     shoal_command: Shoal, tmp_path: Path, other: str

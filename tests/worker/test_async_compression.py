@@ -269,7 +269,7 @@ BAD: dict[str, tuple[tuple[GradientCodec, bytes], type[ShoalError], str]] = {
         InvalidSpec,
         "multiple of 8",
     ),
-    "a scale that is no number": (int8(4096, scale=float("nan")), NonFiniteGradient, "w is not"),
+    "a scale that is not a number": (int8(4096, scale=float("nan")), NonFiniteGradient, "w is not"),
     "an infinite scale": (int8(4096, scale=float("inf")), NonFiniteGradient, "w is not"),
     "a place behind the last": (sparse([5, 4096]), MalformedMessage, "out of range"),
     "a place before the first": (sparse([-1, 5]), MalformedMessage, "out of range"),

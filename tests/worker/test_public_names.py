@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,9 @@ def test_the_exports_are_those_of_the_stub() -> None:
     stub = Path(shoal.__file__).with_suffix(".pyi").read_text()
     assert shoal.__all__ == sorted(shoal.__all__)
     assert all(f"{name} as {name}" in stub for name in shoal.__all__)
+
+
+def test_dir_shows_what_is_public_and_nothing_else() -> None:
+    """No `Path`, no `Any`: what somebody explores with a tab is what they may use."""
+    assert set(dir(shoal)) == {*shoal.__all__, "__all__", "__version__"}
+    assert shoal.__version__ == version("shoal")

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import shoal
 from shoal.checkpoint import names
 from shoal.checkpoint.directory import complete
+from shoal.data.batches import Order
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
@@ -28,6 +30,7 @@ def trained(
     *,
     num_steps: int = 1000,
     samples: Any = None,
+    took: Callable[[list[int]], object] = lambda indices: None,
     **changes: Any,
 ) -> list[int]:
     """The steps that a lone member of a new job takes, at most so many."""
@@ -45,6 +48,7 @@ def trained(
             with session.step():
                 session.backward(cross_entropy(model(batch.inputs), batch.targets))
             taken.append(batch.step)
+            took(batch.indices)
             if len(taken) == num_steps:
                 break
     return taken
@@ -59,8 +63,10 @@ def test_a_checkpoint_is_not_gone_on_from_with_another_order_of_samples(
     trained(cluster, tmp_path, strategy, num_steps=6)
     assert max(complete(tmp_path)) == EVERY_STEPS
     inputs, targets = data()
+    other_batches = [({"global_batch_size": 12}, "global_batch", "12", "24")]
     for changes, field, seen, expected in (
-        ({"global_batch_size": 12}, "global_batch", "12", "24"),
+        # Others go on at the sample.
+        *(other_batches if strategy == "local-sgd" else []),
         ({"seed": 6}, "seed", "6", "5"),
         ({"shuffle": False}, "shuffle", "false", "true"),
         ({"samples": (inputs[:90], targets[:90])}, "dataset", r"\(90, 20\)", r"\(101, 20\)"),
@@ -68,6 +74,37 @@ def test_a_checkpoint_is_not_gone_on_from_with_another_order_of_samples(
         with pytest.raises(InvalidSpec, match=f"{field}.*{seen}.*expected.*{expected}.*directory"):
             trained(cluster, tmp_path, strategy, **changes)
     assert trained(cluster, tmp_path, strategy) == list(range(EVERY_STEPS, 10))
+
+
+def indices_of(batches: list[Any]) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_a_run_with_another_batch_size_goes_on_at_the_sample(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """Twice: 4 steps of 24 samples, 4 of 12, and the rest in steps of 30. Each sample counts once
+    an epoch, in the order that it has with any size; steps are counted on."""
+    taken: list[Any] = []
+    for size, num_steps in ((24, 4), (12, 4), (30, 1000)):
+        again: list[Any] = []
+        steps = trained(
+            cluster,
+            tmp_path,
+            strategy,
+            num_steps=num_steps,
+            global_batch_size=size,
+            took=again.append,
+        )
+        assert steps[0] == len(taken)
+        taken += again
+    # 101 samples an epoch: 96 and 5 of the first, then 36 of the second.
+    sizes = [len(batch) for batch in taken]
+    assert sizes == [24, 24, 24, 24, 5, 12, 12, 12, 30, 30, 5]
+    order = Order(num_samples=101, global_batch_size=1, seed=5)
+    expected = [*order.epoch_order(0).tolist(), *order.epoch_order(1).tolist()]
+    assert indices_of(taken) == expected
 
 
 def test_a_finished_run_is_trained_for_more_epochs(cluster: LocalCluster, tmp_path: Path) -> None:

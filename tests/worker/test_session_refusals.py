@@ -22,8 +22,8 @@ from shoal_proto.errors import (
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({}, "no job was named"),
-        ({"job": "j"}, "no coordinator was named"),
+        ({"coordinator": "h:1"}, "no job was named"),
+        ({"job": "j", "min_members": 2}, "no coordinator was named"),
         ({"job": "j", "coordinator": "nowhere"}, "host:port"),
         ({"job": "a b", "coordinator": "h:1"}, "'a b'"),
         ({"job": "j", "coordinator": "h:1", "min_members": 3, "max_members": 2}, "min_members=3"),

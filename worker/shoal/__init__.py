@@ -13,6 +13,7 @@ with shoal.join("digits") as session:
 import ast
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ def __getattr__(name: str) -> Any:
     # `shoal run` imports this package too, and should not pay for torch: nothing here does.
     if name == "__all__":
         return sorted(_homes())
+    if name == "__version__":
+        return version("shoal")
     if name not in _homes():
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_homes()[name]), name)
@@ -28,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_homes()})
+    return sorted(["__all__", "__version__", *_homes()])
 
 
 @cache

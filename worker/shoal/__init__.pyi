@@ -10,6 +10,7 @@ from shoal.compression.quantised import Int8 as Int8
 from shoal.compression.quantised import OneBit as OneBit
 from shoal.compression.sparse import TopK as TopK
 from shoal.data.batches import Batch as Batch
+from shoal.data.shards import Shards as Shards
 from shoal.embedding.options import Admission as Admission
 from shoal.embedding.options import Eviction as Eviction
 from shoal.embedding.options import RowAdagrad as RowAdagrad
@@ -48,3 +49,5 @@ from shoal.without_session.distribute import distribute as distribute
 from shoal.without_session.distribute import forward_backward as forward_backward
 from shoal.without_session.distribute import state_dict as state_dict
 from shoal.without_session.plan import plan as plan
+
+__version__: str

@@ -1,11 +1,11 @@
 """Memory shared with a server, in places of one size, each for a shard on its way."""
 
-import mmap
 from collections.abc import Iterator, Sequence
 
 from shoal_client.shards.parts import Part
 from shoal_proto import bulk
 from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
+from shoal_proto.bulk_opening import SharedMemory
 from shoal_proto.checksum import crc32
 
 NUM_PLACES = 12
@@ -34,7 +34,9 @@ def _place_bytes(largest_bytes: int) -> int:
 class Arena:
     """Takes over the mapping."""
 
-    def __init__(self, mapped: mmap.mmap, largest_bytes: int) -> None:
+    def __init__(self, shared: SharedMemory, largest_bytes: int) -> None:
+        mapped = shared.mapped
+        self.is_summed = shared.is_summed
         self._memory = memoryview(mapped)
         self.place_bytes = _place_bytes(largest_bytes)
         self._all = [i * self.place_bytes for i in range(len(mapped) // self.place_bytes)]
@@ -72,14 +74,16 @@ class Arena:
             at += size
 
     def _fill(self, at: int, buffers: Sequence[memoryview]) -> tuple[int, int]:
-        """How many bytes that were, and their CRC-32."""
+        """How many bytes that were, and their CRC-32, or 0 where nobody asks for it."""
         start, checksum = at, 0
         for buffer in buffers:
-            for begin in range(0, len(buffer), CACHED_BYTES):
-                data = buffer[begin : begin + CACHED_BYTES]
+            step = CACHED_BYTES if self.is_summed else max(len(buffer), 1)
+            for begin in range(0, len(buffer), step):
+                data = buffer[begin : begin + step]
                 copied = self._memory[at : at + len(data)]
                 copied[:] = data
-                checksum = crc32(copied, checksum)
+                if self.is_summed:
+                    checksum = crc32(copied, checksum)
                 at += len(data)
         return at - start, checksum
 

@@ -2,6 +2,7 @@
 
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -46,9 +47,11 @@ class Connection:
 
     @property
     def way(self) -> str:
-        """By what it carries tensors: `shared-memory`, `unix-socket` or `tcp`."""
+        """By what it carries tensors: `shared-memory`, `unix-socket`, `tcp` or `tls`."""
         if self._arena is not None:
             return "shared-memory"
+        if isinstance(self._socket, ssl.SSLSocket):
+            return "tls"
         return "unix-socket" if self._socket.family == socket.AF_UNIX else "tcp"
 
     @property
@@ -173,7 +176,7 @@ class Connection:
         """Whether anything came. Raises Unavailable if the server hung up."""
         try:
             count = self._socket.recv_into(self._reader.space())
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         if not count:
             raise self._broken("it hung up")
@@ -190,13 +193,15 @@ class Connection:
                 return parse(bytes(frame.body))
             except DecodeError as error:
                 raise self._malformed(f"a reply that does not parse ({error})") from error
+        checksum: int | None = frame.checksum
         if frame.kind is Kind.PIECE:
             data = frame.body
         elif frame.kind is Kind.PLACED and self._arena is not None:
             data = self._arena.view(frame.at, frame.num_bytes)
+            checksum = frame.checksum if self._arena.is_summed else None
         else:
             raise self._malformed(f"a frame of kind {frame.kind.name}")
-        return OnlyPiece(ReadPiece(frame.shard_id, frame.offset_bytes, data, frame.checksum))
+        return OnlyPiece(ReadPiece(frame.shard_id, frame.offset_bytes, data, checksum))
 
     def _malformed(self, seen: str) -> MalformedMessage:
         return MalformedMessage(
@@ -218,8 +223,9 @@ class Connection:
                 self._socket.close()
                 return
             try:
-                # Wakes the other thread, which then closes it.
-                self._socket.shutdown(socket.SHUT_RDWR)
+                # Wakes the other thread, which then closes it. Not as TLS has it: that would have
+                # the other thread read what is encrypted.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             except OSError:
                 # The server was faster: the other thread is woken by that.
                 return

@@ -6,6 +6,7 @@ from shoal_client.bulk.arena import Arena, arena_bytes
 from shoal_client.bulk.connection import Connection
 from shoal_proto.bulk_opening import greet, reach
 from shoal_proto.errors import ShoalError
+from shoal_proto.tls.sockets import secured
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
 log = structlog.get_logger(__name__)
@@ -19,12 +20,13 @@ def connect(
     if not offer.port:
         return None
     try:
-        connected = reach(offer, address)
+        connected = secured(reach(offer, address))
     except OSError as error:
         log.info("bulk_port_unreachable", address=address, port=offer.port, reason=str(error))
         return None
     try:
-        shared = greet(connected, offer.key, arena_bytes(largest_bytes, num_parts))
+        asked_bytes = arena_bytes(largest_bytes, num_parts)
+        shared = greet(connected, offer.key, asked_bytes, is_summed=False)
     except (OSError, ShoalError) as error:
         log.info("bulk_connection_failed", address=address, reason=str(error))
         connected.close()

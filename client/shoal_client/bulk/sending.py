@@ -1,6 +1,7 @@
 """What a call still has to send: as much of it as goes now, without ever waiting."""
 
 import socket
+import ssl
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -14,6 +15,8 @@ from shoal_proto.pieces import Buffer
 
 LOW_WATER_BYTES = 256 * 1024
 """With fewer bytes on their way to the kernel, more are made ready."""
+RECORD_BYTES = 16 * 1024
+"""The most that TLS encrypts at a time."""
 MAX_BUFFERS = 256
 """Given to the kernel at a time; Linux takes 1024."""
 
@@ -31,6 +34,8 @@ class Sending:
         self._socket = connected
         self._arena = arena
         self._ready: deque[memoryview] = deque()
+        self._record = memoryview(b"")
+        """Of what was ready: what OpenSSL is at."""
         self._ready_bytes = 0
         self._frames = self._all_frames(parts)
         self._is_over = False
@@ -40,7 +45,7 @@ class Sending:
     @property
     def is_stuck(self) -> bool:
         """Whether the kernel took less than there is."""
-        return bool(self._ready)
+        return bool(self._ready or self._record)
 
     def answered(self, shard_id: int) -> None:
         """The server is done with that shard: refused, it needs not even be sent."""
@@ -101,6 +106,8 @@ class Sending:
 
     def _send(self) -> bool:
         """Whether all that was ready is gone."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            return self._send_encrypted(self._socket)
         buffers = [self._ready[i] for i in range(min(len(self._ready), MAX_BUFFERS))]
         try:
             count = self._socket.sendmsg(buffers)
@@ -115,3 +122,27 @@ class Sending:
             count -= len(first)
             self._ready.popleft()
         return True
+
+    def _send_encrypted(self, connected: ssl.SSLSocket) -> bool:
+        """OpenSSL takes one buffer at a time, and the same once more where it could not finish."""
+        while self._record or self._ready:
+            if not self._record:
+                self._record = self._next_record()
+            try:
+                count = connected.send(self._record)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return False
+            self._ready_bytes -= count
+            self._record = self._record[count:]
+        return True
+
+    def _next_record(self) -> memoryview:
+        """What is ready, up to the size at which a copy into one buffer does not pay."""
+        first = self._ready.popleft()
+        if len(first) >= RECORD_BYTES:
+            return first
+        parts, size = [first], len(first)
+        while self._ready and size + len(self._ready[0]) <= RECORD_BYTES:
+            parts.append(self._ready.popleft())
+            size += len(parts[-1])
+        return memoryview(b"".join(parts)) if len(parts) > 1 else first

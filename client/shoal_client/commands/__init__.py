@@ -16,6 +16,14 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
             "status:StatusConfig",
             "status:status",
         ),
+        (
+            "events",
+            "show what happened to a job, and what happens from now on",
+            "events:EventsConfig",
+            "events:show",
+        ),
+        ("logs", "show what a worker of this host printed", "logs:LogsConfig", "logs:logs"),
+        ("top", "show how jobs stand, over and over", "top:TopConfig", "top:top"),
         ("why", "show what a member is waiting for", "status:WhyConfig", "status:why"),
         (
             "drain",
@@ -25,26 +33,26 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
         ),
         (
             "jobs",
-            "list jobs: their states, steps, losses and how long they took",
+            "list jobs with state, step, loss and duration",
             "job_list:ListConfig",
             "job_list:show",
         ),
-        ("stop", "have a job's members end at a step boundary", "jobs:StopConfig", "jobs:stop"),
+        ("stop", "stop a job at a step boundary", "jobs:StopConfig", "jobs:stop"),
         (
             "retry",
-            "let a job be joined again that failed, was stopped or is lost",
+            "let workers join a failed, stopped or lost job again",
             "jobs:RetryConfig",
             "jobs:retry",
         ),
         (
             "rm",
-            "remove a job that is over, or whose workers are gone",
+            "remove all records of a job that has no workers",
             "jobs:RemoveConfig",
             "jobs:remove",
         ),
         (
             "repair",
-            "show why a job is quarantined, and let it go on",
+            "show why a job is quarantined, and repair it",
             "repair:RepairConfig",
             "repair:repair",
         ),
@@ -63,9 +71,15 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
         ),
         (
             "accept-loss",
-            "give up shards that are lost, so that they begin anew",
+            "give up lost shards, which start over",
             "accept_loss:AcceptLossConfig",
             "accept_loss:accept_loss",
+        ),
+        (
+            "certs",
+            "make the certificates by which the parts of a cluster know each other",
+            "certs:CertsConfig",
+            "certs:certs",
         ),
         (
             "completion",

@@ -15,6 +15,7 @@ from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1.shards_pb2 import (
     SAMPLES_AFTER_LOSS_ANEW,
     SAMPLES_AFTER_LOSS_KEEP,
@@ -35,21 +36,21 @@ _SAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptLossConfig:
-    """Gives up shards of a job that are lost: they begin anew, with the initial values of the next
-    worker that starts. What the job's other shards hold stays. It cannot be undone: try `shoal
-    restore` first, or start the server whose journal has them."""
+    """Gives up shards of a job that are lost: they start over with the initial values of the next
+    worker. The job's other shards keep their values. This cannot be undone: try `shoal restore`
+    first, or start the server whose journal has them."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
     shards: Annotated[Sequence[int], Parameter(name="--shard", metavar="N")] = ()
-    """Id of a shard that is lost. Can be repeated. By default all that are lost."""
+    """Id of a lost shard. May be repeated. By default all lost shards."""
     yes: Annotated[bool, Parameter(name="--yes")] = False
-    """Do not ask for the job's name once more."""
+    """Do not ask for the job's name as a confirmation."""
     samples: Literal["anew", "keep"] | None = None
-    """Whether the job trains on all its samples once more, or goes on behind those that were
-    trained on. By default they begin anew where nothing that was trained is left; where a part is
-    left, you have to say it."""
+    """anew: train on all samples again; keep: continue after those already trained on. By default
+    anew if nothing of the trained values is left; if a part is left, you have to choose."""
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         if not is_name(self.job):
@@ -103,7 +104,7 @@ def _samples_in_words(reply: AcceptLossReply) -> str:
     if not reply.total_samples:
         progress = "none was trained on"
     if reply.samples == SAMPLES_AFTER_LOSS_ANEW:
-        return f"Its samples begin anew ({progress}): the next run trains on all of them."
+        return f"Its samples start over ({progress}): the next run trains on all of them."
     return f"Its samples stay counted ({progress}): the next run trains on the rest."
 
 

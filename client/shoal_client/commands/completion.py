@@ -15,7 +15,7 @@ class CompletionConfig:
     """
 
     shell: Literal["bash", "zsh"] = field(kw_only=False)
-    """The shell that is to complete."""
+    """The shell to print it for."""
 
 
 def completion(config: CompletionConfig) -> int:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from shoal_client.commands.status import DEFAULT_URL, HttpUrl, Json, StatusClient
-from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
+from shoal_client.commands.address import StatusAddress
+from shoal_client.commands.status import Json, StatusClient, grpc_address_of
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import calls as membership_calls
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec, Unavailable
@@ -19,20 +19,19 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class DrainConfig:
-    """Asks a member to leave in good order: it finishes its step, the others agree on going on
-    without it and take over, and its process ends with exit code 143, which `shoal run` does not
-    start again. Returns once the member is gone."""
+    """Asks a member to leave gracefully: it finishes its step, the others agree to continue without
+    it and take over its state, and its process exits with code 143. `shoal run` does not restart
+    it. Returns once the member has left."""
 
     member: str = field(kw_only=False)
     """Id of the member."""
     job: Annotated[str, Parameter(metavar="NAME")]
     """The member's job."""
-    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
-    http: HttpUrl = DEFAULT_URL
+    address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
     timeout_s: Annotated[float, Parameter(name="--timeout", metavar="SECONDS")] = 60.0
-    """How long to wait for the member to be gone."""
+    """How long to wait for the member to leave."""
     reason: str = "an operator asked for it"
-    """What the other members are told."""
+    """The reason that the other members are told."""
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
@@ -42,10 +41,11 @@ class DrainConfig:
 def drain(config: DrainConfig) -> int:
     """Have the member leave, and wait until it has. Raises DeadlineExceeded."""
     job, member_id = config.job, config.member
-    coordinators = Coordinators(config.coordinators)
+    urls = config.address.urls()
+    coordinators = Coordinators(config.address.coordinators or grpc_address_of(urls))
     started_s = time.monotonic()
     try:
-        with StatusClient(config.http) as status:
+        with StatusClient(urls) as status:
             # Of this process: one that comes after it under the same name is to stay.
             process = status.member(job, member_id)["member"]["public_id"]
             request = DrainRequest(

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shoal_client.commands.status import DEFAULT_URL, HttpUrl, Json, StatusClient
+from shoal_client.commands.address import StatusAddress
+from shoal_client.commands.status import Json, StatusClient
 
 RECENT_S = 24 * 3600.0
 State = Literal["running", "finished", "failed", "stopped", "lost", "quarantined"]
@@ -20,20 +21,20 @@ _STYLES = {"running": "green", "failed": "red", "lost": "red", "quarantined": "r
 
 @dataclass(frozen=True, kw_only=True)
 class ListConfig:
-    """Lists jobs: those that run, and those that were over in the last 24 hours."""
+    """Lists the jobs that are running and those that ended in the last 24 hours."""
 
     every: Annotated[bool, Parameter(name=["--all", "-a"], negative=())] = False
-    """All jobs of which something is kept."""
+    """All jobs that the cluster still has a record of."""
     state: Annotated[State | None, Parameter(name="--state")] = None
-    """Only those in this state, however long they are over."""
+    """Only jobs in this state, whenever they ended."""
     as_json: Annotated[bool, Parameter(name="--json")] = False
     """Print JSON instead of a table."""
-    http: HttpUrl = DEFAULT_URL
+    address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
 
 def show(config: ListConfig) -> int:
     """Print the jobs, the newest last."""
-    with StatusClient(config.http) as client:
+    with StatusClient(config.address.urls()) as client:
         jobs = [job for job in client.jobs() if _is_wanted(job, config)]
     jobs.sort(key=lambda job: job["begun_unix_s"])
     if config.as_json:

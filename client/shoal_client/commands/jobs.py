@@ -20,6 +20,7 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
@@ -39,13 +40,14 @@ def _check_name(job: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveConfig:
-    """Removes all that the cluster keeps of a job: its records, its samples, and what parameter
-    servers hold of it. Snapshots and checkpoints stay. The next run of that name starts from
-    nothing. Refused while the job has members."""
+    """Removes everything that the cluster keeps of a job: its records, its sample ledger and its
+    parameters on servers. Snapshots and checkpoints stay. The next run of that name starts from
+    scratch. Refused while the job has members."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         _check_name(self.job)
@@ -62,17 +64,18 @@ def remove(config: RemoveConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StopConfig:
-    """Stops a job: its members end at their next step boundary, and nobody joins it any more. Its
-    workers exit with 143, and so does `shoal run`. What it had come to is kept: `shoal retry` lets
-    it be joined again."""
+    """Stops a job: its members stop at their next step boundary, and no worker can join it. Its
+    workers exit with 143, and so does `shoal run`. Its state is kept: `shoal retry` lets workers
+    join it again."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
     reason: Annotated[str, Parameter(metavar="TEXT")] = "an operator stopped it"
-    """Why; the log and the page show it."""
+    """The reason that the log and the page show."""
     wait_s: Annotated[float, Parameter(metavar="SECONDS")] = 60.0
-    """The longest to wait for the last member. 0: do not wait."""
+    """How long to wait for the last member to leave. 0: do not wait."""
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         _check_name(self.job)
@@ -84,15 +87,16 @@ class StopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig:
-    """Lets a job be joined again that failed, was stopped, or whose state is lost. It goes on from
-    where its state is: on parameter servers, or in the newest checkpoint. If nobody has it, the job
-    is lost (again), unless you say --from-scratch."""
+    """Lets workers join a job again that failed, was stopped, or whose state is lost. It continues
+    from its state on the parameter servers, or from the newest checkpoint. If there is neither, the
+    job is lost again, unless you give --from-scratch."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
     from_scratch: Annotated[bool, Parameter(negative=())] = False
-    """Begin at step 0 if no member has the state that the job had come to."""
+    """Start at step 0 if no member has the job's state."""
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         _check_name(self.job)
@@ -174,7 +178,7 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
         raise JobStopped(
             f"job {job} {was} ({standing.reason})",
             fix=f"`shoal retry {job}` lets it be joined again, from where its state is; --fresh"
-            " begins it anew.",
+            " starts it over.",
         )
     if standing.finished:
         raise JobFinished(

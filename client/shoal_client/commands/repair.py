@@ -12,6 +12,7 @@ from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import repair_pb2 as pb
 from shoal_proto.v1.repair_pb2_grpc import RepairsStub
 
@@ -22,22 +23,23 @@ BROKEN = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RepairConfig:
-    """Shows why the coordinator cannot go on with a job: which record in etcd cannot be read, what
-    it holds, and what can be done. With --apply, moves such records aside, to keys under
-    /shoal/v1/quarantine/, and has the job go on from what is sound; nothing is destroyed, and the
-    coordinator is not restarted. Exits with 1 while the job is in quarantine."""
+    """Shows why a job is quarantined: which record in etcd cannot be read, what it holds, and what
+    can be done. With --apply, moves such records to keys under /shoal/v1/quarantine/ and lets the
+    job continue from the rest; nothing is destroyed, and the coordinator is not restarted. Exits
+    with 1 while the job is quarantined."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
     apply: bool = False
-    """Mend it. Without, nothing changes."""
+    """Apply the repair. Without it, nothing changes."""
     min_members: Annotated[int, Parameter(name="--min")] = 0
-    """The job's --min, where its record of it cannot be read."""
+    """The job's --min, if the record of it cannot be read."""
     max_members: Annotated[int, Parameter(name="--max")] = 0
     """The job's --max, likewise."""
     desired_members: Annotated[int, Parameter(name="--desired")] = 0
-    """With how many members its first generation formed at once, likewise."""
+    """The job's --desired, likewise."""
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         if not is_name(self.job):

@@ -18,8 +18,11 @@ from rich.table import Table
 
 from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
 from shoal_client.connection.coordinators import Coordinators
+from shoal_client.connection.tls_refusals import explained
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.names import COORDINATOR_NAME
+from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1.snapshots_pb2 import (
     ListSnapshotsReply,
     ListSnapshotsRequest,
@@ -52,8 +55,9 @@ class CallOptions:
     """How the coordinator is asked, and how its answer is printed."""
 
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    tls: TlsOption = field(default_factory=TlsOptions)
     timeout_s: Annotated[float, Parameter(name="--timeout", metavar="SECONDS")] = 3600.0
-    """When to give up."""
+    """How long to wait for the answer."""
     as_json: Annotated[bool, Parameter(name="--json")] = False
     """Print JSON."""
 
@@ -64,9 +68,9 @@ class CallOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TakeConfig:
-    """Writes all parameters of a job, with optimizer state and data cursor, as of one moment.
-    Training goes on meanwhile. Shards that did not change since the last snapshot there are not
-    written again."""
+    """Saves all parameters of a job, with optimizer state and position in the data, as of one
+    moment. Training continues meanwhile. Shards that have not changed since the last snapshot there
+    are not written again."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
@@ -86,8 +90,8 @@ class ListConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreConfig:
-    """Loads a snapshot of a job into the parameter servers that are there, however many. The job
-    must have no members; those that join afterwards go on from it."""
+    """Loads a snapshot of a job into the parameter servers, however many there are. The job must
+    have no members; workers that join afterwards continue from it."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
@@ -167,7 +171,8 @@ def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
         try:
             return method(stub)(request, timeout=options.timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, coordinators.current) from None
+            address = coordinators.current
+            raise explained(from_rpc_error(error, address), address, COORDINATOR_NAME) from None
 
     try:
         # Finds the leader, and sees that the storage can be read.

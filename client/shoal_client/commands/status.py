@@ -1,7 +1,9 @@
 """`shoal status` and `shoal why`: what the coordinator's HTTP API tells, as tables."""
 
 import json
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -12,56 +14,56 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shoal_client.commands.address import StatusAddress
 from shoal_proto.errors import InternalError, NotLeader, ShoalError, Unavailable, UnknownJob
+from shoal_proto.tls import identity
+from shoal_proto.tls.names import COORDINATOR_NAME
 
-DEFAULT_URL = "http://127.0.0.1:7780"
 ANSWER_WITHIN_S = 5.0
 MAX_TOLD_SHARDS = 8
 WIDE = 100
 """Columns from which on a terminal has room for the hosts of members."""
 
+BY_ROLE = {"sni_hostname": COORDINATOR_NAME}
+"""The certificate that answers is to be a coordinator's, whatever the address."""
+
 Json = Any
 """What an endpoint answered, decoded."""
-
-
-HttpUrl = Annotated[
-    str,
-    Parameter(
-        env_var="SHOAL_HTTP",
-        metavar="URL,...",
-        help="Base URL of the coordinator's status page; of each, where there are several.",
-    ),
-]
-"""The option --http."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusConfig:
     """Shows jobs, members, generations and shards."""
 
-    http: HttpUrl = DEFAULT_URL
     as_json: Annotated[bool, Parameter(name="--json")] = False
     """Print JSON instead of tables."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""
     """Show only this job."""
+    every: Annotated[bool, Parameter(name=["--all", "-a"], negative=())] = False
+    """Those that are over, too. By default they are counted."""
+    address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhyConfig:
-    """Shows what a member is waiting for."""
+    """Shows what a member is waiting for; or, of a job, why it is as it is, and what its members
+    wait for."""
 
-    member: str = field(kw_only=False)
-    """Id of the member."""
-    job: Annotated[str, Parameter(metavar="NAME")]
+    name: str = field(kw_only=False)
+    """Id of a member, with --job; else name of a job."""
+    job: Annotated[str, Parameter(metavar="NAME")] = ""
     """The member's job."""
-    http: HttpUrl = DEFAULT_URL
+    address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
     as_json: Annotated[bool, Parameter(name="--json")] = False
     """Print JSON instead of text."""
 
 
 def _whole(url: str) -> str:
-    """HOST:PORT is as good as a URL."""
-    return url if "://" in url else f"http://{url}"
+    """HOST:PORT is as good as a URL. With a certificate nothing is asked for without TLS."""
+    host = url.removeprefix("http://")
+    if "://" in host:
+        return url
+    return f"http://{host}" if identity.own() is None else f"https://{host}"
 
 
 class StatusClient:
@@ -70,13 +72,29 @@ class StatusClient:
 
     def __init__(self, urls: str) -> None:
         self._urls = [_whole(url.strip().rstrip("/")) for url in urls.split(",")]
-        self._http = httpx.Client(timeout=ANSWER_WITHIN_S, trust_env=False)
+        token = os.environ.get("SHOAL_TOKEN", "")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        own = identity.own()
+        self._http = httpx.Client(
+            timeout=ANSWER_WITHIN_S,
+            trust_env=False,
+            headers=headers,
+            verify=True if own is None else own.material.client,
+        )
 
     def __enter__(self) -> "StatusClient":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._http.close()
+
+    def leader(self) -> str:
+        """host:port of the coordinator that leads. Raises Unavailable where nobody does."""
+        # One that does not lead says who does, with 503.
+        answer = self._get("/readyz", known=(503,))
+        if not answer["leader"]:
+            raise Unavailable("nobody leads the cluster", seen=answer["reason"])
+        return str(answer["leader"])
 
     def jobs(self) -> Json:
         """One line a job."""
@@ -94,22 +112,32 @@ class StatusClient:
         """One member."""
         return self._get(f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}")
 
+    def events(
+        self, job: str, after: int, *, details: bool = True, newest: int | None = None
+    ) -> Json:
+        """Up to 1000 events of the job with ids above `after`, oldest first; or the newest."""
+        query = f"after={after}&details={str(details).lower()}&limit=1000"
+        answer = self._get(f"/api/v1/jobs/{quote(job, safe='')}/events?{query}")
+        if newest is not None:
+            answer["events"] = answer["events"][-newest:]
+        return answer
+
     def why(self, job: str, member_id: str) -> Json:
         """What the member waits for."""
         path = f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}/why"
         return self._get(path)
 
-    def _get(self, path: str) -> Json:
+    def _get(self, path: str, known: Sequence[int] = ()) -> Json:
         for url in self._urls[:-1]:
             try:
-                return self._get_from(url, path)
+                return self._get_from(url, path, known)
             except (NotLeader, Unavailable):
                 continue  # the next one may lead; what the last one answers is raised
-        return self._get_from(self._urls[-1], path)
+        return self._get_from(self._urls[-1], path, known)
 
-    def _get_from(self, url: str, path: str) -> Json:
+    def _get_from(self, url: str, path: str, known: Sequence[int]) -> Json:
         try:
-            response = self._http.get(url + path)
+            response = self._http.get(url + path, extensions=BY_ROLE)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unavailable(
                 f"no coordinator answers at {url}",
@@ -121,7 +149,7 @@ class StatusClient:
             body = response.json()
         except ValueError:
             body = None
-        if response.is_success and body is not None:
+        if (response.is_success or response.status_code in known) and body is not None:
             return body
         if isinstance(body, dict) and "kind" in body:
             kind = ShoalError.kinds.get(str(body["kind"]), InternalError)
@@ -136,20 +164,35 @@ class StatusClient:
         )
 
 
+def grpc_address_of(urls: str) -> Sequence[str]:
+    """host:port of the coordinator that leads, as the status page at the URLs says."""
+    with StatusClient(urls) as client:
+        return (client.leader(),)
+
+
 def status(config: StatusConfig) -> int:
     """Print every job, or one."""
-    with StatusClient(config.http) as client:
-        names = [config.job] if config.job else [job["job"] for job in client.jobs()]
+    urls = config.address.urls()
+    with StatusClient(urls) as client:
+        every = [] if config.job else client.jobs()
+        known = [each for each in every if config.every or config.as_json or not _is_over(each)]
+        names = [config.job] if config.job else [job["job"] for job in known]
         jobs = [{**client.job(name), **_shards(client, name)} for name in names]
     if config.as_json:
         print(json.dumps(jobs, indent=2))
         return 0
     console = Console()
-    if not jobs:
-        console.print(f"The coordinator at {escape(config.http)} has no jobs.")
+    if not config.job and not every:
+        console.print(f"The coordinator at {escape(urls)} has no jobs.")
     for job in jobs:
         _print_job(console, job)
+    if num_over := len(every) - len(known):
+        console.print(f"\n{num_over} more that are over: --all shows them, `shoal jobs` lists them")
     return 0
+
+
+def _is_over(job: Json) -> bool:
+    return bool(job["ended_unix_s"])
 
 
 def _shards(client: StatusClient, job: str) -> Json:
@@ -164,15 +207,17 @@ def _shards(client: StatusClient, job: str) -> Json:
 
 
 def why(config: WhyConfig) -> int:
-    """Print what the member waits for."""
-    with StatusClient(config.http) as client:
-        answer = client.why(config.job, config.member)
+    """Print what the member waits for, or those of a job."""
+    with StatusClient(config.address.urls()) as client:
+        if not config.job:
+            return _why_job(client.job(config.name), as_json=config.as_json)
+        answer = client.why(config.job, config.name)
     if config.as_json:
         print(json.dumps(answer, indent=2))
         return 0
     console = Console(highlight=False)
     member = f"[bold]{escape(answer['member_id'])}[/bold] ({escape(answer['state'])})"
-    for_s = _duration(answer["waiting_s"])
+    for_s = duration(answer["waiting_s"])
     console.print(f"{member} waits for: {escape(answer['waiting_for'])} [dim]({for_s})[/dim]")
     generation = f", generation {answer['generation']}" if answer["generation"] else ""
     console.print(
@@ -182,6 +227,20 @@ def why(config: WhyConfig) -> int:
         console.print(f"lost: {escape(told)}", style="red")
     if answer["last_error"]:
         console.print(f"its last error: {escape(answer['last_error'])}", style="red")
+    return 0
+
+
+def _why_job(job: Json, *, as_json: bool) -> int:
+    """Why the job is as it is: in a line, then what its members wait for, once for all who wait for
+    the same."""
+    summary = job["summary"]
+    if as_json:
+        print(json.dumps(summary, indent=2))
+        return 0
+    console = Console(highlight=False)
+    head = f"[bold]{escape(summary['job'])}[/bold] ({summary['phase']})"
+    console.print(f"{head}: {escape(summary['reason'])}", soft_wrap=True)
+    _print_waits(console, job["members"])
     return 0
 
 
@@ -224,7 +283,7 @@ def _print_members(console: Console, members: Json) -> None:
             _number(max(member["step"], health.get("step") or 0), "d"),
             _number(health.get("loss"), ".4g"),
             *([_number(health.get("samples_per_s"), ".0f")] * fast),
-            _duration(now_s - member["last_seen_unix_s"]),
+            duration(now_s - member["last_seen_unix_s"]),
             *([escape(member["process"]["host"])] * wide),
             *([_number(health.get("staleness_steps"), ".1f")] * stale),
             *([_number(member["clock"], "d")] * bounded),
@@ -260,7 +319,7 @@ def _print_generations(console: Console, generations: Json) -> None:
             record["verdict"],
             str(len(record["members"])),
             "planned" if record["planned"] else str(record["step"]),
-            _duration(now_s - record["decided_unix_s"]),
+            duration(now_s - record["decided_unix_s"]),
             escape(record["reason"]),
         )
     console.print(table, highlight=False)
@@ -313,8 +372,8 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
         told = [_given_up(each) for each in shards[:MAX_TOLD_SHARDS]]
         more = len(shards) - len(told)
         which = ", ".join(told) + (f" and {more} more" if more else "")
-        samples = "samples began anew" if samples_anew else "samples stayed counted"
-        ago = _duration(time.time() - accepted_unix_s)
+        samples = "samples started over" if samples_anew else "samples stayed counted"
+        ago = duration(time.time() - accepted_unix_s)
         console.print(
             f"loss of {escape(which)} accepted by {escape(by)} {ago} ago; {samples}",
             highlight=False,
@@ -360,7 +419,8 @@ def _number(value: float | str | None, form: str) -> str:
     return value if isinstance(value, str) else format(value, form)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it."""
     seconds = max(0.0, seconds)
     for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
         if seconds < limit:

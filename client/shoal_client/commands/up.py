@@ -1,5 +1,6 @@
 """`shoal up`: a cluster on this machine, until Ctrl-C."""
 
+import os
 import queue
 import signal
 import socket
@@ -14,39 +15,50 @@ from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
-from shoal_client.commands.status import DEFAULT_URL
+from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder
+from shoal_client.commands.address import DEFAULT_URL
+from shoal_client.host.reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, Unavailable
 from shoal_proto.names import check_prefix
 
 GRPC_PORT = 7700
+RENEW_EVERY_S = DEFAULT_VALID.total_seconds() / 3
 HTTP_PORT = 7780
+LEADS_WITHIN_S = 15.0
+"""A coordinator that led here before, and was killed, leads until its lease runs out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig:
-    """Runs etcd, coordinators and parameter servers on this machine until Ctrl-C. What ends is
-    started again."""
+    """Runs etcd, coordinators and parameter servers on this machine until Ctrl-C. A part that dies
+    is restarted."""
 
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
-    """Where logs and etcd's data go. By default a temporary directory."""
+    """Directory for logs and etcd's data. By default a temporary one."""
     port: Annotated[int | None, Parameter(metavar="PORT")] = None
-    """Port of the coordinator; 0 takes any free one. By default 7700, or any if that is taken."""
+    """Port of the coordinator; 0: any free port. By default 7700, or any free port if that is
+    taken."""
     http_port: Annotated[int | None, Parameter(metavar="PORT")] = None
-    """Port of the status page and its API. By default 7780, likewise."""
+    """Port of the status page and its API; 0: any free port. By default 7780, or any free port if
+    that is taken."""
     snapshot_roots: Annotated[
         Sequence[str], Parameter(name="--snapshot-root", metavar="URL", allow_repeating=True)
     ] = ()
-    """Snapshots may be written and read at this URL and below it, too. Can be repeated. By default
+    """Allow snapshots at and below this URL as well. May be repeated. By default they are allowed
     only in `snapshots` in --dir."""
     num_coordinators: Annotated[int, Parameter(name="--coordinators", metavar="N")] = 1
-    """Coordinators: one leads, and if it dies another takes over at once."""
+    """Number of coordinators. One leads; if it dies, another takes over at once."""
     etcd: Annotated[str, Parameter(metavar="HOST:PORT,...")] = ""
-    """An etcd that is there already. By default one is started."""
+    """Addresses of an existing etcd. By default one is started."""
     prefix: Annotated[str, Parameter(metavar="/NAME")] = ""
-    """What every key of this cluster in etcd begins with, so that several share an etcd."""
+    """Prefix of all keys of this cluster in etcd, so that several clusters can share one etcd."""
+    verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
+    """Have all parts log all they do: SHOAL_LOG_LEVEL=debug."""
+    tls: bool = False
+    """Speak TLS: certificates are made in `certs` in --dir, and renewed as long as this runs."""
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
 
     def __post_init__(self) -> None:
@@ -70,6 +82,7 @@ def up(config: UpConfig) -> int:
             directory = config.directory or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-up-"))
             )
+            certificates = _certificates(directory) if config.tls else None
             started = LocalClusterConfig(
                 directory=directory,
                 num_parameter_servers=config.cluster.num_parameter_servers,
@@ -81,19 +94,60 @@ def up(config: UpConfig) -> int:
                 num_coordinators=config.num_coordinators,
                 etcd=config.etcd,
                 prefix=config.prefix,
+                environment=_environment(config),
+                certificates=certificates.path if certificates is not None else None,
             )
             cluster = stack.enter_context(LocalCluster(started, say=_say))
+            if config.etcd:
+                _await_leader(cluster, config.etcd)
             cluster.when_given_up(ended.put)
-            print(_welcome(cluster, directory), flush=True)
-            _say(f"stopping the cluster: {ended.get()}")
+            print(_welcome(cluster, directory, certificates), flush=True)
+            _say(f"stopping the cluster: {_end_of(ended, certificates)}")
             return 1
         except KeyboardInterrupt:
             print("stopping", flush=True)
             return 0
 
 
+def _await_leader(cluster: LocalCluster, etcd: str) -> None:
+    """Return once a coordinator leads, which takes an etcd that answers. Raises Unavailable."""
+    try:
+        check_reachable([each.grpc for each in cluster.coordinators], LEADS_WITHIN_S)
+    except Unavailable as error:
+        raise Unavailable(
+            "the cluster does not come up: no coordinator leads",
+            seen=error.seen,
+            expected=f"an etcd that answers at {etcd}",
+            fix="Check --etcd, and that nothing keeps this machine from reaching it.",
+        ) from error
+
+
+def _certificates(directory: Path) -> CertificateFolder:
+    """Those of the cluster's folder, with the whole of their time before them."""
+    folder = CertificateFolder(directory / "certs")
+    if folder.is_made:
+        folder.renew()
+    else:
+        folder.init(hosts=["localhost", "127.0.0.1"])
+    return folder
+
+
+def _end_of(ended: "queue.SimpleQueue[str]", certificates: CertificateFolder | None) -> str:
+    """Why the cluster ended. Until then its certificates are renewed, long before they run out."""
+    while True:
+        try:
+            return ended.get(timeout=RENEW_EVERY_S)
+        except queue.Empty:
+            if certificates is not None:
+                certificates.renew()
+
+
 def _say(text: str) -> None:
     print(f"shoal up: {text}", file=sys.stderr, flush=True)
+
+
+def _environment(config: UpConfig) -> dict[str, str]:
+    return {**os.environ, **({"SHOAL_LOG_LEVEL": "DEBUG"} if config.verbose else {})}
 
 
 def _address(wanted: int | None, usual: int) -> str:
@@ -119,10 +173,11 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _welcome(cluster: LocalCluster, directory: Path) -> str:
+def _welcome(cluster: LocalCluster, directory: Path, certificates: CertificateFolder | None) -> str:
     servers = ", ".join(cluster.parameter_servers) or "none"
     coordinators = ",".join(each.grpc for each in cluster.coordinators)
     pages = ",".join(each.http for each in cluster.coordinators)
+    tls = f"\n  export SHOAL_TLS={certificates.path.resolve()}" if certificates is not None else ""
     shown = "" if pages == DEFAULT_URL else f"\n  export SHOAL_HTTP={pages}"
     return f"""\
 coordinator        {coordinators}
@@ -133,7 +188,7 @@ logs               {directory}
 snapshots          {cluster.snapshots}
 
 In another terminal:
-  export SHOAL_COORDINATOR={coordinators}{shown}
+  export SHOAL_COORDINATOR={coordinators}{shown}{tls}
   shoal run -n 3 --job first your_script.py
 
 A part that ends is started again. Ctrl-C stops the cluster.\

@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from shoal_client.connection.back_off import BackOff
+from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -21,6 +22,9 @@ from shoal_proto.errors import (
 )
 from shoal_proto.protocol import USER_AGENT_OPTION
 from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.channels import material, open_channel
+from shoal_proto.tls.files import Material
+from shoal_proto.tls.names import COORDINATOR_NAME
 
 log = structlog.get_logger(__name__)
 
@@ -74,7 +78,8 @@ class Coordinators:
         self._addresses = list(addresses)
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels: dict[tuple[str, Material | None], grpc.Channel] = {}
+        """By address and certificate."""
         self._current = self._addresses[0]
         self._asked = 0
         """Position of the replica that was asked last, or that named the one asked now."""
@@ -90,11 +95,19 @@ class Coordinators:
         with self._lock:
             if self._closed.is_set():
                 raise Unavailable("the connection to the coordinator was closed")
-            channel = self._channels.get(self._current)
+            key = self._current, material()
+            channel = self._channels.get(key)
             if channel is None:
-                channel = grpc.insecure_channel(self._current, options=CHANNEL_OPTIONS)
-                self._channels[self._current] = channel
+                self._forget_outdated(self._current)
+                channel = open_channel(self._current, COORDINATOR_NAME, CHANNEL_OPTIONS)
+                self._channels[key] = channel
             return channel
+
+    def _forget_outdated(self, address: str) -> None:
+        """Close the channels there that know a certificate of before the last renewal. That of the
+        last one may still carry a stream."""
+        keys = [key for key in self._channels if key[0] == address][:-1]
+        close_channels([self._channels.pop(key) for key in keys])
 
     def move_on(self, failed: str, error: ShoalError) -> None:
         """After a failure at `failed`: go to the leader it named, else to the next address.
@@ -129,9 +142,11 @@ class Coordinators:
             address = self.current
             left_s = give_up_s - time.monotonic()
             try:
-                return method_of(self.channel())(request, timeout=max(left_s, 0.001))
+                reply = method_of(self.channel())(request, timeout=max(left_s, 0.001))
+                note_answer(address)
+                return reply
             except grpc.RpcError as rpc_error:
-                error = from_rpc_error(rpc_error, address)
+                error = explained(from_rpc_error(rpc_error, address), address, COORDINATOR_NAME)
                 if not isinstance(error, RetryError) or isinstance(error, DeadlineExceeded):
                     raise error from None
                 pause_s = back_off.pause_s(chance())

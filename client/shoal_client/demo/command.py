@@ -38,11 +38,11 @@ class DemoConfig:
     behind."""
 
     json_file: Annotated[Path | None, Parameter(name="--json", metavar="FILE")] = None
-    """Write the figures to this file."""
+    """Write the figures to this file, as JSON."""
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
-    """Keep logs and audits there. By default they are kept only after a failure."""
+    """Keep logs and audits in this directory. By default they are kept only after a failure."""
     epochs: Annotated[int, Parameter(metavar="N")] = 80
-    """Passes over the training images in each of the two trainings. With very few the 95 % are not
+    """Passes over the training images in each of the two trainings. With very few, 95 % is not
     reached."""
 
     def __post_init__(self) -> None:

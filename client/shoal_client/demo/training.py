@@ -26,6 +26,7 @@ from shoal_client.demo.plan import DATASET_SIZE, Outcome, Plan
 from shoal_client.local.cluster import LocalCluster, tail
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_proto.errors import InternalError
+from shoal_proto.tls.identity import without_tls
 
 TICK_S = 0.05
 
@@ -106,7 +107,7 @@ class Training:
 
     def _command(self) -> Command:
         plan = self._plan
-        environment = {**os.environ, "SHOAL_COORDINATOR": self._cluster.coordinator}
+        environment = {**without_tls(os.environ), "SHOAL_COORDINATOR": self._cluster.coordinator}
         # A killed worker counts as lost only once: its launcher starts the next in its place.
         run = ("run", "-n", str(plan.num_workers), "--job", plan.job, "-m", "shoal.demo.digits")
         arguments = {

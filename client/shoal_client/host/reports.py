@@ -11,7 +11,9 @@ import structlog
 
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import chance
+from shoal_client.connection.tls_refusals import explained
 from shoal_proto.errors import (
+    CertificateRefused,
     NotLeader,
     RejoinError,
     RetryError,
@@ -21,6 +23,8 @@ from shoal_proto.errors import (
 )
 from shoal_proto.protocol import USER_AGENT_OPTION
 from shoal_proto.status import from_detail, from_rpc_error
+from shoal_proto.tls.channels import open_channel
+from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.v1.membership_pb2 import (
     Ack,
     GetGenerationRequest,
@@ -67,13 +71,15 @@ def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
 
 
 def _try_to_reach(address: str, timeout_s: float) -> ShoalError | None:
-    with grpc.insecure_channel(address, options=(USER_AGENT_OPTION,)) as channel:
+    with open_channel(address, COORDINATOR_NAME, (USER_AGENT_OPTION,)) as channel:
         try:
             # Any job will do: an answer that there is no such job is an answer.
             request = GetGenerationRequest(job="reachable")
             MembershipStub(channel).GetGeneration(request, timeout=timeout_s, wait_for_ready=False)
         except grpc.RpcError as error:
-            failure = from_rpc_error(error, address)
+            failure = explained(from_rpc_error(error, address), address, COORDINATOR_NAME)
+            if isinstance(failure, CertificateRefused):
+                raise failure from None
             if isinstance(failure, RetryError) and not failure.details.get("leader"):
                 return failure
     return None
@@ -126,7 +132,7 @@ class HostReporter:
 
     def _send_all(self) -> None:
         channels = [
-            grpc.insecure_channel(address, options=(USER_AGENT_OPTION,))
+            open_channel(address, COORDINATOR_NAME, (USER_AGENT_OPTION,))
             for address in self._coordinators
         ]
         stubs = [MembershipStub(channel) for channel in channels]
@@ -152,7 +158,7 @@ class HostReporter:
                         self.lost = from_detail(ack.lost)
                     return
                 except grpc.RpcError as error:
-                    failure = from_rpc_error(error, address)
+                    failure = explained(from_rpc_error(error, address), address, COORDINATOR_NAME)
                     if isinstance(failure, UnknownJob):
                         return  # it had not joined yet: nobody waits for it
                     if not isinstance(failure, RetryError | RejoinError):

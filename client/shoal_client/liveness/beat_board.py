@@ -15,7 +15,8 @@ incarnation.
     28      4      worker      CRC-32 of the claim
     32      8      worker      what has moved in its bring-up: see `Doing`
     40      8      worker      0: nothing to say; 1: its trainer waits for others; else since when
-                               it has been in the script's own code, by the same clock
+                               it has been in the script's own code, by the same clock: an odd
+                               number where it waits for a batch to be loaded, an even one elsewhere
     48      ..     worker      the claim: its pid, heartbeat and patience in seconds, the token
     944     8      both        how the membership ended, an `Ending`
     952     72     both        the worker's lifeline, see `shoal_client.liveness.lifeline`
@@ -111,6 +112,8 @@ class Doing:
     """Whether it waits for other members."""
     own_code_since_ns: int = 0
     """Since when it has been in the script's own code, by CLOCK_MONOTONIC; 0: it is not."""
+    loads: bool = False
+    """Whether it waits there for a batch to be loaded."""
 
     @property
     def own_code_s(self) -> float:
@@ -206,7 +209,8 @@ class BeatSlot:
     def does(self, doing: Doing) -> None:
         """What its trainer does now, for the next beat."""
         self._put(_MOVED, doing.moved)
-        self._put(_DOING, _WAITS if doing.waits else doing.own_code_since_ns)
+        since = (doing.own_code_since_ns & ~1) | int(doing.loads)
+        self._put(_DOING, _WAITS if doing.waits else since if doing.own_code_since_ns else 0)
 
     def beaten(self, within_s: float) -> bool:
         """Whether the launcher's beats were accepted so lately that others are not needed."""
@@ -240,6 +244,7 @@ class BeatSlot:
                 moved=self._get(_MOVED),
                 waits=doing == _WAITS,
                 own_code_since_ns=doing if doing > _WAITS else 0,
+                loads=doing > _WAITS and bool(doing & 1),
             ),
         )
 
@@ -315,5 +320,10 @@ class BeatBoard:
 def beat_of(token: Token, step: int, doing: Doing) -> pb.Beat:
     """One member's heartbeat, as of now."""
     return pb.Beat(
-        token=token, step=step, moved=doing.moved, waits=doing.waits, own_code_s=doing.own_code_s
+        token=token,
+        step=step,
+        moved=doing.moved,
+        waits=doing.waits,
+        own_code_s=doing.own_code_s,
+        loads=doing.loads,
     )

@@ -29,6 +29,7 @@ from shoal_client.local.keeper import Keeper, NotStarted, RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_client.local.process import Command, Process, Supervisor, stop_all
 from shoal_proto.errors import InvalidSpec, Unavailable
+from shoal_proto.tls.identity import FOLDER_VARIABLE, without_tls
 
 LOG_TAIL_LINES = 20
 ETCD = "etcd"
@@ -62,7 +63,10 @@ class LocalClusterConfig:
     grace_s: float = 5.0
     """Time for the parts to end by themselves, before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """The environment of every part."""
+    """The environment of every part, but for what it says of TLS."""
+    certificates: Path | None = None
+    """The folder, as `shoal certs init` makes it, by which the parts speak TLS; None: they do not.
+    etcd is on loopback without."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """The coordinator's time limits that are not its defaults, by option: {"--join-s": 600.0}. It
     refuses those that do not go together, and then the cluster does not come up."""
@@ -112,6 +116,9 @@ class LocalCluster:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
+        self._environment = without_tls(config.environment)
+        if config.certificates is not None:
+            self._environment[FOLDER_VARIABLE] = str(config.certificates.resolve())
         self._supervisor = Supervisor(on_exit=self._exited, grace_s=config.grace_s)
         self._on_exit = on_exit
         self._say = say
@@ -358,7 +365,7 @@ class LocalCluster:
             Command(
                 name=name,
                 arguments=command,
-                environment=self._config.environment,
+                environment=self._environment,
                 log_path=self._log_path(name),
             )
         )

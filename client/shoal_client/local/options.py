@@ -21,7 +21,7 @@ LIMITS = ("heartbeat_s", "join_s", "collective_s")
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     num_parameter_servers: Annotated[int, Parameter(name="--ps", metavar="N")] = 2
-    """Parameter servers of the cluster that is started."""
+    """Number of parameter servers in the cluster that is started."""
     heartbeat_s: Annotated[float | None, _LIMIT] = None
     """Time between heartbeats."""
     join_s: Annotated[float | None, _LIMIT] = None

@@ -7,8 +7,10 @@ import grpc
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.first_reply import FirstReplyTimeout
+from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto.errors import ShoalError
 from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
@@ -46,9 +48,11 @@ class HeldStream:
             with self._first_reply.until_answered(stream):
                 for notice in stream:
                     self._first_reply.answered()
+                    note_answer(address)
                     hear(notice)
         except grpc.RpcError as rpc_error:
-            return self._first_reply.error(address) or from_rpc_error(rpc_error, address)
+            found = from_rpc_error(rpc_error, address)
+            return self._first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
         except ShoalError as answer_error:
             # An answer to a notice did not get through, or came too late to count.
             self.cancel()

@@ -236,7 +236,7 @@ class MemberCore:
         if self.track.take_break(generation, reason):
             fields = {"generation": generation, "reason": reason}
             effects = [
-                ev.Log(event="generation_broken", fields=fields),
+                ev.Log(event="generation_broken", fields=fields, is_detail=True),
                 ev.Break(generation=generation, reason=reason),
             ]
         # Speak for a trainer that never saw the generation that is over.
@@ -305,6 +305,7 @@ class MemberCore:
             moved=event.moved,
             waits=event.waits,
             own_code_s=event.own_code_s,
+            loads=event.loads,
         )
         request = pb.HeartbeatRequest(beats=[beat])
         return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]

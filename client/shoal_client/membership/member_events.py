@@ -61,6 +61,7 @@ class HeartbeatDue:
     moved: int = 0
     waits: bool = False
     own_code_s: float = 0.0
+    loads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +271,8 @@ class Log:
     event: str
     fields: Mapping[str, object]
     is_warning: bool = False
+    is_detail: bool = False
+    """Of use to who looks for a fault only."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -398,7 +398,9 @@ class MemberSession:
             case ev.AskDrain():
                 self._drain_wishes.put(effect.reason)
             case ev.Log():
-                (log.warning if effect.is_warning else log.info)(effect.event, **effect.fields)
+                level = "debug" if effect.is_detail else "info"
+                write = getattr(log, "warning" if effect.is_warning else level)
+                write(effect.event, **effect.fields)
             case _:
                 self._tell_launcher(effect)
         return None
@@ -482,6 +484,7 @@ class MemberSession:
                 moved=doing.moved,
                 waits=doing.waits,
                 own_code_s=doing.own_code_s,
+                loads=doing.loads,
             )
             try:
                 self._do(due)

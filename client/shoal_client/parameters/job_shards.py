@@ -77,10 +77,10 @@ class JobShards(Generic[Stub]):
         known = self._map.run if self._map is not None else ""
         if known and received.run and known != received.run:
             raise Fenced(
-                f"job {received.job} was begun anew",
+                f"job {received.job} was started over",
                 seen=f"a shard map of run {received.run}",
                 expected=f"run {known}, whose values this process has",
-                fix="Join again to go on.",
+                fix="Join again to continue.",
                 details={"run": received.run},
             )
         adopted = self._adopt(received)

@@ -14,6 +14,7 @@ import structlog
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
 from shoal_client.connection.log_limit import LogLimit
+from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto import routes
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -26,6 +27,9 @@ from shoal_proto.errors import (
     WrongEpoch,
 )
 from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.channels import material, open_channel
+from shoal_proto.tls.files import Material
+from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 log = structlog.get_logger(__name__)
@@ -63,6 +67,8 @@ class ShardServers(Generic[Stub]):
         self._log = LogLimit(log)
         self._lock = threading.Lock()
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
+        self._made_of: dict[str, Material | None] = {}
+        """By address: the certificate that its channel knows."""
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         """By address: a stub is for one thread at a time."""
         self._ahead: dict[str, Future[None]] = {}
@@ -171,8 +177,9 @@ class ShardServers(Generic[Stub]):
                 with self._turn(address):
                     # Another server may have sent on to this one, which is being called.
                     attempt(self._stub(address), held, left_s, todo)
+                note_answer(address)
             except grpc.RpcError as rpc_error:
-                return from_rpc_error(rpc_error, address)
+                return explained(from_rpc_error(rpc_error, address), address, SERVER_NAME)
             except ShoalError as error:
                 return error
             except ValueError:
@@ -236,10 +243,16 @@ class ShardServers(Generic[Stub]):
         with self._lock:
             if self._closed.is_set():
                 raise _over()
+            # Nobody is in a call there: a stub is for one thread at a time.
+            outdated = self._made_of.get(address) is not (now := material())
+            gone = [self._reached.pop(address)] if outdated and address in self._reached else []
             if address not in self._reached:
-                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                channel = open_channel(address, SERVER_NAME, CHANNEL_OPTIONS)
                 self._reached[address] = channel, self._stub_of(address, channel)
-            return self._reached[address][1]
+                self._made_of[address] = now
+            stub = self._reached[address][1]
+        self._close(gone)
+        return stub
 
     @property
     def stubs(self) -> dict[str, Stub]:

@@ -18,8 +18,8 @@ from shoal_client.parameters.table_rows import (
     packed,
 )
 from shoal_client.shards.parts import Part, in_pieces
-from shoal_proto.checksum import crc32
-from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
+from shoal_proto.checksum import crc32, verify
+from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import Token
@@ -239,13 +239,7 @@ class _IncomingRows:
         piece = reply.piece
         if piece.offset_bytes != len(self._data):
             raise _unexpected(f"bytes from {piece.offset_bytes} on behind {len(self._data)}")
-        seen = crc32(piece.data)
-        if seen != piece.checksum:
-            raise ChecksumMismatch(
-                f"rows of shard {self._found.shard_id} changed on the way",
-                seen=f"CRC-32 {seen:#010x} of {len(piece.data)} bytes",
-                expected=f"{piece.checksum:#010x}",
-            )
+        verify(f"rows of shard {self._found.shard_id}", piece.checksum, piece.data)
         self._data += piece.data
 
     def whole(self) -> Rows | None:

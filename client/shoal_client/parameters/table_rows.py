@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from shoal_proto.checksum import crc32
-from shoal_proto.errors import ChecksumMismatch, StalePush
+from shoal_proto.checksum import verify
+from shoal_proto.errors import StalePush
 from shoal_proto.row_hash import shard_of
 from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.tables_pb2 import FoundRows, TablePushOutcome
@@ -113,13 +113,7 @@ def note(result: TablePushResult, where: Where, reply: TablePushOutcome) -> None
 
 
 def check(reply: FoundRows) -> None:
-    seen = crc32(reply.values, crc32(reply.births))
-    if seen != reply.checksum:
-        raise ChecksumMismatch(
-            f"rows of shard {reply.shard_id} changed on the way",
-            seen=f"CRC-32 {seen:#010x}",
-            expected=f"{reply.checksum:#010x}",
-        )
+    verify(f"rows of shard {reply.shard_id}", reply.checksum, reply.births, reply.values)
 
 
 def joined(parts: Sequence[Rows]) -> Rows:

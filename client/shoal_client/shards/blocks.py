@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import prod
 
 from shoal_proto import pieces
-from shoal_proto.checksum import crc32
+from shoal_proto.checksum import crc32, verify
 from shoal_proto.dtypes import DTYPE_BYTES
-from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShapeMismatch
+from shoal_proto.errors import MalformedMessage, ShapeMismatch
 from shoal_proto.pieces import AnyPiece
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
@@ -81,12 +81,7 @@ class ShardBlocks:
     def scatter(self, piece: AnyPiece, buffers: Buffers) -> None:
         """Write a piece's bytes to where they belong. Raises ChecksumMismatch, MalformedMessage."""
         data = memoryview(piece.data)
-        if crc32(data) != piece.checksum:
-            raise ChecksumMismatch(
-                f"a piece of shard {self.shard_id} changed on the way",
-                seen=f"CRC-32 {crc32(data):#010x} of {len(data)} bytes",
-                expected=f"{piece.checksum:#010x}",
-            )
+        verify(f"a piece of shard {self.shard_id}", piece.checksum, data)
         position, stop = piece.offset_bytes, piece.offset_bytes + len(data)
         if stop > self.num_bytes:
             raise MalformedMessage(

@@ -1172,6 +1172,7 @@ class Beat(_message.Message):
     MOVED_FIELD_NUMBER: _builtins.int
     OWN_CODE_S_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     moved: _builtins.int
     """Counts what came of a bring-up: connections, messages, parts of the state. That it changes is
@@ -1183,6 +1184,8 @@ class Beat(_message.Message):
     """
     waits: _builtins.bool
     """Whether the trainer waits for other members."""
+    loads: _builtins.bool
+    """Whether that code of the script's is its dataset: the trainer waits for a batch to be loaded."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -1193,10 +1196,11 @@ class Beat(_message.Message):
         moved: _builtins.int = ...,
         own_code_s: _builtins.float = ...,
         waits: _builtins.bool = ...,
+        loads: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "own_code_s", b"own_code_s", "step", b"step", "token", b"token", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loads", b"loads", "moved", b"moved", "own_code_s", b"own_code_s", "step", b"step", "token", b"token", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1448,6 +1452,41 @@ class LeaveRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaveRequest: _TypeAlias = LeaveRequest  # noqa: Y015
+
+@_typing.final
+class GetClusterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetClusterRequest: _TypeAlias = GetClusterRequest  # noqa: Y015
+
+@_typing.final
+class Cluster(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HTTP_URL_FIELD_NUMBER: _builtins.int
+    http_url: _builtins.str
+    """Base URL of the status endpoint of the coordinator that leads."""
+    def __init__(
+        self,
+        *,
+        http_url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["http_url", b"http_url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cluster: _TypeAlias = Cluster  # noqa: Y015
 
 @_typing.final
 class GetJobRequest(_message.Message):

@@ -135,6 +135,11 @@ class MembershipStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.RetryJobRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.JobStanding.FromString,
                 _registered_method=True)
+        self.GetCluster = channel.unary_unary(
+                '/shoal.v1.Membership/GetCluster',
+                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetClusterRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.Cluster.FromString,
+                _registered_method=True)
 
 
 class MembershipServicer(object):
@@ -285,6 +290,13 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCluster(self, request, context):
+        """Where else the cluster is found: what a command asks that knows one address of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MembershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -382,6 +394,11 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.RetryJob,
                     request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.RetryJobRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_membership__pb2.JobStanding.SerializeToString,
+            ),
+            'GetCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCluster,
+                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GetClusterRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.Cluster.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -903,6 +920,33 @@ class Membership(object):
             '/shoal.v1.Membership/RetryJob',
             shoal__proto_dot_v1_dot_membership__pb2.RetryJobRequest.SerializeToString,
             shoal__proto_dot_v1_dot_membership__pb2.JobStanding.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Membership/GetCluster',
+            shoal__proto_dot_v1_dot_membership__pb2.GetClusterRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_membership__pb2.Cluster.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,6 +89,8 @@ class MembershipStub:
     """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
     is.
     """
+    GetCluster: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetClusterRequest, _membership_pb2.Cluster]
+    """Where else the cluster is found: what a command asks that knows one address of it."""
 
 @_typing.type_check_only
 class MembershipAsyncStub(MembershipStub):
@@ -151,6 +153,8 @@ class MembershipAsyncStub(MembershipStub):
     """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
     is.
     """
+    GetCluster: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetClusterRequest, _membership_pb2.Cluster]  # type: ignore[assignment]
+    """Where else the cluster is found: what a command asks that knows one address of it."""
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
     """Membership of jobs: who is there, and which roster all of them agreed on.
@@ -324,5 +328,13 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
         is.
         """
+
+    @_abc_1.abstractmethod
+    def GetCluster(
+        self,
+        request: _membership_pb2.GetClusterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.Cluster, _abc.Awaitable[_membership_pb2.Cluster]]:
+        """Where else the cluster is found: what a command asks that knows one address of it."""
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -16,6 +16,7 @@ from shoal_proto.v1 import (
     snapshots_pb2_grpc,
 )
 from shoal_server.coordinator.clocks import ClocksService
+from shoal_server.coordinator.history import HistoryKeeper
 from shoal_server.coordinator.job_reset import JobReset
 from shoal_server.coordinator.jobs.job_actor import JobDependencies
 from shoal_server.coordinator.jobs.membership import MembershipService
@@ -36,7 +37,7 @@ from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.service import SnapshotService
-from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker
+from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, Taken
 from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.generations.progress import Result
 from shoal_server.core.generations.roster import Step
@@ -45,6 +46,7 @@ from shoal_server.etcd.api import Compare, KeyValueStore
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.serving.tasks import keep_on, running
 from shoal_server.status.board import StatusBoard
+from shoal_server.status.history.stories import seconds
 from shoal_server.status.reading import StatusQueries
 from shoal_server.status.shards import ShardReader
 
@@ -162,11 +164,22 @@ class Coordinator:
         state = JobPosition(cursor=self.samples.books, training=self._training)
         return SnapshotService(
             policy,
-            SnapshotTaker(self._store, server_calls, state),
+            SnapshotTaker(self._store, server_calls, state, self._snapshot_taken),
             SnapshotRestorer(self._store, server_calls, self.samples.close_replaced),
             self.registry.require_leading,
             begun_unix_s,
             on_restored=losses.restored,
+        )
+
+    def _snapshot_taken(self, taken: Taken) -> None:
+        manifest, mib = taken.manifest, 2**20
+        step = manifest.training.get("step")
+        self.board.snapshot_taken(
+            manifest.job,
+            manifest.taken_unix_s,
+            f"snapshot {manifest.number}{f' of step {step}' if step else ''}:"
+            f" {manifest.num_bytes / mib:.1f} MiB, {manifest.num_new_bytes / mib:.1f} of them new;"
+            f" pushes waited {seconds(taken.pause_s)}",
         )
 
     def _num_members(self, job: str) -> int:
@@ -219,8 +232,9 @@ class Coordinator:
             self.clocks.inherit(actor.job.spec.job, actor.trainers())
         await self._while_leading.enter_async_context(self._shard_controller.working())
         await self._while_leading.enter_async_context(self.snapshots.working(self._store))
-        sweeping = running(keep_on(self.retention.run, "retention"))
-        await self._while_leading.enter_async_context(sweeping)
+        history = HistoryKeeper(self._store, self.registry, self.board)
+        work = keep_on(self.retention.run, "retention"), keep_on(history.run, "history")
+        await self._while_leading.enter_async_context(running(*work))
 
     async def step_down(self) -> None:
         """Let go of every job: another coordinator leads, or this one ends."""

@@ -1,6 +1,8 @@
 """What a coordinator is started with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -11,11 +13,12 @@ from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.election import DEFAULT_TTL_S
 from shoal_server.etcd.remote.config import EtcdConfig
-from shoal_server.serving.listening import LOOPBACK, listening
+from shoal_server.serving.admission.config import CallLimits, HttpLimits
+from shoal_server.serving.listening import listening
 from shoal_server.serving.options import (
     FLAT,
     AdvertisedAddress,
-    BindAddress,
+    CoordinatorReach,
     ListenAddress,
     ReadyFile,
 )
@@ -23,29 +26,39 @@ from shoal_server.serving.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
-    """Keeps the membership of jobs in etcd and serves gRPC and HTTP until SIGTERM. Run several for
-    one etcd: one leads, the others take over."""
+    """Keeps the membership of jobs in etcd and serves gRPC and HTTP until SIGTERM. Run several on
+    one etcd: one leads, and another takes over if it dies."""
 
-    bind: BindAddress = LOOPBACK
+    reach: Annotated[CoordinatorReach, FLAT] = field(default_factory=CoordinatorReach)
     listen: ListenAddress = "7700"
     http: Annotated[str, Parameter(metavar="[HOST:]PORT")] = "7780"
-    """The status page and its API. A port alone is at --bind."""
+    """Where to serve the status page and its API. A port alone: at --bind."""
+    http_hosts: Annotated[Sequence[str], Parameter(name="--http-host", metavar="NAME")] = ()
+    """Name by which browsers and tools reach the page, beside addresses, names without a dot and
+    those of this machine: what a load balancer or an ingress is called. Can be repeated. "*" allows
+    any, and with it any web site to read the API through a browser that reaches it."""
+    http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """Let only holders of a token read the page and its API, and only operators act: `shoal token`
+    makes tokens and this file. Without it, whoever reaches the port may."""
     advertise: AdvertisedAddress = ""
     ready_file: ReadyFile = None
     limits: Annotated[Limits, FLAT] = field(default_factory=Limits)
     leader_lease_s: Annotated[float, Parameter(metavar="SECONDS")] = DEFAULT_TTL_S
-    """A leader that hangs or is cut off is replaced after this time, and one that stood still for
-    most of it steps down. A killed one is replaced at once. Less than an election within etcd takes
-    (1 to 2 s) costs a leader its term for nothing; etcd grants at least 2 s by default."""
+    """A leader that hangs or is cut off is replaced after this time; one that is killed, at once. A
+    leader that stood still for most of this time steps down. Below 2 s, terms end needlessly: an
+    election within etcd takes 1 to 2 s."""
     copies: Annotated[int, Parameter(metavar="N")] = 2
-    """Servers that hold each shard of parameters, as far as there are so many."""
+    """Number of servers that hold each shard of parameters, if there are that many."""
     snapshots: Annotated[SnapshotPolicy, FLAT] = field(default_factory=SnapshotPolicy)
     retention: Annotated[RetentionPolicy, FLAT] = field(default_factory=RetentionPolicy)
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
+    calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
+    http_limits: Annotated[HttpLimits, FLAT] = field(default_factory=HttpLimits)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "listen", listening(self.listen, self.bind))
-        object.__setattr__(self, "http", listening(self.http, self.bind, "--http"))
+        object.__setattr__(self, "listen", listening(self.listen, self.reach.bind))
+        object.__setattr__(self, "http", listening(self.http, self.reach.bind, "--http"))
+        self.reach.check({"gRPC": self.listen, "HTTP": self.http})
         if self.copies < 1:
             raise InvalidSpec("bad --copies", seen=str(self.copies), expected="1 or more")
         if not self.leader_lease_s > 0:

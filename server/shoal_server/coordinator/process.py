@@ -8,14 +8,18 @@ import structlog
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from shoal_proto.errors import ShoalError
+from shoal_proto.tls import identity
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.config import CoordinatorConfig
+from shoal_server.coordinator.jobs.operations import JobOperations
 from shoal_server.coordinator.leadership.health import HealthService
 from shoal_server.coordinator.leadership.leader_failover import end_when_gone
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.election import Election, Leadership
 from shoal_server.etcd.leader_key import Candidate, Leader
 from shoal_server.etcd.remote.client import opened
+from shoal_server.serving.admission import descriptors
+from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.listening import (
     advertised,
     is_loopback,
@@ -25,9 +29,14 @@ from shoal_server.serving.listening import (
     warn_of_reach,
     write_ready_file,
 )
-from shoal_server.serving.rpc import bind, new_server
+from shoal_server.serving.rpc import bind, call_durations, new_server
 from shoal_server.serving.tasks import wait_first
+from shoal_server.status.access.guard import Guard
+from shoal_server.status.access.tokens import Tokens
 from shoal_server.status.app import build_app
+from shoal_server.status.http.bounds import HttpBounds
+from shoal_server.status.http.hosts import AllowedHosts
+from shoal_server.status.metrics import ProcessMeasures
 from shoal_server.status.serve import StatusServer
 
 log = structlog.get_logger(__name__)
@@ -42,8 +51,10 @@ async def serve(config: CoordinatorConfig) -> None:
     While etcd does not answer it serves as one that does not lead, and says why.
     """
     stop = stop_requested()
+    descriptors.raise_limit()
     async with AsyncExitStack() as stack:
-        server = new_server()
+        calls, durations = CallCounts(config.calls), call_durations()
+        server = new_server(durations, calls, config.calls)
         address = advertised(config.advertise, config.listen, bind(server, config.listen))
         store = await stack.enter_async_context(opened(config.etcd))
         coordinator = Coordinator(
@@ -54,7 +65,20 @@ async def serve(config: CoordinatorConfig) -> None:
             retention=config.retention,
         )
         await stack.enter_async_context(coordinator.running())
-        app = build_app(coordinator.view, coordinator.board)
+        measures = ProcessMeasures(
+            calls=durations,
+            num_leader_changes=lambda: coordinator.registry.known_leader.num_changes,
+        )
+        app = build_app(
+            coordinator.view,
+            coordinator.board,
+            measures,
+            bounds=HttpBounds(config.http_limits),
+            calls=calls,
+            hosts=AllowedHosts((*config.http_hosts, split_address(address)[0])),
+            guard=Guard(None if config.http_tokens is None else Tokens(config.http_tokens)),
+            operations=_operations(config, coordinator),
+        )
         status = await stack.enter_async_context(StatusServer(app, *split_address(config.http)))
         coordinator.view.http_url = _http_url(config, address, status.port)
         coordinator.add_services(server)
@@ -78,12 +102,20 @@ async def serve(config: CoordinatorConfig) -> None:
     log.info("coordinator_stopped", grpc=address)
 
 
+def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOperations | None:
+    """Over HTTP nobody acts by a certificate: of which role it is, only gRPC looks at."""
+    if config.http_tokens is None and identity.own() is not None:
+        return None
+    return JobOperations(coordinator.registry)
+
+
 def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:
     """The page is announced at the host that gRPC is, unless it is for this machine alone."""
     host, grpc_host = split_address(config.http)[0], split_address(address)[0]
     if not is_loopback(host) or is_loopback(split_address(config.listen)[0]):
         host = grpc_host
-    return f"http://{join_address(host, port)}"
+    scheme = "http" if identity.own() is None else "https"
+    return f"{scheme}://{join_address(host, port)}"
 
 
 async def _ended(*tasks: asyncio.Task[object]) -> None:
@@ -173,6 +205,7 @@ class LeaderLoop:
     def _note(self, leader: Leader | None) -> None:
         known = self._coordinator.registry.known_leader
         known.address = leader.address if leader and leader.address != self._address else ""
+        known.note(leader.address if leader else "")
         if leader is None:
             known.why_nobody = "nobody leads: the next leader is being elected"
         elif not known.address:

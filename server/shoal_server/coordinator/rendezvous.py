@@ -230,7 +230,7 @@ def _counter(key: str, value: bytes) -> int:
     except ValueError:
         pass  # told below
     raise InvalidSpec(
-        f"the value of {key[:100]!r} is no counter",
+        f"the value of {key[:100]!r} is not a counter",
         seen=repr(value[:40]),
         expected="a whole number",
         fix="Use a key of its own for what is counted.",

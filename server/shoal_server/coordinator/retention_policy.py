@@ -21,13 +21,13 @@ def _option(name: str) -> Parameter:
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
     abandon_after_s: Annotated[float, _option("--abandon-after-s")] = HOUR_S
-    """A job without members for so long has failed; `shoal retry` lets it be joined again. Counted
-    anew by each leader. inf: never."""
+    """A job that has had no members for this long has failed; `shoal retry` lets workers join it
+    again. Each new leader counts from zero. inf: never."""
     records_s: Annotated[float, _option("--retention-s")] = DAY_S
-    """For so long after a job's end its generations, samples and, unless it is finished, parameters
-    are kept. inf: for ever."""
+    """How long a job's generations, samples and (unless it finished) parameters are kept after its
+    end. inf: for ever."""
     summary_s: Annotated[float, _option("--summary-retention-s")] = 30 * DAY_S
-    """For so long after a job's end it is told what came of it. Then its name is free. inf: for
+    """How long a job's summary is kept after its end. Then its name is free again. inf: for
     ever."""
 
     def __post_init__(self) -> None:

@@ -15,14 +15,13 @@ class Limits:
     """Seconds, all of them. Only `heartbeat_s`, `join_s` and `collective_s` are chosen."""
 
     heartbeat_s: float = 0.5
-    """Seconds between heartbeats. Detection times follow from it: less finds a silent loss sooner
-    and costs more."""
+    """Seconds between heartbeats. Lower values detect a silent loss sooner and cost more."""
     join_s: float = 120.0
-    """The longest that any member waits for a generation before it is told why there is none, in
-    seconds. The other limits follow from it."""
+    """How long a member waits for a generation before it gets an error that says why, in seconds.
+    The other limits follow from it."""
     collective_s: float = 0.0
-    """The longest wait in one collective before it counts as hung, and for a trainer to stop after
-    its generation broke, in seconds. 0: a quarter of --join-s."""
+    """How long a collective may take before it counts as hung, and a trainer to stop after its
+    generation broke, in seconds. 0: a quarter of --join-s."""
 
     def __post_init__(self) -> None:
         if not self.heartbeat_s >= MIN_HEARTBEAT_S:
@@ -69,22 +68,22 @@ class Limits:
 
     @property
     def lease_s(self) -> float:
-        """Without a heartbeat for so long, a member is lost, if its heartbeats came evenly."""
+        """A member without a heartbeat for this long is lost, if its heartbeats came evenly."""
         return 4 * self.heartbeat_s
 
     @property
     def silence_s(self) -> float:
-        """Without a heartbeat for so long, a member is lost, however unevenly they came before."""
+        """A member without a heartbeat for this long is lost, however unevenly they came before."""
         return (self.lease_s + self.collective_s) / 2
 
     @property
     def gather_s(self) -> float:
-        """How long a running job waits for further joiners before it changes for the first."""
+        """How long a running job waits for more joiners before it changes for the first one."""
         return self.heartbeat_s / 2
 
     @property
     def last_call_s(self) -> float:
-        """A first generation forms without those still missing once so much time has passed."""
+        """After this long, a first generation forms without the members still missing."""
         return self.join_s / 4
 
     @property
@@ -94,7 +93,7 @@ class Limits:
 
     @property
     def probe_s(self) -> float:
-        """Time for a member to reach each of its peers, of the time to accept or reject."""
+        """Time for a member to reach each of its peers; part of the time to accept or reject."""
         return self.prepare_s / 4
 
     @property
@@ -109,12 +108,12 @@ class Limits:
 
     @property
     def longest_bring_up_s(self) -> float:
-        """The longest bring-up, also of one in which something still moves."""
+        """The longest that a bring-up may take, even if it makes progress."""
         return 720 * self.bring_up_s
 
     @property
     def watchdog_s(self) -> float:
-        """A process none of whose threads has run for so long is taken for hung."""
+        """A process none of whose threads has run for this long counts as hung."""
         return 2 * self.collective_s
 
 

@@ -129,6 +129,11 @@ def shard_assignment(job: str, run: str, shard_id: int) -> str:
     return f"{ASSIGNMENTS}{job}/{run}/{shard_id:08d}"
 
 
+def history(job: str) -> str:
+    """Its charts and changes, for people: deflated JSON."""
+    return f"{JOBS}{job}/history"
+
+
 def lineage(job: str) -> str:
     """Drawn when the job's first snapshot is taken and whenever it is restored: text."""
     return f"{JOBS}{job}/lineage"

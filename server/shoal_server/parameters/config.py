@@ -13,28 +13,59 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.memory_limit import default_limit_bytes
 from shoal_server.parameters.shard.sessions import MAX_SESSIONS
+from shoal_server.serving.admission import descriptors
+from shoal_server.serving.admission.config import CallLimits
 from shoal_server.serving.listening import LOOPBACK, listening
 from shoal_server.serving.options import (
     FLAT,
     INTERNAL,
     AdvertisedAddress,
-    BindAddress,
     ListenAddress,
+    MetricsAddress,
     ReadyFile,
+    ServerReach,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkLimits:
+    """How much callers may ask of a parameter server at once."""
+
+    calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
+    max_bulk_connections: Annotated[int, Parameter(metavar="N")] = 4096
+    """Connections over which tensors travel, and never more than a quarter of the descriptors that
+    this process may have. One more is closed; its client takes gRPC."""
+    max_unfinished_bytes: Annotated[int, Parameter(metavar="BYTES")] = 2 * 1024**3
+    """Gradients that are received but not applied yet, over all calls; beyond it, pushes are
+    refused as Overloaded, and clients retry."""
+    num_threads: Annotated[int, INTERNAL] = field(default_factory=lambda: os.cpu_count() or 1)
+    """Shards that are worked on at the same time."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_bulk_connections", "max_unfinished_bytes", "num_threads"):
+            value = getattr(self, name)
+            if value < 1:
+                option = f"--{name.replace('_', '-')}"
+                raise InvalidSpec(f"bad {option}", seen=str(value), expected="above 0")
+
+    @property
+    def most_bulk_connections(self) -> int:
+        """As many as descriptors allow."""
+        return min(self.max_bulk_connections, descriptors.for_strangers(0.25))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerConfig:
     """Holds shards of parameters and applies pushed gradients, until SIGTERM."""
 
-    bind: BindAddress = LOOPBACK
+    reach: Annotated[ServerReach, FLAT] = field(default_factory=ServerReach)
     listen: ListenAddress = "7710"
     bulk_port: Annotated[int, Parameter(metavar="PORT")] = 0
-    """TCP port over which tensors travel to other machines; where it cannot be reached they go by
-    gRPC. 0: any free port."""
+    """TCP port for tensors to and from other machines; if it cannot be reached, they go over gRPC.
+    0: any free port."""
     advertise: AdvertisedAddress = ""
     ready_file: ReadyFile = None
+    metrics: MetricsAddress = ""
     server_id: Annotated[str, Parameter(name="--id", metavar="NAME")] = ""
     """Name of this server in etcd and in shard maps. By default its host and port."""
     timeouts: Annotated[PeerTimeouts, FLAT] = field(default_factory=PeerTimeouts)
@@ -42,26 +73,28 @@ class ParameterServerConfig:
     memory_limit_bytes: Annotated[int, Parameter(metavar="BYTES")] = field(
         default_factory=default_limit_bytes
     )
-    """Limit of shards with their optimizer state, copies included, and gradients not applied yet.
-    Beyond it no shard is created, no copy taken and no table grows. By default 80 % of the memory
-    limit of the cgroup, else of the machine's memory."""
+    """Limit for shards with their optimizer state, copies included, and gradients not applied yet.
+    Beyond it, no shard is created, no copy is taken and no table grows. By default 80 % of the
+    cgroup's memory limit, or of the machine's memory."""
     max_sessions: Annotated[int, Parameter(metavar="N")] = MAX_SESSIONS
-    """Sessions that a shard remembers the pushes of: as many live members as may push to it. Give
-    all servers of a cluster the same."""
+    """How many sessions a shard remembers the pushes of: at least the number of live members that
+    push to it. The same on all servers of a cluster."""
     drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 20.0
-    """On SIGTERM, hand the shards over to other servers first, for this long at most."""
+    """On SIGTERM, how long to spend on handing shards over to other servers."""
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
+    work: Annotated[WorkLimits, FLAT] = field(default_factory=WorkLimits)
     lease_ttl_s: Annotated[float, INTERNAL] = 5.0
     """A server that etcd has not heard of for so long is taken for gone: no shards are placed on
     it."""
-    max_unfinished_bytes: Annotated[int, INTERNAL] = 2 * 1024**3
-    """Gradients that are received but not applied yet, over all calls; beyond it, pushes are
-    refused as Overloaded, and clients retry."""
-    num_threads: Annotated[int, INTERNAL] = field(default_factory=lambda: os.cpu_count() or 1)
-    """Shards that are worked on at the same time."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "listen", listening(self.listen, self.bind))
+        object.__setattr__(self, "listen", listening(self.listen, self.reach.bind))
+        listens = {"gRPC": self.listen}
+        if self.metrics:
+            address = listening(self.metrics, LOOPBACK, "--metrics")
+            object.__setattr__(self, "metrics", address)
+            listens["metrics"] = address
+        self.reach.check(listens)
         if not 0 <= self.bulk_port < 65536:
             raise InvalidSpec("bad --bulk-port", seen=str(self.bulk_port), expected="0 to 65535")
         if self.server_id and not is_name(self.server_id):
@@ -74,10 +107,5 @@ class ParameterServerConfig:
             raise InvalidSpec("bad --drain-s", seen=f"{self.drain_s:g}", expected="0 or more")
         if self.max_sessions < 1:
             raise InvalidSpec("bad --max-sessions", seen=str(self.max_sessions), expected="above 0")
-        if min(self.num_threads, self.max_unfinished_bytes) < 1 or self.lease_ttl_s <= 0:
-            raise InvalidSpec(
-                "a limit of the parameter server is out of range",
-                seen=f"num_threads {self.num_threads}, lease_ttl_s {self.lease_ttl_s},"
-                f" max_unfinished_bytes {self.max_unfinished_bytes}",
-                expected="all above zero",
-            )
+        if self.lease_ttl_s <= 0:
+            raise InvalidSpec("bad lease_ttl_s", seen=f"{self.lease_ttl_s:g}", expected="above 0")

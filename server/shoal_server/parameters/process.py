@@ -8,7 +8,7 @@ import re
 import signal
 import time
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import structlog
 import torch
+from prometheus_client.metrics_core import Metric
 
 from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
@@ -52,9 +53,18 @@ from shoal_server.parameters.shard.workers import Workers
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving import tasks
-from shoal_server.serving.listening import advertised, warn_of_reach
+from shoal_server.serving.admission import descriptors
+from shoal_server.serving.admission.calls import CallCounts
+from shoal_server.serving.durations import Durations
+from shoal_server.serving.listening import advertised, split_address, warn_of_reach
 from shoal_server.serving.loop_lag import LoopLag
-from shoal_server.serving.rpc import bind, new_server
+from shoal_server.serving.process_metrics import (
+    MetricsEndpoint,
+    build_info,
+    histogram,
+    loop_lag,
+)
+from shoal_server.serving.rpc import bind, call_durations, new_server
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +93,7 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
     """
     # Parallelism is over shards; threads within one kernel would only fight with it.
     torch.set_num_threads(1)
+    descriptors.raise_limit()
     keep_freed_memory()
     # Gradients are read where they arrived, in immutable bytes; the kernels do not write to them.
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -118,16 +129,17 @@ async def running(
 ) -> AsyncIterator[RunningServer]:
     """A server that serves as long as the block runs."""
     async with AsyncExitStack() as stack:
-        server = new_server()
+        calls, durations = CallCounts(config.work.calls), call_durations()
+        server = new_server(durations, calls, config.work.calls)
         port = bind(server, config.listen)
         address = advertised(config.advertise, config.listen, port)
         server_id = config.server_id or _id_of(address)
-        pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="shoal-shards")
+        pool = ThreadPoolExecutor(config.work.num_threads, thread_name_prefix="shoal-shards")
         stack.callback(pool.shutdown)
         me = Holder(server_id, new_incarnation())
         run = Workers(pool)
         catalog = Catalog(store, me, max_sessions=config.max_sessions)
-        budget = Budget(config.max_unfinished_bytes)
+        budget = Budget(config.work.max_unfinished_bytes)
         memory = Memory(config.memory_limit_bytes, catalog, budget)
         driver = CoreDriver(ReplicationCore(me, config.timeouts.limits))
         replicas = ShardReplicas(
@@ -149,6 +161,7 @@ async def running(
             offers=offers,
             loop_lag=await stack.enter_async_context(LoopLag()),
         )
+        await stack.enter_async_context(_metrics_served(config, servicer, durations))
         handlers.add_parameters(servicer, server)
         maker = TableMaker(store, catalog, replicas, memory)
         tables = TablesServicer(
@@ -178,7 +191,12 @@ async def running(
             await disowning.look()
             await stack.enter_async_context(tasks.running(disowning.look_for_ever()))
         stack.push_async_callback(server.stop, 1.0)
-        listener = BulkListener(BulkServices(servicer, tables, replication), offers, memory)
+        listener = BulkListener(
+            BulkServices(servicer, tables, replication),
+            offers,
+            memory,
+            most=config.work.most_bulk_connections,
+        )
         host = config.listen.rpartition(":")[0]
         await stack.enter_async_context(listener.listening(host, config.bulk_port))
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
@@ -213,6 +231,35 @@ async def running(
             registration=registration,
         )
     log.info("parameter_server_stopped", server_id=server_id)
+
+
+@asynccontextmanager
+async def _metrics_served(
+    config: ParameterServerConfig, servicer: ParametersServicer, calls: Durations
+) -> AsyncIterator[None]:
+    """Where the config says; nowhere by default."""
+    if not config.metrics:
+        yield
+        return
+    collect = partial(_metrics, servicer, calls)
+    async with MetricsEndpoint(*split_address(config.metrics), collect):
+        yield
+
+
+def _metrics(servicer: ParametersServicer, calls: Durations) -> Iterator[Metric]:
+    """What Prometheus is told of this process; its shards are in the coordinator's metrics."""
+    yield build_info("ps")
+    yield loop_lag("process", servicer.loop_lag)
+    yield histogram(
+        "shoal_ps_call_duration_seconds",
+        "How long gRPC calls with one answer took, by method and outcome (OK, or the error).",
+        calls,
+    )
+    yield histogram(
+        "shoal_ps_push_duration_seconds",
+        "How long pushes to parameters took, from their header to the last answer.",
+        servicer.push_durations,
+    )
 
 
 @asynccontextmanager

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
+from shoal_proto.tls.channels import open_aio_channel
+from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_server.core.shards.assignments import Holder
@@ -14,7 +16,7 @@ async def answers(
     holder: Holder, address: str, *, options: Sequence[tuple[str, int | str]], within_s: float
 ) -> bool:
     """Whether that very process answers at the address, over a channel with these options."""
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
+    async with open_aio_channel(address, SERVER_NAME, options) as channel:
         try:
             found = await ReplicationStub(channel).Identify(pb.IdentifyRequest(), timeout=within_s)
         except grpc.RpcError:

@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls import identity
 
 log = structlog.get_logger(__name__)
 
@@ -90,25 +91,29 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def opened(listens: Mapping[str, str]) -> dict[str, str]:
+    """Those of the addresses, host:port by what is served there, that other machines reach."""
+    return {
+        name: address
+        for name, address in listens.items()
+        if not is_loopback(split_address(address)[0])
+    }
+
+
 def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
     """Warn, in one line, of ports that strangers may reach, or of an address that the other
     machines of a cluster cannot.
 
     `listens`: host:port by what is served there; `etcd`: its endpoints, host:port.
     """
-    opened = {
-        name: address
-        for name, address in listens.items()
-        if not is_loopback(split_address(address)[0])
-    }
-    if opened:
+    if (found := opened(listens)) and identity.own() is None:
         log.warning(
             "ports_open_to_others",
-            **opened,
+            **found,
             reason="no TLS and no password: anybody who reaches these ports can read parameters"
             " and end jobs; let only machines of this cluster reach them",
         )
-    elif not all(is_loopback(split_address(endpoint)[0]) for endpoint in etcd):
+    elif not found and not all(is_loopback(split_address(endpoint)[0]) for endpoint in etcd):
         log.warning(
             "reached_from_this_machine_only",
             **listens,

@@ -1,9 +1,16 @@
 """Options that every serving process has, and what marks a field that is no option."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from cyclopts import Parameter
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls.names import Role
+from shoal_proto.tls.options import TlsOptions
+from shoal_server.serving.listening import LOOPBACK, opened
 
 INTERNAL = Parameter(parse=False)
 """On a field of a config: it is set in code, and is no option of the command line."""
@@ -16,8 +23,8 @@ BindAddress = Annotated[
     Parameter(
         name="--bind",
         metavar="ADDRESS",
-        help="Serve every port at this address; 0.0.0.0: at all of this machine's. There is no TLS"
-        " and no password: whoever reaches the ports can read parameters and end jobs.",
+        help="Serve every port at this address; 0.0.0.0: at all of this machine's. One that others"
+        " reach needs --tls, or --insecure.",
     ),
 ]
 ListenAddress = Annotated[
@@ -33,9 +40,61 @@ AdvertisedAddress = Annotated[
         " address, this machine's name.",
     ),
 ]
+MetricsAddress = Annotated[
+    str,
+    Parameter(
+        name="--metrics",
+        metavar="[HOST:]PORT",
+        help="Serve metrics for Prometheus there, without TLS and without a token. A port alone is"
+        " at 127.0.0.1. By default none are served.",
+    ),
+]
 ReadyFile = Annotated[
     Path | None,
     Parameter(
-        name="--ready-file", metavar="FILE", help="Written once it serves: JSON with its addresses."
+        name="--ready-file",
+        metavar="FILE",
+        help="File to write once it serves, as JSON: its addresses.",
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach(TlsOptions):
+    """Where a process serves, and with which certificate. Without one only this machine reaches
+    it, unless somebody says otherwise."""
+
+    bind: BindAddress = LOOPBACK
+    insecure: Annotated[bool, Parameter(name="--insecure")] = False
+    """Serve at an address that others reach without TLS: whoever reaches it can read parameters
+    and end jobs."""
+
+    def check(self, listens: Mapping[str, str]) -> None:
+        """Raise InvalidSpec for an address that others reach, served without TLS and without
+        anybody having said so. `listens`: host:port by what is served there."""
+        tls = self.files is not None
+        if tls and self.insecure:
+            raise InvalidSpec(
+                "--insecure contradicts TLS",
+                seen="both --insecure and a certificate",
+                expected="one of them",
+            )
+        if not tls and not self.insecure and (found := opened(listens)):
+            raise InvalidSpec(
+                "an address that others reach is served without TLS",
+                seen=", ".join(f"{name} at {address}" for name, address in found.items()),
+                expected="loopback, or a certificate: --tls DIRECTORY, as `shoal certs init` makes",
+                fix="Where everybody who reaches it may read parameters and end jobs: --insecure.",
+            )
+
+
+class CoordinatorReach(Reach):
+    """A coordinator's."""
+
+    roles: ClassVar[tuple[Role, ...]] = (Role.COORDINATOR,)
+
+
+class ServerReach(Reach):
+    """A parameter server's."""
+
+    roles: ClassVar[tuple[Role, ...]] = (Role.SERVER,)

@@ -3,6 +3,7 @@
 No servicer sees a request that does not parse, or that `bounds` does not let through.
 """
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +24,14 @@ from shoal_proto.errors import (
 )
 from shoal_proto.protocol import OWN_PROTOCOLS, USER_AGENT_OPTION, announced
 from shoal_proto.status import to_status
+from shoal_proto.tls import identity
+from shoal_proto.tls.channels import add_port
+from shoal_proto.tls.names import Caller
+from shoal_server.serving.access.checks import Admit, admission, check_request
+from shoal_server.serving.admission import audit
+from shoal_server.serving.admission.calls import CallCounts
+from shoal_server.serving.admission.config import CallLimits
+from shoal_server.serving.durations import Durations
 from shoal_server.serving.message_bounds import MessageBounds
 
 log = structlog.get_logger(__name__)
@@ -60,8 +69,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     failure without a word on what was wrong.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        durations: Durations | None = None,
+        counts: CallCounts | None = None,
+        *,
+        by_role: bool = False,
+    ) -> None:
+        """`durations` is told how long each call with one answer took: method, outcome.
+        `by_role`: callers have certificates, and may make the calls of their role."""
+        self._durations = durations or call_durations()
+        self._by_role = by_role
         self._bounds = MessageBounds()
+        self._counts = counts or CallCounts()
         # By method: what its handler became. As many as the server has methods.
         self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
         # By user agent: what is wrong with the protocol that it speaks.
@@ -102,7 +122,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # grpcio's handlers are named tuples, though its types do not say so.
         replace: Callable[..., grpc.RpcMethodHandler[Any, Any]] = handler._replace
         # One request is parsed before the handler is called, a stream of them as it comes.
-        decode: Callable[[Any], Any]
+        decode: Decode
         if mismatch is not None:
             decode = partial(_refuse, mismatch)
         elif handler.unary_unary or handler.unary_stream:
@@ -110,8 +130,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         else:
             decode = partial(_parsed, parse, self._bounds, method)
         kind = next(k for k in _KINDS if getattr(handler, k))
-        answering = _many if kind.endswith("_stream") else _once
-        call = answering(method, decode, getattr(handler, kind))
+        inner = getattr(handler, kind)
+        admit = admission(method) if self._by_role else _anybody
+        admitted = partial(_admitted, admit, decode)
+        if kind.endswith("_stream"):
+            call = _many(method, admitted, inner, self._counts)
+        else:
+            call = _once(method, admitted, inner, (self._durations, self._counts))
         encode = partial(_encoded, handler.response_serializer)
         return replace(request_deserializer=None, response_serializer=encode, **{kind: call})
 
@@ -130,14 +155,29 @@ def _mismatch(agent: str) -> ProtocolMismatch | None:
     return None
 
 
-def _refuse(mismatch: ProtocolMismatch, data: object) -> Message:
+Decode = Callable[[Caller | None, Any], Any]
+"""From the caller, where it has a certificate, and the bytes of a request or a stream of them."""
+
+
+def _anybody(context: object) -> None:
+    return None
+
+
+def _admitted(admit: Admit, decode: Decode, context: Context, data: Any) -> Any:
+    """The request of a caller that may make it. Raises what it is refused with."""
+    return decode(admit(context), data)
+
+
+def _refuse(mismatch: ProtocolMismatch, caller: Caller | None, data: object) -> Message:
     # The one that is kept would gather the traceback of each call.
     raise ProtocolMismatch(
         mismatch.what, seen=mismatch.seen, expected=mismatch.expected, fix=mismatch.fix
     )
 
 
-def _parse(parse: Parser, bounds: MessageBounds, method: str, data: bytes) -> Message:
+def _parse(
+    parse: Parser, bounds: MessageBounds, method: str, caller: Caller | None, data: bytes
+) -> Message:
     try:
         message = parse(data)
     except DecodeError as error:
@@ -150,6 +190,8 @@ def _parse(parse: Parser, bounds: MessageBounds, method: str, data: bytes) -> Me
             fix="Send a message of that type; the .proto files are in the package shoal_proto.",
         ) from error
     bounds.check(message)
+    if caller is not None and isinstance(message, Message):
+        check_request(caller, message)
     return message
 
 
@@ -159,10 +201,14 @@ def _encoded(serialize: Callable[[Message], bytes], reply: Message | bytes) -> b
 
 
 async def _parsed(
-    parse: Parser, bounds: MessageBounds, method: str, data: AsyncIterator[bytes]
+    parse: Parser,
+    bounds: MessageBounds,
+    method: str,
+    caller: Caller | None,
+    data: AsyncIterator[bytes],
 ) -> AsyncIterator[Message]:
     async for item in data:
-        yield _parse(parse, bounds, method, item)
+        yield _parse(parse, bounds, method, caller, item)
 
 
 def refusal_of(method: str, error: Exception) -> ShoalError:
@@ -179,43 +225,85 @@ def refusal_of(method: str, error: Exception) -> ShoalError:
     return InternalError(f"{method} failed on the server", seen=repr(error))
 
 
-async def _abort(context: Context, method: str, error: Exception) -> None:
-    code, text, metadata = to_status(refusal_of(method, error))
+async def _abort(context: Context, method: str, refusal: ShoalError, counts: CallCounts) -> None:
+    counts.ended(method, refusal)
+    code, text, metadata = to_status(refusal)
     await context.abort(code, text, metadata)
 
 
+def call_durations() -> Durations:
+    """Of calls by method ("Membership/Propose") and outcome: OK, or the name of the error."""
+    return Durations(("method", "outcome"))
+
+
 def _once(
-    method: str, decode: Callable[[Any], Any], inner: Callable[..., Any]
+    method: str,
+    decode: Callable[[Context, Any], Any],
+    inner: Callable[..., Any],
+    told: tuple[Durations, CallCounts],
 ) -> Callable[..., Any]:
+    name = method.removeprefix("/").rpartition(".")[2]
+    durations, counts = told
+
     async def call(data: Any, context: Context) -> Any:
+        began_s, outcome = time.perf_counter(), "OK"
+        request: object = None
         try:
-            return await inner(decode(data), context)
+            with counts.open(context.peer()):
+                request = decode(context, data)
+                answer = await inner(request, context)
+            audit.note(method, request, context, "OK")
+            return answer
         except (grpc.aio.AbortError, grpc.aio.UsageError):
+            outcome = "aborted"
             raise
         except Exception as error:  # noqa: BLE001 - the outermost frame of a call
-            await _abort(context, method, error)
+            refusal = refusal_of(method, error)
+            outcome = type(refusal).__name__
+            audit.note(method, request, context, outcome)
+            await _abort(context, method, refusal, counts)
+        finally:
+            durations.observe(time.perf_counter() - began_s, name, outcome)
 
     return call
 
 
 def _many(
-    method: str, decode: Callable[[Any], Any], inner: Callable[..., Any]
+    method: str,
+    decode: Callable[[Context, Any], Any],
+    inner: Callable[..., Any],
+    counts: CallCounts,
 ) -> Callable[..., Any]:
     async def call(data: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            async for reply in inner(decode(data), context):
-                yield reply
+            with counts.open(context.peer()):
+                async for reply in inner(decode(context, data), context):
+                    yield reply
         except (grpc.aio.AbortError, grpc.aio.UsageError):
             raise
         except Exception as error:  # noqa: BLE001 - the outermost frame of a call
-            await _abort(context, method, error)
+            await _abort(context, method, refusal_of(method, error), counts)
 
     return call
 
 
-def new_server() -> grpc.aio.Server:
-    """A server with Shoal's limits and error answers, not yet bound."""
-    return grpc.aio.server(interceptors=(ErrorInterceptor(),), options=CHANNEL_OPTIONS)
+def new_server(
+    durations: Durations | None = None,
+    counts: CallCounts | None = None,
+    limits: CallLimits | None = None,
+) -> grpc.aio.Server:
+    """A server with Shoal's limits and error answers, not yet bound. `durations` and `counts` are
+    told of its calls.
+
+    Where this process has a certificate, callers have one too, and may make the calls of its role.
+    """
+    limits = limits or CallLimits()
+    interceptor = ErrorInterceptor(
+        durations, counts or CallCounts(limits), by_role=identity.own() is not None
+    )
+    return grpc.aio.server(
+        interceptors=(interceptor,), options=(*CHANNEL_OPTIONS, *limits.channel_options)
+    )
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:
@@ -224,7 +312,7 @@ def bind(server: grpc.aio.Server, address: str) -> int:
     Raises AddressInUse when the port is taken or the host is not this machine's.
     """
     try:
-        port = server.add_insecure_port(address)
+        port = add_port(server, address)
     except RuntimeError:
         port = 0
     if port == 0:

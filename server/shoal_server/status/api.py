@@ -8,10 +8,11 @@ from fastapi import APIRouter, Path, Query
 from shoal_proto.health import MAX_COUNT
 from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.status.board import MAX_EVENTS
-from shoal_server.status.errors import ErrorBody
 from shoal_server.status.health import HealthReport
+from shoal_server.status.http.errors import ErrorBody
 from shoal_server.status.reading import (
     Events,
+    History,
     JobDetail,
     JobSummary,
     MemberDetail,
@@ -34,6 +35,7 @@ NOT_FOUND: Responses = {
 REPORT_REFUSED: Responses = {
     **NOT_FOUND,
     409: {"model": ErrorBody, "description": "The incarnation is not the member's."},
+    408: {"model": ErrorBody, "description": "The body did not come in time."},
     413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
 }
@@ -136,6 +138,14 @@ def _add_history(api: APIRouter, reading: StatusQueries) -> None:
         job: JobName,
         after: Annotated[int, Query(ge=0, le=MAX_COUNT, description="Only ids above this.")] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100,
+        details: Annotated[
+            bool, Query(description="Also the steps on the way to what others tell in one line.")
+        ] = True,
     ) -> Events:
         """What happened to the job, oldest first; the newest 1000 events are kept."""
-        return reading.events(job, after, limit)
+        return reading.events(job, after, limit, details=details)
+
+    @api.get("/jobs/{job}/history", summary="Charts", tags=["history"], responses=NOT_FOUND)
+    async def history(job: JobName) -> History:
+        """Loss, throughput, step times and staleness over the job's life, and its changes."""
+        return reading.history(job)

@@ -1,12 +1,22 @@
 """The FastAPI app of a coordinator, built from what it shows."""
 
+from dataclasses import replace
+
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.loop_lag import LoopLag
-from shoal_server.status import api, errors, metrics, page
+from shoal_server.status import api, metrics, page
+from shoal_server.status.access import api as access_api
+from shoal_server.status.access.api import Operations
+from shoal_server.status.access.guard import AccessControl, Guard
 from shoal_server.status.board import StatusBoard
+from shoal_server.status.http import errors
+from shoal_server.status.http.bounds import HttpBounds
+from shoal_server.status.http.hosts import AllowedHosts, HostCheck
+from shoal_server.status.port_metrics import PortMetrics
 from shoal_server.status.reading import StatusQueries
 from shoal_server.status.source import StatusSource
 from shoal_server.status.views import Readiness
@@ -16,24 +26,41 @@ parameter shards and events. Workers report their health here. Every failure is 
 `kind`, `what`, `seen`, `expected`, `fix`. Liveness of members never depends on this API."""
 
 
-def build_app(source: StatusSource, board: StatusBoard) -> FastAPI:
-    """An app that shows `source` and `board`; serve it with `serve.StatusServer`.
+def build_app(
+    source: StatusSource,
+    board: StatusBoard,
+    measures: metrics.ProcessMeasures | None = None,
+    *,
+    bounds: HttpBounds | None = None,
+    calls: CallCounts | None = None,
+    hosts: AllowedHosts | None = None,
+    guard: Guard | None = None,
+    operations: Operations | None = None,
+) -> FastAPI:
+    """An app that shows `source` and `board`; serve it with `serve.StatusServer`. `measures`: what
+    the metrics tell of the process beside them.
 
-    It must run on the event loop that source and board belong to.
+    It must run on the event loop that source and board belong to. `calls`: those over gRPC, for
+    the metrics. `guard`: who is let in; without one, everybody.
     """
+    bounds, guard = bounds or HttpBounds(), guard or Guard()
     # The pages that FastAPI offers for its schema load scripts from a CDN: they stay off.
     app = FastAPI(title="Shoal", description=DESCRIPTION, docs_url=None, redoc_url=None)
     reading = StatusQueries(source, board)
-    app.state.closing = page.Closing()
-    app.state.loop_lag = LoopLag()
-    errors.install(app)
+    app.state.bounds, app.state.loop_lag = bounds, LoopLag()
+    errors.install(app, bounds.limits.http_request_s)
+    app.add_middleware(AccessControl, guard=guard)
+    app.add_middleware(HostCheck, allowed=hosts or AllowedHosts())
     app.include_router(api.router(reading))
-    app.include_router(page.router(reading, app.state.closing))
-    _add_probes(app, reading, app.state.loop_lag)
+    app.include_router(access_api.router(guard, operations))
+    app.include_router(page.router(reading, bounds.streams))
+    ports = PortMetrics(bounds=bounds, calls=calls or CallCounts())
+    measures = measures or metrics.ProcessMeasures()
+    _add_probes(app, reading, replace(measures, loop_lag=app.state.loop_lag, ports=ports))
     return app
 
 
-def _add_probes(app: FastAPI, reading: StatusQueries, loop_lag: LoopLag) -> None:
+def _add_probes(app: FastAPI, reading: StatusQueries, measures: metrics.ProcessMeasures) -> None:
     @app.get("/healthz", summary="Alive?", tags=["probes"], response_class=PlainTextResponse)
     async def healthz() -> str:
         """200 while the process serves at all."""
@@ -54,4 +81,4 @@ def _add_probes(app: FastAPI, reading: StatusQueries, loop_lag: LoopLag) -> None
     @app.get("/metrics", summary="Prometheus metrics", tags=["probes"], response_class=Response)
     async def prometheus() -> Response:
         """Computed when asked for; names end in their unit."""
-        return Response(await metrics.render(reading, loop_lag), media_type=CONTENT_TYPE_LATEST)
+        return Response(await metrics.render(reading, measures), media_type=CONTENT_TYPE_LATEST)

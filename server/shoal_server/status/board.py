@@ -5,18 +5,36 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import structlog
+
+from shoal_server.core.membership.changes import Story
+from shoal_server.status.history.records import ChangeView, SeriesView
+from shoal_server.status.history.series import Reading, Series
+from shoal_server.status.history.stories import ChangeTotals, Pause, Stories
 from shoal_server.status.views import EventView, HealthView
+
+log = structlog.get_logger(__name__)
 
 MAX_EVENTS = 1000
 MAX_MEMBERS = 4096
 MAX_JOBS = 256
 MAX_LOSSES = 60
 MAX_REASON_LENGTH = 2000
+DETAILS = frozenset(
+    {
+        *("member_joined", "member_proposed", "member_removed", "boundary_agreed"),
+        *("collective_failed", "phase_collect", "phase_prepare", "phase_committed"),
+        *("phase_aborted", "phase_running", "shards_copied"),
+    }
+)
+"""Kinds of events that lead to what `generation_changed` tells in one line."""
 
 
 @dataclass(kw_only=True)
 class _MemberHealth:
     latest: HealthView
+    step: int = 0
+    """The newest that it said: one that was wrong is mended by the next report."""
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
 
 
@@ -25,10 +43,34 @@ class _JobBoard:
     events: deque[EventView] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     health: OrderedDict[str, _MemberHealth] = field(default_factory=OrderedDict)
     num_reports: int = 0
-    highest_step: int = 0
+    gone_highest_step: int = 0
+    """Of processes that others have taken the place of, as they reported last."""
+    gone_total_steps: int = 0
     last_loss: float | None = None
-    total_steps: int = 0
     event_counts: Counter[str] = field(default_factory=Counter)
+    stories: Stories = field(default_factory=Stories)
+    series: Series = field(default_factory=Series)
+    snapshot_unix_s: float | None = None
+
+    def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
+        """A process that has not reported before is that member now."""
+        if (before := self.health.pop(member_id, None)) is not None:
+            self.settle(before)
+        fresh = self.health[member_id] = _MemberHealth(latest=health)
+        return fresh
+
+    def settle(self, gone: _MemberHealth) -> None:
+        """Nothing more comes of that process: what it said last counts."""
+        self.gone_highest_step = max(self.gone_highest_step, gone.step)
+        self.gone_total_steps += gone.step
+
+    @property
+    def highest_step(self) -> int:
+        return max(self.gone_highest_step, *(each.step for each in self.health.values()), 0)
+
+    @property
+    def total_steps(self) -> int:
+        return self.gone_total_steps + sum(each.step for each in self.health.values())
 
 
 class StatusBoard:
@@ -57,16 +99,82 @@ class StatusBoard:
             reason=reason[:MAX_REASON_LENGTH],
             member_id=member_id,
             generation=generation,
+            detail=kind in DETAILS,
         )
         board = self._board(job)
         board.events.append(event)
         board.event_counts[kind] += 1
         return event
 
-    def events(self, job: str, *, after: int = 0, limit: int = 100) -> Sequence[EventView]:
+    def runs(self, job: str, story: Story) -> None:
+        """A generation has come to run. Its story is told as soon as it is whole, or by
+        `tell_due`."""
+        self._tell(job, self._board(job).stories.runs(story, self._clock()))
+
+    def tell_due(self, job: str) -> None:
+        """Tell what has waited long enough for what members say of it."""
+        if (board := self._jobs.get(job)) is not None:
+            self._tell(job, board.stories.due(self._clock()))
+
+    def _tell(self, job: str, changes: Sequence[ChangeView]) -> None:
+        for change in changes:
+            log.info("generation_changed", job=job, reason=change.line)
+            self.event(job, "generation_changed", change.line, generation=change.generation)
+
+    def snapshot_taken(self, job: str, unix_s: float, told: str) -> None:
+        """A snapshot of the job is complete, as of that time."""
+        self._board(job).snapshot_unix_s = unix_s
+        self.event(job, "snapshot_taken", told)
+
+    def snapshot_unix_s(self, job: str) -> float | None:
+        """As of when the newest snapshot is; None: this coordinator has seen none being taken."""
+        board = self._jobs.get(job)
+        return board.snapshot_unix_s if board else None
+
+    def changes(self, job: str) -> Sequence[ChangeView]:
+        """How the newest generations followed one another, the newest last; at most 100."""
+        board = self._jobs.get(job)
+        return tuple(board.stories.changes) if board else ()
+
+    def paused_s(self, job: str) -> float:
+        """Seconds that members did not train because of changes while a generation ran."""
+        board = self._jobs.get(job)
+        return board.stories.extra_s if board else 0.0
+
+    def change_totals(self, job: str) -> ChangeTotals:
+        """What changes of members have cost the job, since this coordinator leads."""
+        board = self._jobs.get(job)
+        return board.stories.totals if board else ChangeTotals()
+
+    def measured(self, job: str, reading: Reading) -> None:
+        """Note how the job stands, for its charts."""
+        self._board(job).series.add(reading, self._clock())
+
+    def reports(self, job: str) -> Mapping[str, HealthView]:
+        """The newest report of each member, those that are gone included."""
+        board = self._jobs.get(job)
+        return {name: each.latest for name, each in board.health.items()} if board else {}
+
+    def restore_history(
+        self, job: str, series: SeriesView, changes: Sequence[ChangeView], extra_s: float
+    ) -> None:
+        """Go on from what another leader kept."""
+        board = self._board(job)
+        board.series.restore(series)
+        board.stories.restore(changes, extra_s)
+
+    def history(self, job: str) -> tuple[Stories, Series] | None:
+        """What is charted of the job; None of one that nothing is known of."""
+        board = self._jobs.get(job)
+        return (board.stories, board.series) if board else None
+
+    def events(
+        self, job: str, *, after: int = 0, limit: int = 100, details: bool = True
+    ) -> Sequence[EventView]:
         """The oldest `limit` events with an id above `after`, in order."""
         board = self._jobs.get(job)
-        found = [e for e in board.events if e.id > after] if board else []
+        known = board.events if board else ()
+        found = [e for e in known if e.id > after and (details or not e.detail)]
         return found[:limit]
 
     def last_events(self, job: str, limit: int) -> Sequence[EventView]:
@@ -84,16 +192,21 @@ class StatusBoard:
         board = self._board(job)
         known = board.health.get(member_id)
         if known is None or known.latest.public_id != health.public_id:
-            known = board.health[member_id] = _MemberHealth(latest=health)
-            board.total_steps += health.step or 0
-        else:
-            board.total_steps += max(0, (health.step or 0) - (known.latest.step or 0))
+            known = board.replace(member_id, health)
         known.latest = health
+        known.step = known.step if health.step is None else health.step
         board.num_reports += 1
-        board.highest_step = max(board.highest_step, health.step or 0)
         board.health.move_to_end(member_id)
         if len(board.health) > MAX_MEMBERS:
-            board.health.popitem(last=False)
+            board.settle(board.health.popitem(last=False)[1])
+        if health.paused_s is not None and health.generation is not None:
+            pause = Pause(
+                member_id=member_id,
+                generation=health.generation,
+                paused_s=health.paused_s,
+                steps_lost=health.lost_steps or 0,
+            )
+            self._tell(job, board.stories.paused(pause))
         if health.loss is not None:
             board.last_loss = health.loss
         if health.loss is not None and health.step is not None:
@@ -107,8 +220,9 @@ class StatusBoard:
         board = self._jobs.get(job)
         if board is not None:
             board.health.clear()
-            board.highest_step = board.total_steps = 0
+            board.gone_highest_step = board.gone_total_steps = 0
             board.last_loss = None
+            board.stories, board.series = Stories(), Series()
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
         """The latest report of that very process, by its public id."""

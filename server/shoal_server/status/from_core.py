@@ -26,6 +26,9 @@ from shoal_server.status.views import (
 
 MAX_GENERATIONS = 100
 QUARANTINED = "quarantined"
+OWN_CODE_TOLD_S = 5.0
+"""A validation, a save: for less, nobody asks what is going on."""
+MAX_AWAY = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,7 @@ def job_view(
     taken to be in Unix seconds. With `now_s`, on it, it is said for how long somebody has been
     paused.
     """
-    paused = job.why_paused(now_s)
+    paused, away = job.why_paused(now_s), _in_own_code(job, now_s)
     roster = job.attempt or job.running or job.previous
     result = job.tally.result
     newest = sorted(records, key=lambda record: -record.roster.generation)[:MAX_GENERATIONS]
@@ -66,6 +69,7 @@ def job_view(
             num_restarts=job.tally.num_breaks,
             loss=result.loss if result else None,
             num_samples=result.num_samples if result else None,
+            idle_s=_idle_s(job, now_s),
         ),
         reason=job.reason,
         since_unix_s=job.state.stage.since_s,
@@ -77,7 +81,7 @@ def job_view(
         fields=dict(roster.fields) if roster else {},
         members=tuple(
             _while_paused(
-                _member_view(job, member, last_seen.get(member.member_id)),
+                _while_away(_member_view(job, member, last_seen.get(member.member_id)), away),
                 job.table.pauses.of(member),
                 paused,
             )
@@ -87,12 +91,22 @@ def job_view(
     )
 
 
+def _idle_s(job: Job, now_s: float | None) -> float:
+    """Until now, where nobody trains now."""
+    if now_s is None or job.phase in PHASES_OVER:
+        return job.tally.idle_s
+    changes = job.state.tries.changes
+    since_s = job.tally.begun_s if changes.before is None else changes.broke_s
+    return job.tally.idle_s + (max(0.0, now_s - since_s) if since_s is not None else 0.0)
+
+
 def member_view(
     job: Job, member: Member, seen: LastSeen | None, *, now_s: float | None = None
 ) -> MemberView:
     """One member, as in its job's view."""
     own = job.table.pauses.of(member)
-    return _while_paused(_member_view(job, member, seen), own, job.why_paused(now_s))
+    view = _while_away(_member_view(job, member, seen), _in_own_code(job, now_s))
+    return _while_paused(view, own, job.why_paused(now_s))
 
 
 def quarantined_view(job: str, reason: str, since_unix_s: float) -> JobView:
@@ -169,6 +183,31 @@ def _member_view(job: Job, member: Member, seen: LastSeen | None) -> MemberView:
         joined_unix_s=member.joined_s,
         last_seen_unix_s=last_seen_s,
     )
+
+
+def _in_own_code(job: Job, now_s: float | None) -> Mapping[str, str]:
+    """Of those that train together: who has been in the script's own code for long, in words."""
+    roster = job.running
+    if now_s is None or roster is None or not roster.synchronous:
+        return {}
+    found = {}
+    for member in job.members_of(roster):
+        since_s = member.trainer.own_code_since_s
+        if since_s is not None and now_s - since_s >= OWN_CODE_TOLD_S:
+            found[member.member_id] = f"in your code for {now_s - since_s:.0f} s"
+    return found
+
+
+def _while_away(view: MemberView, away: Mapping[str, str]) -> MemberView:
+    """The same member, if somebody that it trains with has been in the script's own code for long:
+    then the others wait for that one."""
+    if view.state != "training" or not away:
+        return view
+    if own := away.get(view.member_id):
+        return replace(view, waiting_for=f"nothing: it has been {own}")
+    names = [f"{member_id}, which has been {told}" for member_id, told in away.items()]
+    more = f" and {len(names) - MAX_AWAY} more" if len(names) > MAX_AWAY else ""
+    return replace(view, waiting_for="; ".join(names[:MAX_AWAY]) + more)
 
 
 def _while_paused(view: MemberView, own: Pause | None, paused: str) -> MemberView:

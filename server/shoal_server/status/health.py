@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import MaxLen, MinLen
-from pydantic import ConfigDict
+from pydantic import ConfigDict, field_validator
 
 from shoal_proto.health import HealthFigures
 from shoal_proto.incarnation import public_id
@@ -22,6 +22,9 @@ EXAMPLE = {
     "sent_bytes_per_step": 52480,
     "compression_ratio": 31.2,
     "last_error": "",
+    "generation": 4,
+    "paused_s": 0.06,
+    "lost_steps": 0,
 }
 
 
@@ -44,6 +47,13 @@ class HealthReport(HealthFigures):
     incarnation: Annotated[str, MinLen(1), MaxLen(64)]
     """UUID of the process start that reports; another one than the member's is refused. A
     secret of that process: it is not shown."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_kind(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError("Input should be a number or a text, not true or false")
+        return value
 
     def view(self, received_unix_s: float) -> HealthView:
         """The report as it is kept and shown."""

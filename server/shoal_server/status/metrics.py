@@ -4,36 +4,61 @@ Nothing is counted on the side, so nothing can drift from what the API shows, an
 job or member that is gone are gone with it.
 """
 
+import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from shoal_proto.errors import ShoalError
 from shoal_proto.health import gauges
+from shoal_server.serving.durations import Durations
 from shoal_server.serving.loop_lag import LoopLag
+from shoal_server.serving.process_metrics import build_info, histogram, loop_lag
+from shoal_server.serving.rpc import call_durations
 from shoal_server.serving.tasks import gather_bounded
 from shoal_server.status import shard_metrics
+from shoal_server.status.port_metrics import PortMetrics
 from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import FIGURES, OVER, STATES, JobView, ShardsView
 
 log = structlog.get_logger(__name__)
 
 PHASES = (
-    *("collect", "prepare", "committed", "running", "aborted", "finished", "lost"),
-    "quarantined",
+    *("collect", "prepare", "committed", "running", "aborted", "finished", "failed", "stopped"),
+    *("lost", "quarantined"),
 )
+KINDS = (
+    *("generation_changed", "member_joined", "member_removed", "member_refused"),
+    *("collective_failed", "phase_aborted", "server_lost", "shards_lost", "shards_moved"),
+    *("snapshot_taken", "job_quarantined"),
+)
+"""Events whose counters are there from the start: what is born at 1 has no increase to show."""
 MAX_OVER = 50
 
 
-async def render(reading: StatusQueries, loop_lag: LoopLag) -> bytes:
+@dataclass(frozen=True, kw_only=True)
+class ProcessMeasures:
+    """What is measured of the coordinator's process, beside what it shows."""
+
+    loop_lag: LoopLag = dataclasses.field(default_factory=LoopLag)
+    calls: Durations = dataclasses.field(default_factory=call_durations)
+    num_leader_changes: Callable[[], int] = lambda: 0
+    ports: PortMetrics | None = None
+
+
+async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
     """All metrics in Prometheus' text format.
 
     Of jobs that are over the newest 50 have series of their own; `shoal_jobs` counts them all.
@@ -47,7 +72,7 @@ async def render(reading: StatusQueries, loop_lag: LoopLag) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     states = Counter(job.state for job in every)
     jobs += tuple(over[:MAX_OVER])
-    registry.register(_Snapshot(reading, jobs, states, shards, loop_lag))
+    registry.register(_Snapshot(reading, jobs, states, shards, measures))
     return generate_latest(registry)
 
 
@@ -65,7 +90,7 @@ class _Snapshot(Collector):
     jobs: tuple[JobView, ...]
     states: Mapping[str, int]
     shards: Mapping[str, ShardsView]
-    loop_lag: LoopLag
+    measures: ProcessMeasures
 
     def collect(self) -> Iterator[Metric]:
         ready = self.reading.source.readiness().ready
@@ -74,20 +99,26 @@ class _Snapshot(Collector):
             "1 while this coordinator leads and reaches etcd.",
             value=float(ready),
         )
-        lag = GaugeMetricFamily(
-            "shoal_coordinator_loop_lag_seconds",
-            "How late this coordinator's event loop woke whoever had something to do, in the last"
-            " ten seconds.",
-            labels=["quantile"],
+        yield build_info("coordinator")
+        yield loop_lag("coordinator", self.measures.loop_lag)
+        yield CounterMetricFamily(
+            "shoal_coordinator_leader_changes",
+            "Times that this coordinator has seen another one lead than before.",
+            value=self.measures.num_leader_changes(),
         )
-        lag.add_metric(["0.99"], self.loop_lag.p99_s)
-        lag.add_metric(["1"], self.loop_lag.max_s)
-        yield lag
+        yield histogram(
+            "shoal_coordinator_call_duration_seconds",
+            "How long gRPC calls with one answer took, by method and outcome (OK, or the error).",
+            self.measures.calls,
+        )
+        if self.measures.ports is not None:
+            yield from self.measures.ports.collect()
         jobs = GaugeMetricFamily("shoal_jobs", "Jobs by state.", labels=["state"])
         for state in STATES:
             jobs.add_metric([state], self.states.get(state, 0))
         yield jobs
         yield from self._jobs()
+        yield from self._changes()
         yield from self._members()
         yield from self._samples()
         yield from shard_metrics.collect(self.shards)
@@ -119,10 +150,55 @@ class _Snapshot(Collector):
             for state in sorted(set(states) | {"training"}):
                 members.add_metric([job.job, state], states.count(state))
             step.add_metric([job.job], self.reading.summary(job).step)
-            for kind, count in sorted(self.reading.board.event_counts(job.job).items()):
+            counts = {**dict.fromkeys(KINDS, 0), **self.reading.board.event_counts(job.job)}
+            for kind, count in sorted(counts.items()):
                 events.add_metric([job.job, kind], count)
             reports.add_metric([job.job], self.reading.board.num_reports(job.job))
         yield from (phase, generation, members, step, events, reports)
+
+    def _changes(self) -> Iterator[Metric]:
+        """What changes of members have cost each job."""
+        labels, board = ["job"], self.reading.board
+        restarts = CounterMetricFamily(
+            "shoal_job_restarts",
+            "Running generations that ended because a member was lost or a collective failed.",
+            labels=labels,
+        )
+        idle = CounterMetricFamily(
+            "shoal_job_unproductive_seconds",
+            "Time in which it did not train: no generation ran, or members paused between two.",
+            labels=labels,
+        )
+        goodput = GaugeMetricFamily(
+            "shoal_job_goodput_ratio", "Share of its life in which it trained.", labels=labels
+        )
+        lost = CounterMetricFamily(
+            "shoal_job_lost_members", "Members that went without leave.", labels=labels
+        )
+        steps = CounterMetricFamily(
+            "shoal_job_lost_steps", "Steps that were committed and taken again.", labels=labels
+        )
+        recovery = HistogramMetricFamily(
+            "shoal_job_recovery_seconds",
+            "From the last step before a change to the first one after, beyond what a step takes.",
+            labels=labels,
+        )
+        age = GaugeMetricFamily(
+            "shoal_job_snapshot_age_seconds", "Since the newest snapshot.", labels=labels
+        )
+        for job in self.jobs:
+            summary, totals = self.reading.summary(job), board.change_totals(job.job)
+            restarts.add_metric([job.job], job.life.num_restarts)
+            idle.add_metric([job.job], job.life.idle_s + board.paused_s(job.job))
+            if summary.goodput is not None:
+                goodput.add_metric([job.job], summary.goodput)
+            lost.add_metric([job.job], totals.num_lost)
+            steps.add_metric([job.job], totals.steps_lost)
+            for _, buckets, sum_s in totals.recoveries.series():
+                recovery.add_metric([job.job], buckets=buckets, sum_value=sum_s)
+            if (taken_s := board.snapshot_unix_s(job.job)) is not None:
+                age.add_metric([job.job], max(0.0, time.time() - taken_s))
+        yield from (restarts, idle, goodput, lost, steps, recovery, age)
 
     def _members(self) -> Iterator[Metric]:
         labels = ["job", "member"]

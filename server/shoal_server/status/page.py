@@ -1,4 +1,4 @@
-"""The live page: three static files, and a stream of what they show."""
+"""The live page: a few static files, and a stream of what they show."""
 
 import asyncio
 import time
@@ -12,17 +12,23 @@ from fastapi import APIRouter, Query
 from fastapi.responses import Response, StreamingResponse
 from pydantic import RootModel, TypeAdapter
 
-from shoal_proto.errors import Overloaded, ShoalError
+from shoal_proto.errors import ShoalError
 from shoal_proto.names import MAX_NAME_LENGTH
+from shoal_server.status.http.streams import LiveResponse, LiveStreams
 from shoal_server.status.reading import JobDetail, JobSummary, StatusQueries
 from shoal_server.status.views import EventView, Readiness, ShardsView, View
 
 log = structlog.get_logger(__name__)
 
 TICK_S = 1.0
-MAX_STREAMS = 64
 MAX_SHOWN_EVENTS = 100
-_TYPES = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+_TYPES = {
+    "index.html": "text/html",
+    "page.js": "text/javascript",
+    "charts.js": "text/javascript",
+    "login.js": "text/javascript",
+    "page.css": "text/css",
+}
 _HEADERS = {
     # Nothing but the page's own files runs or is fetched, whatever a name or an error says.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -52,19 +58,11 @@ class PageState(View):
 _STATE = TypeAdapter(PageState)
 
 
-class Closing:
-    """Set when the server stops, so that streams end and do not hold it up."""
-
-    def __init__(self) -> None:
-        self.event = asyncio.Event()
-        self.num_streams = 0
-
-
-def router(reading: StatusQueries, closing: Closing) -> APIRouter:
-    """`/`, its script and style, and `/api/v1/stream`."""
-    page = APIRouter()
-    for path, name in (("/", "index.html"), ("/page.js", "page.js"), ("/page.css", "page.css")):
-        _add_file(page, path, name)
+def router(reading: StatusQueries, streams: LiveStreams) -> APIRouter:
+    """`/`, its scripts and style, and `/api/v1/stream`."""
+    page, states = APIRouter(), _SharedStates(reading)
+    for name in _TYPES:
+        _add_file(page, "/" if name == "index.html" else f"/{name}", name)
 
     @page.get(
         "/api/v1/stream",
@@ -77,17 +75,9 @@ def router(reading: StatusQueries, closing: Closing) -> APIRouter:
         job: Annotated[
             str, Query(max_length=MAX_NAME_LENGTH, description="The job to look at.")
         ] = "",
-    ) -> StreamingResponse:
+    ) -> LiveResponse:
         """Server-sent events: `state` once a second, with everything the page shows as JSON."""
-        if closing.num_streams >= MAX_STREAMS:
-            raise Overloaded(
-                "too many live pages are open", seen=str(MAX_STREAMS), fix="Close some of them."
-            )
-        return StreamingResponse(
-            _states(reading, closing, job),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        return LiveResponse(streams, _states(states, streams.closing, job))
 
     return page
 
@@ -100,18 +90,36 @@ def _add_file(page: APIRouter, path: str, name: str) -> None:
         return Response(content, media_type=_TYPES[name], headers=_HEADERS)
 
 
-async def _states(reading: StatusQueries, closing: Closing, job: str) -> AsyncIterator[bytes]:
-    closing.num_streams += 1
-    try:
-        while not closing.event.is_set():
-            state = await page_state(reading, job)
-            yield b"event: state\ndata: " + _STATE.dump_json(state) + b"\n\n"
-            try:
-                await asyncio.wait_for(closing.event.wait(), TICK_S)
-            except TimeoutError:
-                continue
-    finally:
-        closing.num_streams -= 1
+class _SharedStates:
+    """What pages show, made once for all that look at the same job at the same moment."""
+
+    def __init__(self, reading: StatusQueries) -> None:
+        self._reading = reading
+        self._made: dict[str, tuple[float, asyncio.Future[bytes]]] = {}
+
+    async def newest(self, job: str) -> bytes:
+        """As JSON, half a tick old at most."""
+        now_s = asyncio.get_running_loop().time()
+        made = self._made.get(job)
+        if made is None or now_s - made[0] >= TICK_S / 2:
+            old = [name for name, (at_s, _) in self._made.items() if now_s - at_s > TICK_S]
+            for name in old:
+                del self._made[name]
+            made = self._made[job] = (now_s, asyncio.ensure_future(self._make(job)))
+        # Who hangs up meanwhile takes it from nobody else.
+        return await asyncio.shield(made[1])
+
+    async def _make(self, job: str) -> bytes:
+        return _STATE.dump_json(await page_state(self._reading, job))
+
+
+async def _states(states: _SharedStates, closing: asyncio.Event, job: str) -> AsyncIterator[bytes]:
+    while not closing.is_set():
+        yield b"event: state\ndata: " + await states.newest(job) + b"\n\n"
+        try:
+            await asyncio.wait_for(closing.wait(), TICK_S)
+        except TimeoutError:
+            continue
 
 
 async def page_state(reading: StatusQueries, name: str) -> PageState:

@@ -15,6 +15,8 @@ from shoal_proto.errors import (
 from shoal_proto.incarnation import public_id
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.health import HealthReport
+from shoal_server.status.history.records import ChangeView, SeriesView
+from shoal_server.status.history.series import Series
 from shoal_server.status.source import StatusSource
 from shoal_server.status.views import (
     EventView,
@@ -60,6 +62,9 @@ class JobSummary(View):
     another coordinator heard it."""
     num_samples: int | None
     """Samples that were trained on, over all epochs; null where members do not lease them."""
+    goodput: float | None
+    """Share of its life in which it trained: the time that generations ran, less the pauses between
+    them. Null before its first member came."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +124,15 @@ class Events(View):
 
     events: tuple[EventView, ...]
     next_after: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class History(View):
+    """How a job has gone so far, in figures over time."""
+
+    series: SeriesView
+    changes: tuple[ChangeView, ...]
+    """How generations followed one another, the newest last; at most 100."""
 
 
 class StatusQueries:
@@ -204,7 +218,16 @@ class StatusQueries:
             num_restarts=job.life.num_restarts,
             loss=job.life.loss if loss is None else loss,
             num_samples=job.life.num_samples if samples is None else samples.completed,
+            goodput=self._goodput(job),
         )
+
+    def _goodput(self, job: JobView) -> float | None:
+        life = job.life
+        wall_s = (life.ended_unix_s or time.time()) - life.begun_unix_s
+        if not life.begun_unix_s or wall_s <= 0:
+            return None
+        unproductive_s = life.idle_s + self.board.paused_s(job.job)
+        return min(1.0, max(0.0, 1.0 - unproductive_s / wall_s))
 
     def _job_step(self, job: JobView) -> int:
         """Steps of the job: those that its members took together, or each for itself."""
@@ -290,10 +313,17 @@ class StatusQueries:
             )
         self.board.report(name, member_id, report.view(time.time()))
 
-    def events(self, name: str, after: int, limit: int) -> Events:
+    def history(self, name: str) -> History:
+        """The job's figures over time. Raises UnknownJob, NotLeader."""
+        self.job(name)
+        known = self.board.history(name)
+        series = known[1] if known is not None else Series()
+        return History(series=series.view(), changes=tuple(self.board.changes(name)))
+
+    def events(self, name: str, after: int, limit: int, *, details: bool = True) -> Events:
         """Events with ids above `after`. Raises UnknownJob."""
         self.job(name)
-        events = tuple(self.board.events(name, after=after, limit=limit))
+        events = tuple(self.board.events(name, after=after, limit=limit, details=details))
         return Events(events=events, next_after=events[-1].id if events else after)
 
 

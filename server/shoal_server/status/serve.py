@@ -1,16 +1,18 @@
 """HTTP inside an event loop that somebody else runs."""
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Iterator
+import ssl
 from types import TracebackType
 
 import uvicorn
 from fastapi import FastAPI
 
 from shoal_proto.errors import AddressInUse
+from shoal_proto.tls import identity
 from shoal_server.serving.tasks import wait_first
+from shoal_server.status.http.bounds import HttpBounds
+from shoal_server.status.http.server import BoundedServer
 
 BACKLOG = 128
 STOP_WITHIN_S = 2
@@ -27,7 +29,7 @@ class StatusServer:
         self._app = app
         self._host = host
         self._port = port
-        self._server: _Server | None = None
+        self._server: BoundedServer | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -39,9 +41,12 @@ class StatusServer:
     def url(self) -> str:
         """Base URL for somebody on this machine; a wildcard address is shown as loopback."""
         host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
-        return f"http://{host}:{self._port}"
+        scheme = "http" if identity.own() is None else "https"
+        return f"{scheme}://{host}:{self._port}"
 
     async def __aenter__(self) -> "StatusServer":
+        # The same app may have been served before, and its streams told to end.
+        self._app.state.bounds.streams.closing = asyncio.Event()
         listener = _bind(self._host, self._port)
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(
@@ -50,11 +55,15 @@ class StatusServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            http="h11",
             ws="none",
             timeout_graceful_shutdown=STOP_WITHIN_S,
         )
-        self._server = _Server(config)
-        self._task = asyncio.create_task(self._server.serve([listener]), name="status-http")
+        config.load()
+        config.ssl = _tls()
+        bounds: HttpBounds = self._app.state.bounds
+        self._server = BoundedServer(config, listener, bounds.limits, bounds.connections)
+        self._task = asyncio.create_task(self._server.serve(), name="status-http")
         await wait_first(self._server.serving.wait(), self._task)
         if not self._server.serving.is_set():
             listener.close()
@@ -69,26 +78,26 @@ class StatusServer:
         traceback: TracebackType | None,
     ) -> None:
         assert self._server is not None and self._task is not None
-        self._app.state.closing.event.set()
+        self._app.state.bounds.streams.closing.set()
         self._server.should_exit = True
         await self._app.state.loop_lag.__aexit__(kind, error, traceback)
         await self._task
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, which tells when it serves and leaves signals alone."""
+def _tls() -> ssl.SSLContext | None:
+    """What connections are taken with, where this process has a certificate: only from callers that
+    have one too. A certificate that was renewed is taken from the next handshake on."""
+    own = identity.own()
+    if own is None:
+        return None
+    # The one that listens is never read anew: each handshake gets that of its time.
+    context = own.material.server
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.serving = asyncio.Event()
+    def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        connection.context = own.material.server
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.serving.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    context.sni_callback = renew
+    return context
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -81,7 +81,20 @@ def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
     for job, view in views.items():
         lost.add_metric([job], len(view.lost))
     yield lost
+    uncopied = GaugeMetricFamily(
+        "shoal_job_uncopied_shards",
+        "Shards of which there is no copy in step: they go with their server.",
+        labels=["job"],
+    )
+    for job, view in views.items():
+        alone = [each for each in view.shards if each.created and not _is_copied(each)]
+        uncopied.add_metric([job], len(alone))
+    yield uncopied
     yield _staleness(views)
+
+
+def _is_copied(shard: ShardView) -> bool:
+    return any(not copy.joining for copy in shard.replication.copies)
 
 
 def _shards(shards: list[tuple[str, ShardView]]) -> Iterator[Metric]:
@@ -114,10 +127,10 @@ def _servers(servers: list[tuple[str, ServerView]]) -> Iterator[Metric]:
 
 def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
     """Of each server once, however many jobs it has shards of."""
-    gauge = GaugeMetricFamily(*LOOP_LAG, labels=["server", "quantile"])
+    gauge = GaugeMetricFamily(*LOOP_LAG, labels=["server", "percentile"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
-        gauge.add_metric([server_id, "0.99"], server.loop_lag.p99_s)
-        gauge.add_metric([server_id, "1"], server.loop_lag.max_s)
+        gauge.add_metric([server_id, "99"], server.loop_lag.p99_s)
+        gauge.add_metric([server_id, "100"], server.loop_lag.max_s)
     return gauge
 
 

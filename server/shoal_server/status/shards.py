@@ -10,6 +10,9 @@ import grpc.aio
 import structlog
 
 from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.channels import material, open_aio_channel
+from shoal_proto.tls.files import Material
+from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest, ShardState
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import Shard
@@ -57,7 +60,7 @@ class ShardReader:
 
     def __init__(self, store: Keyspace) -> None:
         self._store = store
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, Material | None], grpc.aio.Channel] = {}
         self._answers: dict[str, tuple[float, ShardsView | None]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -113,10 +116,11 @@ class ShardReader:
         return view if held is None else _with_losses(view, shards, held)
 
     async def _ask(self, job: str, server_id: str, address: str) -> _Answer:
-        channel = self._channels.get(address)
+        key = address, material()
+        channel = self._channels.get(key)
         if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-            self._channels[address] = channel
+            channel = open_aio_channel(address, SERVER_NAME, CHANNEL_OPTIONS)
+            self._channels[key] = channel
         try:
             stub = ParametersStub(channel)
             reply = await stub.Describe(DescribeRequest(job=job), timeout=ANSWER_WITHIN_S)
@@ -129,8 +133,9 @@ class ShardReader:
     async def _forget_channels_but(self, addresses: set[str]) -> None:
         # Of all jobs together there are few servers; this only bounds what gone ones leave.
         if len(self._channels) > 4 * max(len(addresses), 16):
-            for address in set(self._channels) - addresses:
-                await self._channels.pop(address).close()
+            kept = {(address, material()) for address in addresses}
+            for key in set(self._channels) - kept:
+                await self._channels.pop(key).close()
 
 
 def _view(

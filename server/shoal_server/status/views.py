@@ -141,6 +141,8 @@ class LifeView(View):
     """Of a job that is over: the one that was reported last, as its record has it."""
     num_samples: int | None = None
     """Of a job that is over, as its record has it."""
+    idle_s: float = 0.0
+    """For how long nobody trained, because no generation ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +213,8 @@ class EventView(View):
     reason: str
     member_id: str = ""
     generation: int = 0
+    detail: bool = False
+    """Whether it is a step on the way to what another event tells in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)

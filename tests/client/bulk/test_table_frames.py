@@ -24,6 +24,7 @@ from shoal_proto.errors import (
     WrongEpoch,
 )
 from shoal_proto.status import from_detail
+from shoal_proto.tls.names import Caller
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.tables_pb2 import (
@@ -303,8 +304,8 @@ def earlier_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has no tables on its bulk connections, and would end them at the first frame."""
     make = Offers.make
 
-    def without_tables(offers: Offers, purpose: Purpose) -> OpenBulkReply:
-        offer = make(offers, purpose)
+    def without_tables(offers: Offers, purpose: Purpose, caller: Caller | None) -> OpenBulkReply:
+        offer = make(offers, purpose, caller)
         offer.has_tables = False
         return offer
 

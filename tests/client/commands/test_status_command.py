@@ -201,3 +201,19 @@ def test_status_is_whole_in_eighty_columns(
     assert f"w2 waits for: {long_wait}" in " ".join(output.split())
     for name in ("address", "limit MiB", "unreachable"):
         assert name in output
+
+
+def test_why_of_a_job_says_what_its_members_wait_for(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Causes, once for all who wait for the same."""
+    away = "w0, which has been in your code for 54 s"
+    first = status_world.member("w0", 0, waiting_for="nothing: it has been in your code for 54 s")
+    others = [status_world.member(f"w{rank}", rank, waiting_for=away) for rank in (1, 2)]
+    world.change("digits", members=(first, *others), reason="generation 3: 3 begin")
+    assert shoal("why", "digits", "--http", url) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "digits (running): generation 3: 3 begin",
+        "w0 waits for: nothing: it has been in your code for 54 s",
+        f"w1, w2 wait for: {away}",
+    ]

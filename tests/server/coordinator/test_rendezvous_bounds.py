@@ -35,6 +35,6 @@ async def test_who_waits_in_vain_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("value", [b"seven", b"", b"9" * 5000, b"\xff"])
 def test_what_is_no_counter_is_not_counted(value: bytes) -> None:
-    with pytest.raises(InvalidSpec, match="is no counter"):
+    with pytest.raises(InvalidSpec, match="is not a counter"):
         rendezvous._counter("key", value)
     assert rendezvous._counter("key", b"-7") == -7

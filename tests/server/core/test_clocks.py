@@ -76,7 +76,7 @@ def test_nobody_waits_for_who_is_gone(end: str) -> None:
     assert say(clocks, C, 0, 0) == ClockStatus(clock=1, allowed=True, slowest=1)
     clocks.remove(A)
     clocks.remove(C)
-    assert say(clocks, B, 0, 0).clock == 1, "clocks do not begin anew"
+    assert say(clocks, B, 0, 0).clock == 1, "clocks do not start over"
 
 
 def test_the_loss_of_an_earlier_process_does_not_concern_its_successor() -> None:

@@ -441,7 +441,7 @@ def test_samples_of_values_that_begin_anew_are_trained_on_again(
     assert trained_on(servers) == (-1 if anew else 80)
     assert {each.samples_anew for each in read_view(servers).accepted_losses} == {anew}
     (event,) = [reason for _, kind, reason in servers.events if kind == "loss_accepted"]
-    told = "its samples begin anew" if anew else "its samples stay counted"
+    told = "its samples start over" if anew else "its samples stay counted"
     assert f"{told} (80 of 100 samples were trained on)" in event
 
     earlier.report(earlier.held)

@@ -54,6 +54,7 @@ from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAs
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import shard_map
+from shoal_server.parameters.config import WorkLimits
 from shoal_server.parameters.process import running
 
 JOB = "job"
@@ -94,8 +95,9 @@ async def world() -> AsyncIterator[World]:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", 64 * 1024 * 1024),
     )
+    limited = WorkLimits(max_unfinished_bytes=80 * 1024 * 1024)
     async with (
-        running(config("ps-0", max_unfinished_bytes=80 * 1024 * 1024), store) as server,
+        running(config("ps-0", work=limited), store) as server,
         grpc.aio.insecure_channel(server.address, options=limits) as channel,
     ):
         replica = [

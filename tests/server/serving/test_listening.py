@@ -9,8 +9,11 @@ import pytest
 import structlog
 from support.clusters.etcd_fixture import running_etcd
 
+from shoal_client.certificates.folder import CertificateFolder
+from shoal_client.cli import parse
 from shoal_client.local.process import Command, Supervisor
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls import identity
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
 from shoal_server.parameters.config import ParameterServerConfig
@@ -71,6 +74,31 @@ def test_the_defaults_are_loopback() -> None:
         assert address.startswith("127.0.0.1:")
 
 
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        ("coordinator", ("--bind", "0.0.0.0")),
+        ("coordinator", ("--http", "0.0.0.0:7780")),
+        ("coordinator", ("--listen", "somewhere:7700")),
+        ("ps", ("--bind", "::")),
+        ("ps", ("--listen", "10.0.0.7:7710")),
+    ],
+)
+def test_without_tls_only_loopback_is_served(
+    tmp_path: Path, program: str, options: tuple[str, ...]
+) -> None:
+    """Unless it is said aloud; with a certificate there is nothing to be said."""
+    with pytest.raises(ValueError, match=r"others reach is served without TLS.*--insecure"):
+        parse([program, *options])
+    parse([program, *options, "--insecure"])
+    CertificateFolder(tmp_path / "certs").init()
+    with identity.using(None):
+        parse([program, *options, "--tls", str(tmp_path / "certs")])
+        assert identity.own() is not None
+        with pytest.raises(ValueError, match="--insecure contradicts TLS"):
+            parse([program, *options, "--tls", str(tmp_path / "certs"), "--insecure"])
+
+
 def test_who_may_reach_the_ports_is_said_in_one_line() -> None:
     with structlog.testing.capture_logs() as logs:
         warn_of_reach({"grpc": "127.0.0.1:1", "http": "[::1]:2"}, ["127.0.0.1:2379"])
@@ -88,7 +116,7 @@ def test_who_may_reach_the_ports_is_said_in_one_line() -> None:
 @pytest.mark.parametrize("bind", ["", "0.0.0.0"])
 def test_every_socket_of_a_process_is_where_it_was_bound(tmp_path: Path, bind: str) -> None:
     """gRPC, HTTP and bulk, as the kernel has them."""
-    at = ("--bind", bind) if bind else ()
+    at = ("--bind", bind, "--insecure") if bind else ()
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         for program, more in (("coordinator", ("--http", "0")), ("ps", ("--id", "ps-0"))):
             ready = tmp_path / f"{program}.json"

@@ -73,6 +73,52 @@ async def test_the_page_shows_the_job_that_runs(
     assert await page.title() == "digits: running · Shoal"
 
 
+async def test_the_page_charts_the_life_of_a_job(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """Loss, throughput, step times and staleness, each told in words too; changes are marked, and
+    the timeline says what they cost."""
+    status_world.charted(world.board)
+    await page.goto(f"{server.url}/?job=digits")
+    charts = page.get_by_role("region", name="Charts")
+    loss = charts.get_by_role("img", name="Loss from")
+    await expect(loss).to_have_count(1)
+    assert "over 4 min" in str(await loss.get_attribute("aria-label"))
+    assert await loss.locator("path").count() == 1
+    told = await loss.locator(".mark.lost title").text_content()
+    assert told == "generation 3: lost w9 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
+    await expect(charts.get_by_role("img", name="Step time from 10 ms")).to_have_count(1)
+    await expect(charts.get_by_role("img", name="Samples per second")).to_have_count(1)
+    await expect(charts.get_by_role("img", name="Staleness")).to_have_count(1)
+    generations = page.get_by_role("region", name="Generations")
+    await expect(generations).to_contain_text("paused 0.06 s")
+
+
+async def test_a_straggler_is_marked(world: World, server: StatusServer, page: Page) -> None:
+    for name, step_time_s in (("w0", 0.01), ("w1", 0.011), ("w2", 0.03)):
+        world.board.report("digits", name, status_world.health(name, step_time_s=step_time_s))
+    await page.goto(f"{server.url}/?job=digits")
+    rows = page.get_by_role("region", name="Members").get_by_role("row")
+    await expect(rows.filter(has_text="slow")).to_have_count(1)
+    await expect(rows.nth(3)).to_contain_text("slow")
+
+
+async def test_many_jobs_can_be_filtered(world: World, server: StatusServer, page: Page) -> None:
+    """By the words of name and state; what was typed stays while the page follows."""
+    for number in range(200):
+        phase = "running" if number % 2 else "finished"
+        world.put(status_world.job(f"job-{number:03}", phase=phase, state=phase, members=()))
+    await page.goto(f"{server.url}/?job=digits")
+    jobs = page.locator("#jobs a")
+    await expect(jobs).to_have_count(201)
+    await page.get_by_role("searchbox", name="Filter jobs").fill("job-01 finished")
+    await expect(jobs).to_have_count(5)
+    world.change("digits", reason="another one")
+    await expect(page.locator(".reason")).to_have_text("another one")
+    await expect(jobs).to_have_count(5)
+    await expect(page.locator("#jobs h2")).to_contain_text("5 of 201")
+
+
 async def test_a_change_is_shown_without_a_reload_and_keeps_what_the_reader_did(
     world: World, server: StatusServer, page: Page
 ) -> None:
@@ -163,9 +209,11 @@ async def test_nothing_is_cut_off_at_any_width(
     world.change("digits", members=(status_world.member(long_name, 0),), reason="r" * 400)
     world.board.event("digits", "member_lost", "e" * 400)
     world.shards_of["digits"] = status_world.shards()
+    status_world.charted(world.board)
     await page.set_viewport_size({"width": width, "height": 800})
     await page.goto(f"{server.url}/?job=digits")
     await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
+    await expect(page.locator(".chart")).not_to_have_count(0)
     assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -182,9 +230,11 @@ async def test_text_stands_out_from_its_ground(
         "digits",
         members=tuple(status_world.member(f"w{i}", i, state=s) for i, s in enumerate(states)),
     )
+    status_world.charted(world.board)
     await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     await page.goto(f"{server.url}/?job=digits")
     await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
+    await expect(page.locator(".chart")).not_to_have_count(0)
     poor = await page.evaluate(CONTRAST)
     assert poor == []
 

@@ -11,8 +11,9 @@ from support.clusters.status_world import World
 from support.processes.load import unhurried
 
 from shoal_proto.errors import AddressInUse
-from shoal_server.status import page
+from shoal_server.serving.admission.config import HttpLimits
 from shoal_server.status.app import build_app
+from shoal_server.status.http.bounds import HttpBounds
 from shoal_server.status.serve import StatusServer
 
 
@@ -71,9 +72,8 @@ async def test_open_pages_do_not_hold_up_the_end(world: World) -> None:
 
 async def test_live_pages_are_bounded_and_given_back(world: World) -> None:
     """One stream too many gets a clear 503; closing one makes room again."""
-    app = build_app(world, world.board)
-    closing: page.Closing = app.state.closing
-    closing.num_streams = page.MAX_STREAMS - 1
+    bounds = HttpBounds(HttpLimits(live_pages=1))
+    app = build_app(world, world.board, bounds=bounds)
     async with (
         StatusServer(app, "127.0.0.1", 0) as server,
         httpx.AsyncClient(trust_env=False) as http,
@@ -86,5 +86,5 @@ async def test_live_pages_are_bounded_and_given_back(world: World) -> None:
             assert refused.json()["kind"] == "Overloaded"
         async with asyncio.timeout(5):
             # The server notices at its next write, of which nobody is told.
-            while closing.num_streams >= page.MAX_STREAMS:  # noqa: ASYNC110
+            while bounds.streams.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)

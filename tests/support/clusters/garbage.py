@@ -130,7 +130,7 @@ def all_garbage() -> list[Garbage]:
         "a member without a name": keys.MEMBERS + "{job}/",
         "a job with a space": keys.JOBS + "no {job}/state",
         "a job without a name": keys.JOBS + "/state",
-        "a generation that is no number": keys.JOBS + "{job}/generations/abc",
+        "a generation that is not a number": keys.JOBS + "{job}/generations/abc",
         "a key of a newer version": keys.JOBS + "{job}/generations/000000000001/chunk",
     }.items():
         add(name, template, b"{}", is_fatal=False)

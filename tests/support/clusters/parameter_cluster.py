@@ -35,7 +35,7 @@ from shoal_server.etcd.api import KeyValue
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.remote.wire import key_values, range_request
-from shoal_server.parameters.config import ParameterServerConfig
+from shoal_server.parameters.config import ParameterServerConfig, WorkLimits
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.process import serve
 
@@ -192,7 +192,7 @@ class ParameterCluster:
             journal=JournalConfig(directory=self._directory / f"{server_id}-journal")
             if self._with_journals
             else None,
-            num_threads=2,
+            work=WorkLimits(num_threads=2),
         )
         return Server(server_id, config, self._directory / f"{server_id}.log", wires, host)
 

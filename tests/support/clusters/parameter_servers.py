@@ -29,7 +29,7 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
-from shoal_server.parameters.config import ParameterServerConfig
+from shoal_server.parameters.config import ParameterServerConfig, WorkLimits
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.serving.rpc import bind, new_server
 from shoal_server.status.shards import ShardReader
@@ -48,7 +48,7 @@ def config(server_id: str, **changes: Any) -> ParameterServerConfig:
         "etcd": EtcdConfig(endpoints=("127.0.0.1:1",)),
         "listen": "127.0.0.1:0",
         "server_id": server_id,
-        "num_threads": 2,
+        "work": WorkLimits(num_threads=2),
     }
     return ParameterServerConfig(**(fields | changes))
 

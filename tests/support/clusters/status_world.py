@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from shoal_proto.incarnation import public_id
 from shoal_server.status.board import StatusBoard
+from shoal_server.status.history.records import ChangeView
+from shoal_server.status.history.series import Reading, Series
 from shoal_server.status.views import (
     ConflictView,
     CopyView,
@@ -217,6 +219,31 @@ def samples() -> SamplesView:
 def conflict() -> ConflictView:
     """Two members with different seeds."""
     return ConflictView(field="seed", values={"0": ("w0", "w1"), "7": ("w4",)})
+
+
+def charted(board: StatusBoard, job: str = "digits", seconds: int = 240) -> None:
+    """The job has run for so long: a loss that falls, and a member that was lost on the way."""
+    series, begun_s = Series(), time.time() - seconds
+    for second in range(seconds):
+        reading = Reading(
+            generation=3 if second < seconds // 2 else 4,
+            step=10 * second,
+            losses=(2.0 / (1 + second / 20),),
+            samples_per_s=(900.0 + second % 7, 850.0),
+            step_s={0: 0.010, 1: 0.012, 2: 0.031},
+            staleness=(1.5,),
+        )
+        series.add(reading, begun_s + second)
+    change = ChangeView(
+        generation=3,
+        unix_s=begun_s + seconds // 2,
+        cause="lost w9 (SIGKILL); 3 go on",
+        line="generation 3: lost w9 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost",
+        num_members=3,
+        lost=("w9",),
+        paused_s=0.06,
+    )
+    board.restore_history(job, series.view(), (change,), 0.0)
 
 
 def health(member_id: str, **fields: object) -> HealthView:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -34,11 +34,13 @@ class ServedProcess:
         name: str,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
+        under: Sequence[str] = (),
     ) -> None:
+        """`under`: what runs the command that follows it, such as a shell with other limits."""
         self.name = name
         self.log_path = directory / f"{name}.log"
         self._ready_path = directory / f"{name}.json"
-        command = (sys.executable, "-m", "shoal_client", *arguments)
+        command = (*under, sys.executable, "-m", "shoal_client", *arguments)
         self.process: Process = supervisor.spawn(
             Command(
                 name=name,

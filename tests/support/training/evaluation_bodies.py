@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from shoal.data.batches import Batch
+from shoal_proto.errors import InvalidSpec
 
 BATCH = 5
 """Of a member in an evaluation: does not divide anything."""
@@ -114,3 +115,29 @@ def train_until_joined(report: Report, run: Evaluating) -> None:
             if session.step_number > run.at_step and session.world_size == 3:
                 session.stop("all are there")
         report("finished", step=session.step_number)
+
+
+LONE_CALLS = {
+    "evaluate": lambda session, model: session.evaluate(
+        data(), lambda batch: measured(model, batch), batch_size=BATCH
+    ),
+    "all_reduce": lambda session, model: session.all_reduce(1),
+    "state_dict": lambda session, model: session.state_dict(),
+}
+
+
+def train_with_a_lone_call(report: Report, run: Evaluating) -> None:
+    """Behind step `at_step` the first member makes the call named `fault`, and nobody else."""
+    model, optimizer = build(run.optimizer, "layers")
+    try:
+        with session_of(run) as session:
+            model, optimizer = session.distribute(
+                model, optimizer, strategy=elastic_bodies.strategy_of(run)
+            )
+            for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS):
+                with session.step():
+                    session.backward(cross_entropy(model(batch.inputs), batch.targets))
+                if batch.step == run.at_step and session.is_first:
+                    LONE_CALLS[run.fault](session, model)
+    except InvalidSpec as error:
+        report("refused", text=str(error), generation=session.generation)

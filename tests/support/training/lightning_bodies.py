@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from support.processes.ranks import Report
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
@@ -30,6 +32,8 @@ class Run:
     num_members: int = 2
     epochs: int = ORDER.num_epochs
     validates: bool = False
+    scheduled: bool = False
+    """With Lightning's schedulers in the place of a rate that is set, and batches in parts."""
     hold_at: int = NEVER
     """In the midst of this step the member waits until the gate is opened."""
     gate: str = ""
@@ -54,21 +58,29 @@ def rate(step: int) -> float:
     return 0.2 * 0.95**step
 
 
+def schedules_of(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """By every second step, and by the epoch."""
+    return ExponentialLR(optimizer, 0.9), StepLR(optimizer, 2, 0.5)
+
+
 class Net(LightningModule):
     """Trains as a user's would; tells the test of each attempt at a step."""
 
     def __init__(self, session: shoal.Session, report: Report, run: Run) -> None:
         super().__init__()
         self.session, self.told, self.run_of = session, report, run
+        self.held = False
         self.layers = network()
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         session, run = self.session, self.run_of
-        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
-            group["lr"] = rate(session.step_number)
+        if not run.scheduled:
+            for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+                group["lr"] = rate(session.step_number)
         self.told("tried", step=session.step_number, world_size=session.world_size)
         loss = cross_entropy(self.layers(batch[0]), batch[1])
-        if session.step_number == run.hold_at and session.generation == 1:
+        if session.step_number == run.hold_at and session.generation == 1 and not self.held:
+            self.held = True
             self.told("holds")
             Path(run.gate).read_bytes()  # a named pipe: returns once the test has opened it too
         return loss
@@ -77,11 +89,16 @@ class Net(LightningModule):
         self.told("validated", step=self.session.step_number, trains=self.layers.training)
         assert self.layers(batch[0]).shape == (len(batch[0]), 3)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
+        own = optimizer_of(self.layers)
+        schedules = schedules_of(own) if self.run_of.scheduled else None
         self.layers, optimizer = self.session.distribute(
-            self.layers, optimizer_of(self.layers), strategy=self.run_of.strategy
+            self.layers, own, strategy=self.run_of.strategy
         )
-        return optimizer
+        if schedules is None:
+            return optimizer
+        each, epoch = schedules
+        return [optimizer], [{"scheduler": each, "interval": "step", "frequency": 2}, epoch]
 
 
 def trainer_of(strategy: SessionStrategy, **changes: object) -> Trainer:
@@ -108,7 +125,8 @@ def train(report: Report, run: Run) -> None:
     )
     with session:
         elastic = SessionStrategy(session)
-        trainer, module = trainer_of(elastic), Net(session, report, run)
+        parts = {"accumulate_grad_batches": 2} if run.scheduled else {}
+        trainer, module = trainer_of(elastic, **parts), Net(session, report, run)
         batches = elastic.batches(
             data(),
             global_batch_size=ORDER.global_batch_size,
@@ -127,15 +145,21 @@ def train(report: Report, run: Run) -> None:
         )
 
 
-def one_process() -> dict[str, Tensor]:
+def one_process(*, scheduled: bool = False) -> dict[str, Tensor]:
     """The weights after the same training by a plain loop of torch."""
     model = network()
     optimizer, loader = optimizer_of(model), Loader(data(), ORDER)
+    each, epoch = schedules_of(optimizer)
     for step in range(ORDER.num_steps):
         batch = loader.synchronous(step, 0, 1)
         optimizer.zero_grad()
         cross_entropy(model(batch.inputs), batch.targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.param_groups[0]["lr"] = rate(step)
+        if not scheduled:
+            optimizer.param_groups[0]["lr"] = rate(step)
         optimizer.step()
+        if scheduled and step % 2:
+            each.step()
+        if scheduled and (step + 1) % ORDER.steps_per_epoch == 0:
+            epoch.step()
     return {name: value.detach() for name, value in model.state_dict().items()}

@@ -3,7 +3,8 @@
 import pytest
 from support.models.checkpoint_world import names_in
 
-from shoal.checkpoint.directory import begin, complete, newest, path_of_step, publish, retire, sweep
+from shoal.checkpoint.directory import begin, complete, publish, sweep
+from shoal.checkpoint.storage import newest, path_of_step, retire
 from shoal_proto.errors import InvalidSpec
 
 
@@ -75,6 +76,6 @@ def test_the_newest_ones_are_kept(tmp_path, steps, step, left):
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
-    with pytest.raises(InvalidSpec, match="thesis is there already and is no checkpoint"):
+    with pytest.raises(InvalidSpec, match="thesis is there already and is not a checkpoint"):
         begin(tmp_path / "thesis")
     assert names_in(tmp_path) == ["thesis"]

@@ -161,7 +161,7 @@ def test_another_model_is_refused_by_name(tmp_path, change, error):
 
 def test_a_directory_without_an_index_is_no_checkpoint(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InvalidSpec, match=f"{path} is no checkpoint"):
+        with pytest.raises(InvalidSpec, match=f"{path} is not a checkpoint"):
             read(path, everything)
 
 

@@ -99,15 +99,15 @@ def test_what_decides_itself_which_samples_come_is_refused(
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"global_batch_size": 4, "num_wrkers": 2}, "knows no num_wrkers.*num_workers"),
+        ({"global_batch_size": 4, "num_wrkers": 2}, "has no option num_wrkers.*num_workers"),
         ({"global_batch_size": 4, "num_workers": -1}, "num_workers.*saw -1"),
         ({"global_batch_size": 4, "prefetch_factor": 2}, "prefetch_factor.*num_workers=0"),
         ({"global_batch_size": 4, "collate": list, "collate_fn": list}, "both are given"),
         ({"global_batch_size": 11, "drop_last": True}, "leaves out every sample"),
-        ({}, "how many samples a step takes"),
-        ({"global_batch_size": 4.0}, "global_batch_size is no integer; saw 4.0"),
-        ({"global_batch_size": 4, "seed": 1.5}, "seed is no integer; saw 1.5"),
-        ({"global_batch_size": 4, "num_workers": "2"}, "num_workers is no integer; saw '2'"),
+        ({}, "the number of samples in a step is not given"),
+        ({"global_batch_size": 4.0}, "global_batch_size is not an integer; saw 4.0"),
+        ({"global_batch_size": 4, "seed": 1.5}, "seed is not an integer; saw 1.5"),
+        ({"global_batch_size": 4, "num_workers": "2"}, "num_workers is not an integer; saw '2'"),
         ({"global_batch_size": 4, "num_workers": 1, "timeout": -1}, "timeout.*saw -1"),
     ],
     ids=[

@@ -157,6 +157,38 @@ def test_a_process_that_dies_of_a_sample_is_told_of() -> None:
         taken(loader, [1] * 5)
 
 
+def test_a_process_that_is_killed_while_the_trainer_computes_is_started_again() -> None:
+    """Nothing is raised where the trainer is, and the batches are those of before."""
+    with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 2) as ahead:
+        expected = taken(alone, [1] * 8)
+        found = taken(ahead, [1] * 3)
+        assert ahead._samples is not None
+        first, second = processes_of(ahead._samples._iterator)
+        for pid in (first, second):
+            os.kill(pid, signal.SIGKILL)
+            # Its parent has been told of it, wherever that is.
+            awaited(lambda pid=pid: _is_dead(pid), ENDS_S, f"{pid} is dead")
+        found += [_one(ahead, step) for step in range(3, 8)]
+        assert found == expected
+        assert not {first, second} & set(processes_of(ahead._samples._iterator))
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _one(loader: Loader, step: int) -> Any:
+    batch = loader.synchronous(step, 0, 1)
+    columns = batch.targets
+    return [
+        (int(index), *(float(column[row]) for column in columns))
+        for row, index in enumerate(batch.inputs)
+    ]
+
+
 def test_processes_end_with_the_batches_and_with_each_epoch_if_they_are_not_kept() -> None:
     for kept in (True, False):
         with loader_of(Drawn(), 2, persistent_workers=kept) as loader:

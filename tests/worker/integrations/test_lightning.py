@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from support.members.held_members import replaced_in_step_6
 from support.processes.framework_agents import EXAMPLES, Agents
 from support.processes.ranks import Ranks
@@ -147,10 +148,10 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+        ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, "changes with the epochs"),
         ({"enable_checkpointing": True}, "enable_checkpointing=False"),
         ({"gradient_clip_algorithm": "value"}, "common norm"),
-        ({"precision": "bf16-mixed"}, "precision=bf16-mixed"),
+        ({"precision": "bf16-true"}, "precision=bf16-true"),
     ],
 )
 def test_what_a_session_cannot_keep_exact_is_refused(
@@ -183,15 +184,64 @@ def test_steps_by_hand_are_refused(session: shoal.Session) -> None:
         fit(session, ByHand, gradient_clip_val=None)
 
 
-class Scheduled(Net):
+class Watching(Net):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+        watched = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": watched, "monitor": "loss"},
+        }
 
 
-def test_schedulers_are_refused(session: shoal.Session) -> None:
-    with pytest.raises(InvalidSpec, match="StepLR"):
-        fit(session, Scheduled)
+def test_schedulers_that_look_at_a_metric_are_refused(session: shoal.Session) -> None:
+    with pytest.raises(InvalidSpec, match="saw ReduceLROnPlateau"):
+        fit(session, Watching)
+
+
+def test_bfloat16_is_autocast_and_weights_are_written_by_one_member(
+    session: shoal.Session, tmp_path: Path
+) -> None:
+    """What is written is read by Lightning alone."""
+    seen: list[bool] = []
+
+    class Cast(Net):
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().training_step(batch)
+
+    kept = ModelCheckpoint(tmp_path, save_weights_only=True, every_n_epochs=1)
+    fit(session, Cast, precision="bf16-mixed", enable_checkpointing=True, callbacks=[kept])
+    assert seen == [True] * 5
+    (path,) = tmp_path.glob("*.ckpt")
+    found = torch.load(path, weights_only=True)["state_dict"]
+    own = {f"layers.{name}": tensor for name, tensor in session.state_dict().items()}
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], own[name]) for name in own)
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_schedules_and_parts_are_those_of_one_process(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """One scheduler by the step and one by the epoch, batches in two parts, a loss and a member
+    that goes on in its place."""
+    run = Run(
+        coordinator=cluster.coordinator,
+        job=f"lightning-schedules-{strategy}",
+        member_id="",
+        strategy=strategy,
+        scheduled=True,
+    )
+    a, c, _ = replaced_in_step_6(
+        cluster, lightning_bodies.train, run, tmp_path, 6 if strategy == "ddp" else 1
+    )
+    alone = lightning_bodies.one_process(scheduled=True)
+    for each in (a, c):
+        for name, expected in alone.items():
+            found = torch.tensor(each["weights"][name])
+            assert torch.allclose(found, expected, rtol=0, atol=TOLERANCE), name
 
 
 def test_batches_that_the_session_did_not_cut_are_refused(session: shoal.Session) -> None:

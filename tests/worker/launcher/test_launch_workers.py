@@ -283,9 +283,19 @@ def test_an_error_in_one_worker_is_the_runs_code(shoal_run: Run) -> None:
     assert code == 4, output
 
 
+def test_ctrl_c_prints_no_traceback(shoal_run: Run) -> None:
+    """A worker is asked to end as by SIGTERM, wherever its script is."""
+    process = shoal_run("print('here', flush=True); import time; time.sleep(60)", "-n", "2")
+    read_until(process, "here", count=2)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "Traceback" not in output and "KeyboardInterrupt" not in output
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on(shoal_run: Run, number: signal.Signals) -> None:
-    """SIGINT and SIGTERM reach every worker, nobody is started again, the code says which."""
+    """SIGINT and SIGTERM end every worker, nobody is started again, the code says which."""
     process = shoal_run(WAIT, "-n", "2")
     lines = read_until(process, " pid ", count=2)
     process.send_signal(number)
@@ -488,8 +498,8 @@ def test_the_grace_time_is_bounded(shoal_run: Run) -> None:
 
 
 def test_a_second_interrupt_kills(shoal_run: Run) -> None:
-    """Workers that ignore Ctrl-C are killed by the second one."""
-    deaf = "import signal; signal.signal(2, lambda *_: print('deaf', flush=True)); "
+    """Workers that do not end on Ctrl-C are killed by the second one."""
+    deaf = "import signal; signal.signal(15, lambda *_: print('deaf', flush=True)); "
     process = shoal_run(deaf + WAIT + "\nwhile True: signal.pause()", "-n", "1")
     read_until(process, " pid ")
     process.send_signal(signal.SIGINT)

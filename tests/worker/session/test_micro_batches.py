@@ -121,8 +121,8 @@ def too_many(session: Session, model: Any, batch: shoal.Batch) -> None:
         (twice_a_part, "second backward pass for part 1 of 4"),
         (nested, "parts within parts"),
         (two_loops, "once"),
-        (behind_the_whole, "behind a backward pass of the whole batch"),
-        (before_the_whole, "behind the last part"),
+        (behind_the_whole, "after a backward pass of the whole batch"),
+        (before_the_whole, "after the last part"),
         (none, r"batch\.parts\(0\).*1 to 24"),
         (too_many, r"batch\.parts\(25\).*1 to 24"),
     ],
@@ -190,5 +190,5 @@ def test_a_step_is_weighted_in_one_way(cluster: LocalCluster) -> None:
             loss = cross_entropy(model(part.inputs), part.targets)
             session.backward(loss, weight=3 if index else None)
 
-    with pytest.raises(InvalidSpec, match="two ways"):
+    with pytest.raises(InvalidSpec, match="others have none"):
         run(cluster, "ddp", body)

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel
 
 import shoal
+from shoal.state.registered.objects import RegisteredState
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, RegisteredStateDiffers
 
@@ -246,3 +247,29 @@ def test_state_that_is_one_members_alone_is_an_error_by_name_on_all(
     else:
         assert len(told) == 1
         assert "state of 'seen' differs behind step 3" in told.pop()
+
+
+class Breaking(Metric):
+    """Takes no state, by an error of its own."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total.append(state["total"])  # type: ignore[attr-defined]
+
+
+def test_an_object_that_does_not_take_its_state_is_named() -> None:
+    """Whatever it raises."""
+    registered = RegisteredState()
+    registered.add("count", Breaking())
+    registered.keep()
+    registered.attempt()
+    with pytest.raises(InvalidSpec, match=r"'count' does not take the state.*AttributeError"):
+        registered.undo()
+
+
+def test_an_object_that_does_not_tell_its_state_is_named() -> None:
+    metric, registered = Metric(), RegisteredState()
+    registered.add("count", metric)
+    del metric.total
+    with pytest.raises(AttributeError) as raised:
+        registered.keep()
+    assert raised.value.__notes__ == ["It was raised by state_dict of the registered 'count'."]

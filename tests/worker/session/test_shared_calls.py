@@ -181,7 +181,7 @@ def refusals() -> list[Any]:
         pytest.param(calls, r"different things between two steps.*all_reduce", id="calls"),
         pytest.param(values, r"different values.*\(1,\).*\(2,\)", id="shapes"),
         pytest.param(kinds, "the value cannot be reduced", id="kinds"),
-        pytest.param(nothing, "measures nothing by name", id="no names"),
+        pytest.param(nothing, "returned no named values", id="no names"),
     ]
 
 
@@ -246,6 +246,40 @@ def test_ranks_hold_before_the_first_batch(cluster: LocalCluster) -> None:
     with ThreadPoolExecutor(2) as threads:
         ends = [threads.submit(member) for _ in range(2)]
         assert sorted(end.result(WAIT_S) for end in ends) == [(False, 1, 2), (True, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("call", "strategy"),
+    [
+        ("state_dict", "fsdp"),
+        pytest.param("all_reduce", "ddp", marks=pytest.mark.long),
+        pytest.param("evaluate", "zero1", marks=pytest.mark.long),
+    ],
+)
+def test_a_call_of_one_member_alone_is_refused_by_all_of_them(
+    cluster: LocalCluster, call: str, strategy: str
+) -> None:
+    """With where each stands, in the generation in which it is made: long before a collective's
+    limit, which would end it and have it made again."""
+    run = Evaluating(
+        coordinator=cluster.coordinator,
+        job=f"lone-{secrets.token_hex(4)}",
+        member_id="",
+        strategy=strategy,
+        desired_members=2,
+        batch_size=24,
+        at_step=2,
+        fault=call,
+    )
+    with Ranks() as ranks:
+        body = evaluation_bodies.train_with_a_lone_call
+        members = [ranks.start(body, replace(run, member_id=name)) for name in "ab"]
+        told = [member.expect("refused") for member in members]
+        assert [each["generation"] for each in told] == [1, 1]
+        for each in told:
+            assert "wait for each other in different places" in each["text"]
+            assert f"session.{call}" in each["text"]
+            assert "session.step() behind 3 steps" in each["text"]
 
 
 @pytest.mark.sampled("fault")

@@ -42,6 +42,19 @@ def loss_of(session: Session, model: Any, batch: shoal.Batch) -> Tensor:
     return cross_entropy(model(batch.inputs), batch.targets)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "async-sgd"])
+def test_a_second_step_on_a_batch_is_refused(cluster: LocalCluster, strategy: str) -> None:
+    """The position in the samples is the number of steps: the next batch would be left out."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        for _ in range(2):
+            with session.step():
+                session.backward(loss_of(session, model, batch))
+
+    with pytest.raises(InvalidSpec, match=r"second step on the batch of step 0.*session\.update"):
+        run(cluster, strategy, body)
+
+
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
 @pytest.mark.parametrize("place", ["in the step", "behind the step"])

@@ -1,16 +1,19 @@
 """Copies in host memory: what peers keep, and what is left of it when a rank is lost."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from support.collectives import copies_bodies
 from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.state.peer_copies import PeerCopies
+from shoal.state.peer_copies import PeerCopies, targets_of
 from shoal_proto.errors import InvalidSpec
 
 
@@ -25,6 +28,35 @@ def test_each_keeps_the_last_two_steps_of_itself_and_of_those_before(num_copies:
         # Each piece begins at a multiple of 64 bytes: 6 tensors, 1 or 2 peers, 2 steps.
         assert 0 <= seen["bytes"][0] - seen["held"] < 64 * 6 * (1 + num_copies) * 2
         assert seen["due"] == [0, 2, 4, 6]
+
+
+hosts_of_ranks = st.lists(st.sampled_from("abcde"), min_size=1, max_size=24)
+
+
+@given(hosts_of_ranks, st.integers(0, 3))
+def test_copies_lie_on_other_hosts_where_that_is_possible(hosts: list[str], copies: int) -> None:
+    """Ranks of a host are next to each other as a rule, and are lost with it. Each is given as many
+    copies as it gives."""
+    found = targets_of(hosts, copies)
+    num_copies = min(copies, len(hosts) - 1)
+    given: Counter[int] = Counter()
+    for rank, targets in enumerate(found):
+        assert rank not in targets
+        assert len(set(targets)) == len(targets) == num_copies
+        given.update(targets)
+    assert all(given[rank] == num_copies for rank in range(len(hosts)))
+    if num_copies:
+        largest = max(Counter(hosts).values())
+        apart = sum(hosts[targets[0]] != hosts[rank] for rank, targets in enumerate(found))
+        # Of a host with more than half of the ranks only so many find a rank elsewhere.
+        assert apart == min(len(hosts), 2 * (len(hosts) - largest))
+
+
+def test_on_hosts_of_eight_the_loss_of_one_leaves_a_copy_of_all() -> None:
+    hosts = [f"host-{rank // 8}" for rank in range(32)]
+    for rank, targets in enumerate(targets_of(hosts, 1)):
+        assert targets == [(rank + 8) % 32]
+    assert targets_of(["one"] * 4, 1) == [[1], [2], [3], [0]]
 
 
 def test_copies_are_kept_over_ranks_that_are_threads_too() -> None:

@@ -148,7 +148,8 @@ def refused(made: Callable[[], Strategy], weights: list[float | None]) -> str:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    ("weights", "said"), [([3.0, None], "weighted in two ways"), ([0.0, 0.0], "weigh nothing")]
+    ("weights", "said"),
+    [([3.0, None], "have a weight, others have none"), ([0.0, 0.0], "weigh nothing")],
 )
 def test_weights_that_do_not_go_together_are_refused_on_all(
     strategy: str, weights: list[float | None], said: str

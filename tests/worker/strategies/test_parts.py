@@ -134,14 +134,21 @@ def _refused(strategy_of: Callable[[], Strategy], ways: Sequence[Sequence[int]])
     raise AssertionError("all steps were taken")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+WAYS = [
+    (([1, 1], [1, 3]), "saw 1 by"),
+    (([3, 1], [3, 3]), "1 or more by"),
+    (([3, 3], [3, 4]), "3 (batch.parts) by"),
+    (([2], [4]), "2 (batch.parts) by"),
+]
+
+
 @pytest.mark.parametrize(
-    ("ways", "said"),
+    ("strategy", "ways", "said"),
     [
-        (([1, 1], [1, 3]), "saw 1 by"),
-        (([3, 1], [3, 3]), "1 or more by"),
-        (([3, 3], [3, 4]), "3 (batch.parts) by"),
-        (([2], [4]), "2 (batch.parts) by"),
+        *((strategy, *way) for strategy in ("ddp", "zero1", "fsdp") for way in WAYS),
+        # What is sent between layers has the shape of a part.
+        *(("tensor", ways, said.replace("saw 1 by", "saw 1 or more by")) for ways, said in WAYS),
+        *(("pipeline", ways, said.replace("saw 1 by", "saw 1 or more by")) for ways, said in WAYS),
     ],
 )
 def test_members_that_cut_a_step_differently_are_told(

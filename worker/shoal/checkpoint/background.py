@@ -5,13 +5,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import structlog
 
-from shoal.checkpoint import directory, writing
+from shoal.checkpoint import storage, writing
+from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
 from shoal.checkpoint.peers import ALONE, Peers
 from shoal.state.shards import StateShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
@@ -31,13 +31,13 @@ class Checkpoints:
     """Writes checkpoints into one directory, one at a time, on a thread of their own.
 
     Each rank of a job has one of these, with the same settings; it lives over all generations.
-    The directory must be on storage that all of them share. Memory: one copy of what this rank
-    writes, and of one chunk (64 MiB).
+    The directory must be on storage that all of them share; it may be a URL of a bucket, as
+    `s3://bucket/prefix`. Memory: one copy of what this rank writes, and of one chunk (64 MiB).
     """
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | BucketPath,
         *,
         every_steps: int,
         keep: int = 3,
@@ -45,14 +45,15 @@ class Checkpoints:
     ) -> None:
         """`keep` is how many complete checkpoints stay: older ones are deleted once a newer one is
         complete. One that takes longer than `limit_s` seconds has failed: nobody waits for it any
-        more. Raises InvalidSpec for numbers below one.
+        more. Raises InvalidSpec for numbers below one, and for a URL that is no place for
+        checkpoints.
         """
         if not limit_s > 0:
             raise InvalidSpec("limit_s is out of range", seen=f"{limit_s:g}", expected="above 0")
         for name, number in (("every_steps", every_steps), ("keep", keep)):
             if number < 1:
                 raise InvalidSpec(f"{name} is out of range", seen=str(number), expected="1 or more")
-        self.directory = Path(directory)
+        self.directory = located(directory)
         self.every_steps = every_steps
         self.keep = keep
         self._limit_s = limit_s
@@ -65,9 +66,9 @@ class Checkpoints:
         """Whether a checkpoint is to be written after so many committed steps."""
         return step > 0 and step % self.every_steps == 0
 
-    def newest(self) -> Path | None:
+    def newest(self) -> CheckpointPath | None:
         """The newest complete checkpoint in the directory, if there is one."""
-        return directory.newest(self.directory)
+        return storage.newest(self.directory)
 
     def offer(
         self, state_shard: StateShard, peers: Peers = ALONE, writes: Callable[[str], bool] = _any
@@ -135,7 +136,7 @@ class Checkpoints:
             raise failure
 
     def _write(self, state_shard: StateShard, peers: Peers) -> None:
-        path = directory.path_of_step(self.directory, state_shard.step)
+        path = storage.path_of_step(self.directory, state_shard.step)
         try:
             writing.write(path, state_shard, peers, continues=self._continues)
             self._continues = True
@@ -154,13 +155,13 @@ class Checkpoints:
 
     def _retire(self, step: int) -> None:
         try:
-            directory.retire(self.directory, step, self.keep)
-        except OSError as error:
+            storage.retire(self.directory, step, self.keep)
+        except (OSError, InvalidSpec) as error:
             # The new one is complete; the next one tries again.
             log.warning("checkpoint_not_retired", path=str(self.directory), error=str(error))
 
 
-def _failed(path: Path, error: InvalidSpec) -> CheckpointFailed:
+def _failed(path: CheckpointPath, error: InvalidSpec) -> CheckpointFailed:
     return CheckpointFailed(
         f"the checkpoint {path} could not be written: {error.what}",
         seen=error.seen,

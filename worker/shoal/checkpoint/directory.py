@@ -22,48 +22,27 @@ from shoal_proto.errors import InvalidSpec
 log = structlog.get_logger(__name__)
 
 METADATA = ".metadata"
-_STEP = re.compile(r"step-(\d{8,})")
+STEP = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)")
 
 
-def path_of_step(directory: Path, step: int) -> Path:
-    """Where the checkpoint after so many committed steps is; names sort as steps do."""
-    return directory / f"step-{step:08d}"
-
-
-def newest(directory: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint of the highest step; None if there is none, or no directory."""
-    found = complete(Path(directory))
-    return found[max(found)] if found else None
+def name_of_step(step: int) -> str:
+    """The name of the checkpoint after so many committed steps; names sort as steps do."""
+    return f"step-{step:08d}"
 
 
 def complete(directory: Path) -> dict[int, Path]:
     """All complete checkpoints by step."""
     found: dict[int, Path] = {}
     for name, kind, path in _aside(directory):
-        matched = _STEP.fullmatch(name)
+        matched = STEP.fullmatch(name)
         if matched and kind == "replaced":
             found[int(matched[1])] = path
     for path in _entries(directory):
-        matched = _STEP.fullmatch(path.name)
+        matched = STEP.fullmatch(path.name)
         if matched and (path / METADATA).is_file():
             found[int(matched[1])] = path
     return found
-
-
-def refuse_later(directory: Path, step: int) -> None:
-    """Raise InvalidSpec if the directory has checkpoints of later steps.
-
-    A run that has not gone on from the newest one would be mixed up with the one that wrote it.
-    """
-    last = max(complete(directory), default=step)
-    if last > step:
-        raise InvalidSpec(
-            f"{directory} has checkpoints of a run that was further than this one",
-            seen=f"step {last}",
-            expected=f"none after step {step}",
-            fix="Go on from the newest one, or write into another directory.",
-        )
 
 
 def begin(path: Path) -> Path:
@@ -73,7 +52,7 @@ def begin(path: Path) -> Path:
     """
     if path.exists() and not (path / METADATA).is_file():
         raise InvalidSpec(
-            f"{path} is there already and is no checkpoint",
+            f"{path} is there already and is not a checkpoint",
             expected="a path that is free, or a checkpoint to replace",
             fix="Remove it, or write elsewhere.",
         )
@@ -116,7 +95,7 @@ def sweep(path: Path, keep: Path) -> None:
     Only for who knows that no other writer is alive there.
     """
     for name, kind, leftover in _aside(path.parent):
-        ours = name == path.name or (_STEP.fullmatch(name) and _STEP.fullmatch(path.name))
+        ours = name == path.name or (STEP.fullmatch(name) and STEP.fullmatch(path.name))
         if not ours or leftover == keep:
             continue
         published = path.with_name(name)
@@ -125,17 +104,6 @@ def sweep(path: Path, keep: Path) -> None:
             continue
         log.info("leftover_removed", path=str(leftover))
         discard(leftover)
-
-
-def retire(directory: Path, step: int, keep: int) -> None:
-    """Delete complete checkpoints, so that of this step's and those before it `keep` stay.
-
-    Those of later steps are of another run and are not counted.
-    """
-    found = complete(directory)
-    for old in sorted(own for own in found if own <= step)[:-keep]:
-        log.info("checkpoint_retired", path=str(found[old]))
-        discard(found[old])
 
 
 def synchronise(directory: Path) -> None:

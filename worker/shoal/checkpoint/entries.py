@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -25,9 +26,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shoal.checkpoint import names
+from shoal.checkpoint.directory import METADATA
 from shoal.checkpoint.write_plan import PlannedChunk
 from shoal.state.shards import Chunk
-from shoal.torch_private.checkpoint import StorageInfo
+from shoal.torch_private.checkpoint import StorageInfo, StoragePrefix
 
 Place = tuple[str, int, int]
 """Name of the file in the checkpoint, offset and length in bytes."""
@@ -86,20 +88,30 @@ class _Given(DefaultSavePlanner):
 
 
 def write_files(
-    directory: Path, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]
+    writer: FileSystemWriter,
+    rank: int,
+    entries: Sequence[tuple[CheckpointEntry, object]],
+    *,
+    prefix: str = "",
 ) -> list[Place]:
-    """Write the rank's file, synchronised, and tell where each entry is, in the same order."""
+    """Write the rank's file, whose name begins with `prefix`, and tell where each entry is, in the
+    same order."""
     if not entries:
         return []
-    # Nothing is on a GPU any more, so nothing is to be copied ahead.
-    writer = FileSystemWriter(directory, per_thread_copy_ahead=0)
-    own = SavePlan([entry.item for entry, _ in entries])
-    plan = writer.prepare_global_plan([SavePlan([])] * rank + [own])[rank]
+    items = [entry.item for entry, _ in entries]
+    plan = SavePlan(items, storage_data=StoragePrefix(f"{prefix}__{rank}_"))
     given = {entry.index: value for entry, value in entries}
     written = writer.write_data(plan, _Given(given)).wait()
     places = {result.index: result.storage_data for result in written}
     ordered = [places[entry.index] for entry, _ in entries]
     return [(place.relative_path, place.offset, place.length) for place in ordered]
+
+
+def index_of(stored: Iterable[tuple[CheckpointEntry, Place]]) -> bytes:
+    """What is to stand in `.metadata`."""
+    with TemporaryDirectory(prefix="shoal-index-") as directory:
+        write_index(Path(directory), stored)
+        return (Path(directory) / METADATA).read_bytes()
 
 
 def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:

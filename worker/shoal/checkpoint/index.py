@@ -7,7 +7,6 @@ index and nothing else, so a checkpoint from anywhere does no worse than not to 
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shoal.checkpoint import names
+from shoal.checkpoint.bucket_paths import CheckpointPath, size_of
 from shoal.checkpoint.directory import METADATA
 from shoal.checkpoint.entries import Place
 from shoal.state.shards import Chunk
@@ -72,18 +72,18 @@ class Index:
     objects: Mapping[names.Path, Place]
 
 
-def read_index(path: Path) -> Index:
+def read_index(path: CheckpointPath) -> Index:
     """The index of the checkpoint at `path`.
 
     Raises InvalidSpec if there is no checkpoint or one of a later version of DCP, MalformedMessage
     if its index is damaged or speaks of what the files do not hold.
     """
-    if not (path / METADATA).is_file():
+    if size_of(path / METADATA) < 0:
         raise InvalidSpec(
-            f"{path} is no checkpoint",
+            f"{path} is not a checkpoint",
             seen=f"no {METADATA} there",
             expected="a directory that torch.distributed.checkpoint or Shoal has written",
-            fix="Name one checkpoint, such as shoal.checkpoint.directory.newest(directory) gives.",
+            fix="Name one checkpoint, such as Checkpoints(...).newest() gives.",
         )
     metadata = _metadata(path)
     tensors: dict[names.Path, Stored] = {}
@@ -103,7 +103,7 @@ def read_index(path: Path) -> Index:
     return index
 
 
-def _metadata(path: Path) -> Metadata:
+def _metadata(path: CheckpointPath) -> Metadata:
     try:
         with (path / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
@@ -152,13 +152,13 @@ def _place(stored: StorageInfo) -> Place:
     return (file, stored.offset, stored.length)
 
 
-def _check_files(path: Path, index: Index) -> None:
+def _check_files(path: CheckpointPath, index: Index) -> None:
     ends: dict[str, int] = {}
     places = (place for stored in index.tensors.values() for place in stored.chunks.values())
     for file, offset, length in (*places, *index.objects.values()):
         ends[file] = max(ends.get(file, 0), offset + length)
     for file, end in ends.items():
-        size = (path / file).stat().st_size if (path / file).is_file() else -1
+        size = size_of(path / file)
         if size < end:
             raise MalformedMessage(
                 f"the checkpoint {path} is truncated",
@@ -168,7 +168,7 @@ def _check_files(path: Path, index: Index) -> None:
             )
 
 
-def _damaged(path: Path, seen: str) -> MalformedMessage:
+def _damaged(path: CheckpointPath, seen: str) -> MalformedMessage:
     return MalformedMessage(
         f"the index {path / METADATA} cannot be read",
         seen=seen[:200],

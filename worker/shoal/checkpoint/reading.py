@@ -6,13 +6,13 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint import names
+from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
 from shoal.checkpoint.entries import Place
 from shoal.checkpoint.index import Index, Stored, read_index
 from shoal.state.shards import Chunk, StateShard, TensorShard
@@ -23,7 +23,7 @@ Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
 Asked once for every tensor of model and optimizer; may raise ShapeMismatch or DtypeMismatch."""
 
 
-def read(path: str | os.PathLike[str], needs: Needs) -> StateShard:
+def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
     """The chunks that `needs` asks for, in host memory, in the dtypes they were saved in.
 
     Reads no more than the chunks which hold them, one at a time. A checkpoint of plain torch has
@@ -33,7 +33,7 @@ def read(path: str | os.PathLike[str], needs: Needs) -> StateShard:
     Shoal has no place for; MalformedMessage if it is damaged or truncated; ChecksumMismatch if
     bytes of it have changed.
     """
-    path = Path(path)
+    path = located(path)
     index = read_index(path)
     with ExitStack() as stack:
         reader = _Reader(path, index, stack)
@@ -46,7 +46,7 @@ def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
 
 
 class _Reader:
-    def __init__(self, path: Path, index: Index, stack: ExitStack) -> None:
+    def __init__(self, path: CheckpointPath, index: Index, stack: ExitStack) -> None:
         self._path = path
         self._index = index
         self._stack = stack

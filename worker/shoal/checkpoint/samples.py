@@ -1,35 +1,101 @@
 """Which samples a checkpoint's step stands for, and whether a run goes on with the same.
 
-A step is a position in the order of samples, and that order follows from the fields here: with
-another batch size, say, the same number of steps is behind other samples.
+A step is a position in the order of samples, and that order follows from the fields here. With
+another batch size the same number of steps is behind other samples: such a run goes on at the
+sample, and remembers where that was.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, replace
+from typing import Any, TypeVar
 
 import structlog
 
+from shoal.checkpoint.bucket_paths import CheckpointPath
+from shoal.data.batches import Order, Position
+from shoal.state.replicated import State
 from shoal.state.shards import StateShard
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
 
+Held = TypeVar("Held", State, StateShard)
 SAMPLES = "samples"
 """Where the fields stand in a state's values."""
-MUST_MATCH = ("global_batch", "dataset", "seed", "shuffle", "order")
+ORIGIN = "origin"
+"""Where the `Position` stands from which on batches have their present size, if that changed."""
+MUST_MATCH = ("dataset", "seed", "shuffle", "order")
 """Not the number of epochs: the order of one does not depend on how many there are."""
+BATCH_SIZE = ("global_batch", "drop_last")
 
 
-def with_samples(state_shard: StateShard, samples: Mapping[str, str]) -> StateShard:
-    """The holding, telling which samples its step stands for."""
-    if not samples:
-        return state_shard
-    return replace(state_shard, values={**state_shard.values, SAMPLES: dict(samples)})
+class TrainedSamples:
+    """Which samples the steps of a run stand for."""
+
+    def __init__(self, samples: Mapping[str, str], order: Order | None, *, moves: bool) -> None:
+        """`samples`: what members have alike; none where the script has batches of its own. `moves`
+        says whether the run may go on from a checkpoint with another batch size."""
+        self._samples = samples
+        self._order = order
+        self._moves = moves
+        self.origin = Position()
+        """From where on batches have their present size."""
+
+    def told(self, state_shard: StateShard) -> StateShard:
+        """The holding, telling which samples its step stands for."""
+        if not self._samples:
+            return state_shard
+        return self.carried(
+            replace(state_shard, values={**state_shard.values, SAMPLES: dict(self._samples)})
+        )
+
+    def carried(self, held: Held) -> Held:
+        """What is held, telling a member that has it where the batch size changed, if it did."""
+        if self.origin == Position():
+            return held
+        return replace(held, values={**held.values, ORIGIN: list(astuple(self.origin))})
+
+    def adopt(self, held: State | StateShard) -> None:
+        """Go on from what a member has held."""
+        self.origin = _origin_of(held.values)
+
+    def resume(self, path: CheckpointPath, state_shard: StateShard) -> None:
+        """Go on from a checkpoint: at its sample.
+
+        Raises InvalidSpec if its step stands amid other samples.
+        """
+        must_match = MUST_MATCH if self._moves else (*MUST_MATCH, *BATCH_SIZE)
+        check_samples(path, state_shard, self._samples, must_match)
+        self.adopt(state_shard)
+        written: Any = state_shard.values.get(SAMPLES)
+        if self._order is None or not isinstance(written, dict):
+            return
+        before = {key: written.get(key, "") for key in BATCH_SIZE}
+        if before == {key: self._samples.get(key, "") for key in BATCH_SIZE}:
+            return
+        was = replace(
+            self._order,
+            global_batch_size=int(before["global_batch"]),
+            drop_last=before["drop_last"] == "true",
+            origin=self.origin,
+        )
+        self.origin = was.position(state_shard.step)
+        log.info(
+            "batch_size_changed", path=str(path), was=before["global_batch"], **vars(self.origin)
+        )
 
 
-def check_samples(path: Path, state_shard: StateShard, samples: Mapping[str, str]) -> None:
+def _origin_of(values: Mapping[str, Any]) -> Position:
+    told = values.get(ORIGIN)
+    return Position(*map(int, told)) if told else Position()
+
+
+def check_samples(
+    path: CheckpointPath,
+    state_shard: StateShard,
+    samples: Mapping[str, str],
+    must_match: Iterable[str],
+) -> None:
     """Raise InvalidSpec unless the state read from `path` stands amid these samples.
 
     What tells nothing of them (earlier versions of Shoal, plain torch) cannot be compared, and
@@ -40,14 +106,14 @@ def check_samples(path: Path, state_shard: StateShard, samples: Mapping[str, str
         if state_shard.step and samples:
             log.warning("checkpoint_without_samples", path=str(path), step=state_shard.step)
         return
-    for field in MUST_MATCH:
+    for field in must_match:
         if field in written and field in samples and written[field] != samples[field]:
             raise InvalidSpec(
                 f"the checkpoint {path} was written amid other samples: {field} differs",
                 seen=f"{field}={samples[field]}",
                 expected=f"{field}={written[field]}, as in the run that it is of",
                 fix="With the same batches training goes on where it was, for more epochs too. To"
-                " start anew, take another directory for the checkpoints; to begin with these"
+                " start over, take another directory for the checkpoints; to begin with these"
                 " weights there, load them into the model before session.distribute"
                 " (docs/checkpoints.md).",
                 details={field: f"{samples[field]!r}, checkpoint {written[field]!r}"},

@@ -1,22 +1,24 @@
 """Writes a checkpoint that the ranks of a group hold together; every rank calls `write`.
 
-    first rank makes a directory aside           -> gather: what each holds
-    every rank writes its share and synchronises -> gather: where everything stands
-    first rank writes .metadata and renames      -> gather: done
+    first rank begins a draft                    -> gather: what each holds
+    every rank writes its share, durably         -> gather: where everything stands
+    first rank writes .metadata and publishes    -> gather: done
 
 DCP's own coordination sends pickled objects, and unpickles what peers send. Here JSON goes round
-and every rank works out the same plan from it; the files are written by DCP's FileSystemWriter.
+and every rank works out the same plan from it; the files are written by DCP's FileSystemWriter,
+or its FsspecWriter.
 """
 
 import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import directory, names
-from shoal.checkpoint.entries import CheckpointEntry, Place, write_files, write_index
+from shoal.checkpoint import names, storage
+from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
+from shoal.checkpoint.drafts import Draft
+from shoal.checkpoint.entries import CheckpointEntry, Place
 from shoal.checkpoint.peers import ALONE, Peers
 from shoal.checkpoint.write_plan import PlannedChunk, from_json, items_of, plan_writes, to_json
 from shoal.state.shards import StateShard
@@ -34,7 +36,7 @@ _FIXES = {
 
 
 def write(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | BucketPath,
     state_shard: StateShard,
     peers: Peers = ALONE,
     *,
@@ -48,11 +50,11 @@ def write(
     later steps there. Raises GenerationBroken if a peer is lost: then the next writer removes what
     is left.
     """
-    writer = _Writer(Path(path), state_shard, peers)
+    writer = _Writer(located(path), state_shard, peers)
     try:
         items = writer.open(continues)
-        located = writer.write_share(items[peers.rank])
-        writer.publish(items, located)
+        places = writer.write_share(items[peers.rank])
+        writer.publish(items, places)
     except GenerationBroken:
         raise
     except ShoalError:
@@ -63,9 +65,9 @@ def write(
 class _Writer:
     """One rank's part, in the order of the methods."""
 
-    def __init__(self, path: Path, state_shard: StateShard, peers: Peers) -> None:
+    def __init__(self, path: CheckpointPath, state_shard: StateShard, peers: Peers) -> None:
         self._path = path
-        self._partial = path
+        self._draft = storage.draft_of(path)
         self._state_shard = state_shard
         self._peers = peers
         self._first = peers.rank == FIRST
@@ -73,21 +75,21 @@ class _Writer:
         self._values = names.entries_of(state_shard.step, state_shard.values) if self._first else {}
 
     def open(self, continues: bool) -> list[list[PlannedChunk]]:
-        """Agree on a directory and on who writes what."""
+        """Agree on a draft and on who writes what."""
 
         def act() -> Any:
             if self._first:
-                self._partial = directory.begin(self._path)
+                self._draft.begin()
             return {
                 "step": self._state_shard.step,
-                "partial": self._partial.name,
+                "partial": self._draft.name,
                 "continues": continues,
                 "outlines": to_json(items_of(self._state_shard)),
                 "elsewhere": sorted(self._state_shard.elsewhere),
             }
 
         opened = self._together("could not be begun", act)
-        self._partial = self._path.with_name(opened[FIRST]["partial"])
+        self._draft.join(opened[FIRST]["partial"])
         self._continues = any(answer["continues"] for answer in opened)
         steps = sorted({answer["step"] for answer in opened})
         if len(steps) > 1:
@@ -103,19 +105,17 @@ class _Writer:
         def act() -> Any:
             if self._first:
                 if not self._continues:
-                    directory.refuse_later(self._path.parent, self._state_shard.step)
+                    storage.refuse_later(self._path.parent, self._state_shard.step)
                 # Every rank is here, so none still writes an earlier one.
-                directory.sweep(self._path, keep=self._partial)
-            elif not self._partial.is_dir():
+                self._draft.sweep()
+            elif not self._draft.is_seen():
                 raise InvalidSpec(
-                    f"rank {self._peers.rank} does not see {self._partial}, which the first made",
+                    f"rank {self._peers.rank} does not see what is begun of {self._path}",
                     expected="storage that all ranks share",
                 )
             values = [self._content(item) for item in items] + list(self._values.values())
             entries = self._entries(items, self._first)
-            return write_files(
-                self._partial, self._peers.rank, list(zip(entries, values, strict=True))
-            )
+            return self._draft.write(self._peers.rank, list(zip(entries, values, strict=True)))
 
         return self._together("could not be written", act)
 
@@ -138,9 +138,8 @@ class _Writer:
         def act() -> Any:
             if self._first:
                 stored = list(self._stored(items, located))
-                _check_files(self._partial, [place for _, place in stored])
-                write_index(self._partial, stored)
-                directory.publish(self._partial, self._path)
+                _check_files(self._draft, [place for _, place in stored])
+                self._draft.publish(stored)
 
         self._together("could not be completed", act)
 
@@ -160,8 +159,8 @@ class _Writer:
 
     def give_up(self) -> None:
         """Leave nothing behind. All ranks have failed at the same point: none writes any more."""
-        if self._first and self._partial != self._path and self._partial.exists():
-            directory.discard(self._partial)
+        if self._first:
+            self._draft.discard()
 
     def _together(self, stage: str, act: Callable[[], Any]) -> list[Any]:
         """What `act` returned on each rank, or the same error on all if it failed on one."""
@@ -220,17 +219,16 @@ def _retold(told: dict[str, Any]) -> ShoalError:
     return kind(told.pop("what"), **told)
 
 
-def _check_files(partial: Path, places: Sequence[Place]) -> None:
+def _check_files(draft: Draft, places: Sequence[Place]) -> None:
     """What the ranks said they wrote must be there: else they wrote to disks of their own."""
     ends: dict[str, int] = {}
     for file, offset, length in places:
         ends[file] = max(ends.get(file, 0), offset + length)
     for file, end in ends.items():
-        found = partial / file
-        size = found.stat().st_size if found.exists() else 0
+        size = draft.size(file)
         if size < end:
             raise InvalidSpec(
                 f"a rank has written {file}, but the first rank does not see all of it",
-                seen=f"{size} bytes in {partial}",
+                seen="no file" if size < 0 else f"{size} bytes",
                 expected=f"{end} bytes, on storage that all ranks share",
             )

@@ -107,6 +107,7 @@ class GradientExchange:
 
     def begin(self, step: int) -> None:
         """Forget the last step; `step` are committed."""
+        self._traffic.begin_step()
         self._averaged.clear()
         self._underway.clear()
         self.waiter.forget()

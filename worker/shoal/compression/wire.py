@@ -28,11 +28,14 @@ class Traffic:
     def count_all_reduce(self, values: Tensor, world_size: int) -> None:
         self.sent_bytes += _all_reduce_bytes(values, world_size)
 
+    def begin_step(self) -> None:
+        """What is counted from here on is the next step's."""
+        self._before = (self.sent_bytes, self.plain_bytes)
+
     def end_step(self) -> None:
-        """What was counted since the last call is one step's."""
+        """What was counted since `begin_step` is one step's. May be called again as it goes on."""
         now = (self.sent_bytes, self.plain_bytes)
         self._step = (now[0] - self._before[0], now[1] - self._before[1])
-        self._before = now
 
     def metrics(self) -> dict[str, float]:
         """Bytes sent in the last step and in all, and how many times less than uncompressed."""

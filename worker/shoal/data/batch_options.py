@@ -16,6 +16,8 @@ from torch.utils.data import (
 from shoal.data.batches import Dataset, Loader, Order, dataset_size, describe
 from shoal.data.loading import Loading
 from shoal.data.samples import Collate
+from shoal.data.shard_order import ShardOrder
+from shoal.data.shards import Shards
 from shoal_proto.errors import InvalidSpec
 
 
@@ -67,7 +69,7 @@ class BatchOptions:
         unknown = sorted(options.keys() - known - LoadingOptions.__annotations__.keys())
         if unknown:
             raise InvalidSpec(
-                f"session.batches knows no {unknown[0]}",
+                f"session.batches has no option {unknown[0]}",
                 seen=", ".join(unknown),
                 expected=", ".join(LoadingOptions.__annotations__),
             )
@@ -87,24 +89,31 @@ class BatchOptions:
             loading={name: value for name, value in options.items() if name in known},
         )
 
-    def loader(self, dataset: "Dataset | DataLoader[Any]") -> Loader:
-        """Raises InvalidSpec for a dataset, a DataLoader or settings that cannot be kept exact."""
+    def loader(self, dataset: "Dataset | DataLoader[Any]", *, together: bool = True) -> Loader:
+        """`together`: members take each batch together, and not each whole ones of its own.
+
+        Raises InvalidSpec for a dataset, a DataLoader or settings that cannot be kept exact.
+        """
         if isinstance(dataset, DataLoader):
             dataset_size(dataset.dataset)
-            return _completed(self, dataset).loader(dataset.dataset)
+            return _completed(self, dataset).loader(dataset.dataset, together=together)
         if self.global_batch_size is None:
             raise InvalidSpec(
-                "nothing tells how many samples a step takes",
+                "the number of samples in a step is not given",
                 expected="global_batch_size, or a DataLoader with a batch_size",
             )
-        order = Order(
-            num_samples=dataset_size(dataset),
-            global_batch_size=self.global_batch_size,
-            num_epochs=self.epochs,
-            seed=self.seed or 0,
-            shuffle=self.shuffle is not False,
-            drop_last=bool(self.drop_last),
-        )
+        num_samples = dataset_size(dataset)
+        order_options: dict[str, Any] = {
+            "global_batch_size": self.global_batch_size,
+            "num_epochs": self.epochs,
+            "seed": self.seed or 0,
+            "shuffle": self.shuffle is not False,
+            "drop_last": bool(self.drop_last),
+        }
+        if isinstance(dataset, Shards):
+            order: Order = ShardOrder.of(dataset, **order_options, together=together)
+        else:
+            order = Order(num_samples=num_samples, **order_options)
         loading = Loading(**self.loading)
         return Loader(
             dataset,
@@ -130,7 +139,7 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
     if order.drop_last:
         told["drop_last"] = "true"
     if order.rule > 1:
-        told["order"] = str(order.rule)
+        told["order"] = order.name
     return told
 
 

@@ -6,7 +6,7 @@ time, each sample counts exactly once an epoch.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from shoal.data.loading import BatchLoader, Loading, Span
 from shoal.data.parts import of_step
 from shoal.data.permutation import KeyedPermutation
 from shoal.data.samples import Collate, MapDataset, Samples
+from shoal.data.shards import Shards
 from shoal_proto.errors import InvalidSpec
 
 LARGEST_KEPT_ORDER = 1 << 20
@@ -64,6 +65,16 @@ class Batch:
         return of_step().parts(self, num_parts)
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where in the samples of a job a step begins."""
+
+    step: int = 0
+    epoch: int = 0
+    offset: int = 0
+    """Position in the epoch's order."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """The order in which samples are trained on. Pure: the same on every member."""
@@ -76,11 +87,13 @@ class Order:
     drop_last: bool = False
     """Leave out the samples at an epoch's end that do not fill a batch; with shuffling these are
     others in each epoch."""
+    origin: Position = Position()
+    """Where the first step with batches of this size begins: the steps before were of another."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "num_epochs", "seed"):
             if not hasattr(getattr(self, name), "__index__"):
-                raise InvalidSpec(f"{name} is no integer", seen=repr(getattr(self, name)))
+                raise InvalidSpec(f"{name} is not an integer", seen=repr(getattr(self, name)))
         for name in ("num_samples", "global_batch_size", "num_epochs"):
             if getattr(self, name) < 1:
                 raise InvalidSpec(
@@ -100,6 +113,11 @@ class Order:
         return 2 if self.shuffle and self.num_samples > LARGEST_KEPT_ORDER else 1
 
     @property
+    def name(self) -> str:
+        """Of the order, as checkpoints and members tell it."""
+        return str(self.rule)
+
+    @property
     def steps_per_epoch(self) -> int:
         """The last one is smaller if the batch size does not divide; with `drop_last` it is left
         out."""
@@ -109,13 +127,38 @@ class Order:
     @property
     def num_steps(self) -> int:
         """Of the whole job."""
-        return self.steps_per_epoch * self.num_epochs
+        whole_epochs = self.num_epochs - self.origin.epoch - 1
+        if whole_epochs < 0:
+            return self.origin.step
+        return self.origin.step + self._first_steps + whole_epochs * self.steps_per_epoch
+
+    @property
+    def _first_steps(self) -> int:
+        """Steps in what is left of the origin's epoch."""
+        left = max(self.num_samples - self.origin.offset, 0)
+        whole, rest = divmod(left, self.global_batch_size)
+        return whole if self.drop_last or not rest else whole + 1
+
+    def position(self, step: int) -> Position:
+        """Where that step begins; of the last one of an epoch it is known where the next begins."""
+        since = step - self.origin.step
+        if since < 0:
+            raise InvalidSpec(
+                "a step from before the batch size was changed",
+                seen=f"step {step}",
+                expected=f"step {self.origin.step} or later",
+            )
+        if since < self._first_steps:
+            offset = self.origin.offset + since * self.global_batch_size
+            return Position(step, self.origin.epoch, offset)
+        further, place = divmod(since - self._first_steps, self.steps_per_epoch)
+        return Position(step, self.origin.epoch + 1 + further, place * self.global_batch_size)
 
     def span(self, step: int) -> tuple[int, int, int]:
         """(epoch, start, stop): the positions of the step's global batch in its epoch's order."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        start = position * self.global_batch_size
-        return epoch, start, min(start + self.global_batch_size, self.num_samples)
+        begins = self.position(step)
+        stop = min(begins.offset + self.global_batch_size, self.num_samples)
+        return begins.epoch, begins.offset, stop
 
     def epoch_order(self, epoch: int) -> Tensor:
         """Sample index by position, for a whole epoch."""
@@ -175,6 +218,11 @@ class Loader:
             samples = Samples(dataset, collate or default_collate, order.seed, seeded=seed_samples)
             self._samples = BatchLoader(samples, loading or Loading(), self._indices)
         self._epoch = -1
+
+    def begin_at(self, origin: Position) -> None:
+        """The first batches of this size are those from here on. Free to call again."""
+        if origin != self.order.origin:
+            self.order = replace(self.order, origin=origin)
 
     def start(self) -> None:
         """Start the processes that load, where there are any. Before there are connections that
@@ -271,6 +319,8 @@ def dataset_size(dataset: Dataset) -> int:
         seen=type(dataset).__name__,
         expected="a map-style dataset, a DataLoader of one, or a tuple of tensors",
         fix="Samples are counted by their index, so that each counts once an epoch whoever is lost."
+        " Give its shards, with the number of samples in each: shoal.Shards([...], lengths=[...]);"
+        " shoal.Shards([dataset], lengths=[n]) for one that is not in shards (docs/data.md)."
         if _is_iterable(dataset)
         else "",
     )
@@ -279,6 +329,8 @@ def dataset_size(dataset: Dataset) -> int:
 def describe(dataset: Dataset) -> str:
     """What members compare to see that they train on the same data."""
     columns = _columns(dataset)
+    if isinstance(dataset, Shards):
+        return dataset.description
     if columns is None:
         return f"{type(dataset).__name__} of {dataset_size(dataset)}"
     parts = [f"{str(c.dtype).removeprefix('torch.')}{tuple(c.shape)}" for c in columns]

@@ -12,14 +12,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.data.loader_process import Beginning, open_sockets
 from shoal.data.samples import FailedSample, Samples, generators_kept
-from shoal.torch_private.dataloader import end_iteration
+from shoal.torch_private.dataloader import (
+    end_iteration,
+    ended_processes_of,
+    raise_nothing_at_their_end,
+    raising_at_their_end,
+)
 from shoal_proto.errors import InvalidSpec, LoadingFailed
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Loading:
 
     def __post_init__(self) -> None:
         if not hasattr(self.num_workers, "__index__"):
-            raise InvalidSpec("num_workers is no integer", seen=repr(self.num_workers))
+            raise InvalidSpec("num_workers is not an integer", seen=repr(self.num_workers))
         if self.timeout < 0:
             raise InvalidSpec(
                 "timeout is out of range", seen=f"{self.timeout} s", expected="0 or more"
@@ -96,6 +104,10 @@ class _Feed(Dataset[Any]):
         return wanted.run, self.samples.batch(wanted.epoch, wanted.indices, still_wanted)
 
 
+class _ProcessEnded(RuntimeError):
+    """A process that loads has ended: by a signal, as a rule."""
+
+
 class BatchLoader:
     """Batches by span. All methods are the trainer's."""
 
@@ -131,25 +143,38 @@ class BatchLoader:
     def take(self, span: Span, after: Callable[[], Iterator[Span]]) -> Any:
         """The batch of a span; `after` gives those that are likely to follow it.
 
-        Raises SampleFailed where a sample cannot be loaded, LoadingFailed where a process that
-        loads has ended or takes too long.
+        Where a process that loads has ended, all are started anew, once for each batch. Raises
+        SampleFailed where a sample cannot be loaded, LoadingFailed where a process has ended once
+        more or takes too long.
         """
         if span.epoch != self._epoch and not self._loading.persistent_workers:
             self.close()
         self._epoch = span.epoch
         if not self._asked or self._asked[0] != span:
             self._begin_run(span, after)
-        self.start()
-        while True:
-            delivered = self._next()
-            # Empty: asked for before the first run, or behind the last batch.
-            if delivered is not None and delivered[0] == int(self._run):
-                break
+        try:
+            delivered = self._delivered()
+        except _ProcessEnded as ended:
+            log.warning("loading_processes_restarted", reason=str(ended))
+            self._begin_run(span, after)
+            try:
+                delivered = self._delivered()
+            except _ProcessEnded as again:
+                raise _loading_failed(self._loading, str(again)) from again
         self._asked.popleft()
         batch = delivered[1]
         if isinstance(batch, FailedSample):
             raise batch.raised()
         return batch
+
+    def _delivered(self) -> tuple[int, Any]:
+        """The next batch of the present run."""
+        self.start()
+        while True:
+            delivered: tuple[int, Any] | None = self._next()
+            # Empty: asked for before the first run, or behind the last batch.
+            if delivered is not None and delivered[0] == int(self._run):
+                return delivered
 
     def _begin_run(self, span: Span, after: Callable[[], Iterator[Span]]) -> None:
         self._run += 1
@@ -168,17 +193,17 @@ class BatchLoader:
             with generators_kept():
                 return next(self._iterator)
         try:
-            return next(self._iterator)
+            if ended := ended_processes_of(self._iterator):
+                raise _ProcessEnded(f"process {', '.join(map(str, ended))} has ended")
+            with raising_at_their_end(self._iterator):
+                return next(self._iterator)
         except RuntimeError as error:
             # Nothing of a dataset's own is raised here: that is a FailedSample.
+            ended = ended_processes_of(self._iterator)
             self.close()
-            raise LoadingFailed(
-                "a process that loads batches has ended, or took too long",
-                seen=str(error)[:500],
-                expected=f"{self._loading.num_workers} processes that load",
-                fix="One that was killed is often out of memory (see dmesg, and the size of"
-                " /dev/shm): take fewer num_workers or a smaller prefetch_factor.",
-            ) from error
+            if ended:
+                raise _ProcessEnded(str(error)[:500]) from error
+            raise _loading_failed(self._loading, str(error)[:500]) from error
 
     def _wanted(self) -> Iterator[_Wanted | None]:
         """What is to be loaded next; the DataLoader asks on the trainer's thread."""
@@ -214,7 +239,9 @@ class BatchLoader:
             generator=torch.Generator().manual_seed(0),
             **more,
         )
-        return iter(loader)
+        iterator = iter(loader)
+        raise_nothing_at_their_end(iterator)
+        return iterator
 
 
 class _Endless:
@@ -225,6 +252,16 @@ class _Endless:
 
     def __iter__(self) -> Iterator[_Wanted | None]:
         return self._make()
+
+
+def _loading_failed(loading: Loading, seen: str) -> LoadingFailed:
+    return LoadingFailed(
+        "a process that loads batches has ended, or took too long",
+        seen=seen,
+        expected=f"{loading.num_workers} processes that load",
+        fix="One that was killed is often out of memory (see dmesg, and the size of /dev/shm): take"
+        " fewer num_workers or a smaller prefetch_factor.",
+    )
 
 
 def _first(span: Span, others: Iterator[Span]) -> Iterator[Span]:

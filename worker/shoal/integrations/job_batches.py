@@ -1,9 +1,12 @@
 """A job's batches for a trainer that has a loop of its own, as those of Keras and Lightning do."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Unpack
 
-from shoal.data.batches import Batch, Dataset, Order, dataset_size
+from torch.utils.data import DataLoader
+
+from shoal.data.batch_options import BatchOptions, LoadingOptions
+from shoal.data.batches import Batch, Dataset
 from shoal.data.samples import Collate
 
 if TYPE_CHECKING:
@@ -20,22 +23,25 @@ class JobBatches:
     def __init__(
         self,
         session: "Session",
-        dataset: Dataset,
+        dataset: Dataset | DataLoader[Any],
         *,
-        global_batch_size: int,
+        global_batch_size: int | None = None,
         epochs: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
+        seed: int | None = None,
+        shuffle: bool | None = None,
         collate: Collate | None = None,
+        **loading: Unpack[LoadingOptions],
     ) -> None:
-        self._session, self._dataset, self._collate = session, dataset, collate
-        self._order = Order(
-            num_samples=dataset_size(dataset),
-            global_batch_size=global_batch_size,
-            num_epochs=epochs,
-            seed=seed,
-            shuffle=shuffle,
-        )
+        self._session, self._dataset = session, dataset
+        self._said: dict[str, Any] = {
+            "global_batch_size": global_batch_size,
+            "epochs": epochs,
+            "seed": seed,
+            "shuffle": shuffle,
+            "collate": collate,
+        }
+        self._loading = loading
+        self._order = BatchOptions.of(**self._said, options=loading).loader(dataset).order
         self._batches: Iterator[Batch] | None = None
 
     @property
@@ -55,12 +61,5 @@ class JobBatches:
     def take(self) -> Batch | None:
         """This member's part of the job's next step; None after the last."""
         if self._batches is None:
-            self._batches = self._session.batches(
-                self._dataset,
-                global_batch_size=self._order.global_batch_size,
-                epochs=self._order.num_epochs,
-                seed=self._order.seed,
-                shuffle=self._order.shuffle,
-                collate=self._collate,
-            )
+            self._batches = self._session.batches(self._dataset, **self._said, **self._loading)
         return next(self._batches, None)

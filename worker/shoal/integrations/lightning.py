@@ -20,15 +20,23 @@ To Lightning every member trains alone: ranks, logged values and the progress ba
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Unpack
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from shoal.data.batches import Dataset
+from shoal.data.batch_options import LoadingOptions
+from shoal.data.batches import Batch, Dataset
 from shoal.data.samples import Collate
 from shoal.integrations.job_batches import JobBatches
 from shoal.session.session import Session
@@ -41,9 +49,10 @@ FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
 class SessionStrategy(SingleDeviceStrategy):
     """A Lightning strategy for one member; see the module.
 
-    `fit` refuses with InvalidSpec what a session cannot keep exact: manual optimization,
-    accumulation of gradients, Lightning's own checkpoints and schedulers, other batches than those
-    of `batches`.
+    Schedulers step with the job, `accumulate_grad_batches` cuts each batch into so many parts, and
+    `precision="bf16-mixed"` is autocast. `fit` refuses with InvalidSpec what a session cannot keep
+    exact: manual optimization, checkpoints of more than weights, schedulers that look at a metric,
+    other batches than those of `batches`.
     """
 
     strategy_name = "shoal_session"
@@ -54,16 +63,19 @@ class SessionStrategy(SingleDeviceStrategy):
         self._batches: SessionBatches | None = None
         self._again: Any = None
         self._on_sigterm: Any = None
+        self._num_parts = 1
+        self._schedules: list[LRSchedulerConfig] = []
 
     def batches(
         self,
-        dataset: Dataset,
+        dataset: Dataset | DataLoader[Any],
         *,
-        global_batch_size: int,
+        global_batch_size: int | None = None,
         epochs: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
+        seed: int | None = None,
+        shuffle: bool | None = None,
         collate: Collate | None = None,
+        **loading: Unpack[LoadingOptions],
     ) -> "SessionBatches":
         """What `trainer.fit` trains on: as `session.batches`, each a pair (inputs, targets).
 
@@ -77,6 +89,7 @@ class SessionStrategy(SingleDeviceStrategy):
             seed=seed,
             shuffle=shuffle,
             collate=collate,
+            **loading,
         )
         self._batches = SessionBatches(job)
         return self._batches
@@ -98,10 +111,17 @@ class SessionStrategy(SingleDeviceStrategy):
         if trainer.state.fn == "fit":
             _refuse(trainer, trainer.lightning_module)
             # Now, when the Trainer has told by its own choice what precision it was asked for.
-            self.precision_plugin = _SessionPrecision(self._session)
+            mixed = isinstance(trainer.precision_plugin, MixedPrecision)
+            dtype = torch.bfloat16 if mixed else None
+            self.precision_plugin = _SessionPrecision(
+                self._session, self._take_parts, (self.root_device.type, dtype)
+            )
+            # To Lightning each batch is a step; its parts are the session's.
+            self._num_parts, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._refuse_distributed(trainer)
+            self._take_schedules()
 
     def _refuse_distributed(self, trainer: Trainer) -> None:
         """Raise InvalidSpec for what the module's `configure_optimizers` has brought along."""
@@ -112,12 +132,20 @@ class SessionStrategy(SingleDeviceStrategy):
                 seen=f"strategy {strategy.name}",
                 expected="a synchronous strategy",
             )
-        if self.lr_scheduler_configs:
+        for config in self.lr_scheduler_configs:
+            if config.reduce_on_plateau:
+                raise InvalidSpec(
+                    "a scheduler that looks at a metric, of which each member has its own",
+                    seen=type(config.scheduler).__name__,
+                    expected="a scheduler that counts steps or epochs",
+                )
+        checkpoints = trainer.checkpoint_callbacks
+        if checkpoints and strategy.name not in FORWARD_ALONE:
             raise InvalidSpec(
-                "Lightning's schedulers count the steps of one member, and not the job's",
-                seen=type(self.lr_scheduler_configs[0].scheduler).__name__,
-                expected="an optimizer without a scheduler",
-                fix="In training_step, set the groups' lr from session.step_number.",
+                "Lightning's checkpoints hold what one member has, and that is not the whole model",
+                seen=f"{type(checkpoints[0]).__name__} under strategy {strategy.name}",
+                expected=", ".join(sorted(FORWARD_ALONE)),
+                fix="Pass checkpoints=shoal.Checkpoints(...) to session.distribute.",
             )
         if trainer.enable_validation and strategy.name not in FORWARD_ALONE:
             raise InvalidSpec(
@@ -126,6 +154,54 @@ class SessionStrategy(SingleDeviceStrategy):
                 expected=", ".join(sorted(FORWARD_ALONE)),
                 fix="Validate with the whole model, from session.state_dict(), after fit.",
             )
+
+    def _take_schedules(self) -> None:
+        """Let the job's steps count for the schedulers, and not those of this member."""
+        for number, config in enumerate(self.lr_scheduler_configs):
+            self._session.register(f"lightning-schedule-{number}", config.scheduler)
+        self._schedules, self.lr_scheduler_configs = self.lr_scheduler_configs, []
+
+    def _step_schedules(self) -> None:
+        """Behind a committed step: with it they are given to members that join."""
+        batches, module = self._present_batches(), self.lightning_module
+        assert module is not None, "Lightning connects it before it trains"
+        for config in self._schedules:
+            count = self._session.step_number
+            if config.interval == "epoch":
+                if not batches.epoch_is_done:
+                    continue
+                count //= len(batches)
+            if count % config.frequency == 0:
+                module.lr_scheduler_step(config.scheduler, None)
+
+    def _take_parts(self, closure: Callable[[], Any]) -> Any:
+        """Train on the batch, in as many parts as the Trainer accumulates."""
+        if self._num_parts == 1:
+            return closure()
+        if not isinstance(closure, Closure):
+            raise InvalidSpec(
+                "a closure of the module's own, with accumulate_grad_batches",
+                seen=type(closure).__name__,
+                expected="optimizer_step as LightningModule has it",
+            )
+        # The session zeroes gradients when the step begins, and not between its parts.
+        closure._zero_grad_fn = None
+        result = None
+        for part in self._present_batches().parts(self._num_parts):
+            self._again = self.batch_to_device(part)
+            result = closure()
+        return result
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Members hold the same: one of them writes."""
+        if self._session.is_first:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._session.is_first:
+            super().remove_checkpoint(filepath)
 
     def training_step(self, batch: Any, *positional: Any, **options: Any) -> Any:
         taken = batch if self._again is None else self._again
@@ -144,8 +220,10 @@ class SessionStrategy(SingleDeviceStrategy):
         while True:
             with self._session.step() as step:
                 result = super().optimizer_step(optimizer, closure, model, **options)
-            if step.committed and not batches.last_is_done:
-                return result
+            if step.committed:
+                self._step_schedules()
+                if not batches.last_is_done:
+                    return result
             # The same step, cut for who is left; or none, when all members have the last one.
             pair = batches.take()
             if pair is None:
@@ -171,6 +249,7 @@ class SessionBatches:
 
     def __init__(self, job: JobBatches) -> None:
         self._job = job
+        self._batch: Batch | None = None
 
     def __len__(self) -> int:
         """Steps of a whole epoch. Without it Lightning would ask for a batch ahead of its step."""
@@ -184,8 +263,19 @@ class SessionBatches:
 
     def take(self) -> tuple[Any, Any] | None:
         """This member's part of the job's next step; None after the last."""
-        batch = self._job.take()
-        return None if batch is None else (batch.inputs, batch.targets)
+        self._batch = self._job.take()
+        return None if self._batch is None else (self._batch.inputs, self._batch.targets)
+
+    def parts(self, num_parts: int) -> Iterator[tuple[Any, Any]]:
+        """What was taken last, as so many micro-batches: within the step on it."""
+        assert self._batch is not None, "a step is taken on a batch"
+        for part in self._batch.parts(num_parts):
+            yield part.inputs, part.targets
+
+    @property
+    def epoch_is_done(self) -> bool:
+        """Whether the step committed last was the last of its epoch."""
+        return self._job.epoch_is_done
 
     @property
     def last_is_done(self) -> bool:
@@ -194,10 +284,25 @@ class SessionBatches:
 
 
 class _SessionPrecision(Precision):
-    """Full precision, with what touches gradients left to the session."""
+    """Full precision, or autocast to a dtype; what touches gradients is left to the session."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(
+        self,
+        session: Session,
+        take_parts: Callable[[Callable[[], Any]], Any],
+        cast: tuple[str, torch.dtype | None],
+    ) -> None:
+        """`cast`: on which kind of device to what, or to nothing."""
+        self._session, self._take_parts = session, take_parts
+        self._device, self._dtype = cast
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        if self._dtype is None:
+            yield
+            return
+        with torch.autocast(self._device, dtype=self._dtype, cache_enabled=False):
+            yield
 
     def backward(self, tensor: Tensor, model: LightningModule, *_: Any, **__: Any) -> None:  # type: ignore[override]
         self._session.backward(tensor)
@@ -206,7 +311,7 @@ class _SessionPrecision(Precision):
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **_: Any
     ) -> Any:
         # The session applies the gradients itself, when it commits.
-        return self._wrap_closure(model, optimizer, closure)
+        return self._wrap_closure(model, optimizer, partial(self._take_parts, closure))
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self._session.clip_grad_norm(clip_val)
@@ -228,24 +333,36 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             expected="True",
             fix="Train in a loop of your own: with session.step(): ...",
         )
-    if type(trainer.precision_plugin) not in (Precision, _SessionPrecision):
+    plugin = trainer.precision_plugin
+    is_bf16 = type(plugin) is MixedPrecision and plugin.scaler is None
+    if type(plugin) not in (Precision, _SessionPrecision) and not is_bf16:
         raise InvalidSpec(
             "Lightning's precision plug-ins scale and apply gradients themselves",
             seen=f"precision={trainer.precision}",
-            expected="precision=32-true",
+            expected="precision=32-true or bf16-mixed",
             fix="Use torch.autocast in training_step.",
         )
-    if trainer.accumulate_grad_batches != 1:
+    schedules = [
+        c for c in getattr(trainer, "callbacks", ()) if isinstance(c, GradientAccumulationScheduler)
+    ]
+    if schedules:
         raise InvalidSpec(
-            "gradients of several batches are not accumulated in a session",
-            seen=f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
-            expected="1",
-            fix="Raise global_batch_size.",
+            "a number of parts that changes with the epochs of one member",
+            seen=type(schedules[0]).__name__,
+            expected="accumulate_grad_batches, a number",
         )
-    if trainer.checkpoint_callbacks:
+    for callback in trainer.checkpoint_callbacks:
+        if not getattr(callback, "save_weights_only", False):
+            raise InvalidSpec(
+                "Lightning's checkpoints do not know of the other members",
+                seen=f"{type(callback).__name__} of more than weights",
+                expected="enable_checkpointing=False, or ModelCheckpoint(save_weights_only=True)",
+                fix="To go on after a loss of all members, pass checkpoints=shoal.Checkpoints(...)"
+                " to session.distribute.",
+            )
+    if trainer.ckpt_path is not None:
         raise InvalidSpec(
-            "Lightning's checkpoints do not know of the other members",
-            seen=type(trainer.checkpoint_callbacks[0]).__name__,
-            expected="enable_checkpointing=False",
-            fix="Pass checkpoints=shoal.Checkpoints(...) to session.distribute.",
+            "training that goes on from a checkpoint of Lightning",
+            seen=f"ckpt_path={trainer.ckpt_path!r}",
+            expected="shoal.Checkpoints, from which a job goes on by itself",
         )

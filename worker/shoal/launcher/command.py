@@ -16,6 +16,8 @@ from shoal_client.host.reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
+from shoal_proto.tls import identity
+from shoal_proto.tls.options import LauncherTls
 
 REACH_TIMEOUT_S = 3.0
 BAD_ARGUMENTS = 2
@@ -38,14 +40,17 @@ def run(config: RunConfig) -> int:
             _say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
             _check_job(config)
             return Launcher(config).run()
+        # The cluster of its own is reached from this machine only.
+        identity.use(None)
         # Before the launcher takes the signals over: a SIGTERM must undo what has started.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
-        cluster = _own_cluster(stack, config.cluster)
+        cluster = _own_cluster(stack, config)
         launcher = Launcher(
             replace(
                 config,
                 coordinators=(cluster.coordinator,),
                 cluster=ClusterOptions(),
+                tls=LauncherTls(),
                 alone=True,
             )
         )
@@ -58,16 +63,20 @@ def _check_job(config: RunConfig) -> None:
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
     elif reset_job(config.coordinators, config.job):
-        _say(f"job {config.job} starts anew: what was kept of its last run is removed")
+        _say(f"job {config.job} starts over: what was kept of its last run is removed")
 
 
-def _own_cluster(stack: ExitStack, options: ClusterOptions) -> LocalCluster:
+def _own_cluster(stack: ExitStack, run: RunConfig) -> LocalCluster:
+    options, environment = run.cluster, dict(run.environment)
+    if run.output.verbose:
+        environment["SHOAL_LOG_LEVEL"] = "DEBUG"
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-run-")))
     _say("no --coordinator given: starting a cluster on this machine for this run")
     config = LocalClusterConfig(
         directory=directory,
         num_parameter_servers=options.num_parameter_servers,
         limits=options.limits,
+        environment=environment,
         restart=RestartPolicy(),
     )
     cluster = stack.enter_context(LocalCluster(config, say=_say))

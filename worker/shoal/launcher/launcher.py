@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from shoal.launcher import metrics
 from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
 from shoal_client.host.beats import HostBeats
@@ -31,6 +32,7 @@ from shoal_client.host.reports import HostReporter
 from shoal_client.liveness.beat_board import BeatBoard, Ending
 from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 
 OUTPUT_S = 2.0
@@ -89,6 +91,7 @@ class Launcher:
             self._reporter,
             self._beats,
             self._lifelines(),
+            metrics.served(self._config.output.metrics, self.slots),
             Supervisor(on_exit=self._exited, on_stop=self._halted, grace_s=0.5) as supervisor,
         ):
             for slot in self.slots:
@@ -211,7 +214,7 @@ class Launcher:
             pause_s = slot.pause_s
             slot.start_at_s = time.monotonic() + pause_s
             again = f"started again in {pause_s:g} s" if pause_s else "started again"
-            tries = f"restart {len(slot.exits)} of {self._config.max_restarts}"
+            tries = f"restart {len(slot.exits)} of {self._config.restart.max_restarts}"
             self._say(f"{slot.member_id} {exited}; {again} ({tries})")
             return
         self._ended.append(exited)
@@ -224,11 +227,11 @@ class Launcher:
             return False
         if last.ending not in (Ending.UNKNOWN, Ending.FENCED):
             return False
-        if last.code > 0 and not last.fenced and self._config.restart_on == "signal":
+        if last.code > 0 and not last.fenced and self._config.restart.restart_on == "signal":
             return False
         if last.code > 0 and self._is_lost():
             return False
-        return len(slot.exits) <= self._config.max_restarts
+        return len(slot.exits) <= self._config.restart.max_restarts
 
     @property
     def _ends(self) -> bool:
@@ -270,7 +273,7 @@ class Launcher:
         self._end_workers()
 
     def _end_workers(self) -> None:
-        self._kill_at_s = time.monotonic() + self._config.grace_s
+        self._kill_at_s = time.monotonic() + self._config.restart.grace_s
         for slot in self.slots:
             if slot.process is not None:
                 slot.process.send_signal(signal.SIGTERM)
@@ -278,17 +281,20 @@ class Launcher:
     def _interrupt(self, event: _Signalled) -> None:
         running = [slot.process for slot in self.slots if slot.process is not None]
         # The first time they may finish; a second one, or the bound, ends them.
-        self._kill_at_s = time.monotonic() + self._config.grace_s
+        self._kill_at_s = time.monotonic() + self._config.restart.grace_s
         if self._interrupted or event.number == signal.SIGKILL:
             self._say(f"killing {len(running)} workers")
             for process in running:
                 process.kill()
             return
         self._interrupted = event.number
-        name = signal.Signals(event.number).name
-        self._say(f"{name} passed on to {len(running)} workers; once more kills them")
+        name, num = signal.Signals(event.number).name, len(running)
+        workers = "1 worker is" if num == 1 else f"{num} workers are"
+        self._say(f"{name}: {workers} to finish their step and end; once more kills them")
         for process in running:
-            process.send_signal(event.number)
+            # Whichever it was: on a SIGINT a script would end in the midst of its step, with a
+            # traceback each.
+            process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGCONT)
 
     def _exit_code(self) -> int:
@@ -323,11 +329,14 @@ class Launcher:
         self._say(f"{event.process.name} {how}")
 
     def _sink(self, slot: WorkerSlot) -> Callable[[str], None]:
-        prefix = f"[{slot.member_id}] "
+        prefix, config = f"[{slot.member_id}] ", self._config
+        root = config.output.log_directory or log_root(config.environment)
+        kept = WorkerLog(log_path(root, config.job, slot.member_id))
         if self._config.colour:
             prefix = f"\x1b[{_COLOURS[slot.index % len(_COLOURS)]}m{prefix}\x1b[0m"
 
         def write(line: str) -> None:
+            kept.write(line)
             with self._output:
                 if self._deaf:
                     return

@@ -9,10 +9,14 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from shoal.launcher.metrics import parse_address
 from shoal_client.connection.addresses import CoordinatorAddresses
 from shoal_client.local.options import ClusterOptions
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.tls.identity import without_tls
+from shoal_proto.tls.names import Role
+from shoal_proto.tls.options import LauncherTls, LauncherTlsOption
 
 KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024 * 1024),
@@ -27,10 +31,53 @@ _INTERNAL = Parameter(parse=False)
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestartOptions:
+    """How long workers have to end, and when one that has ended is started again."""
+
+    max_restarts: Annotated[int, Parameter(metavar="N")] = 3
+    """How often each worker is restarted."""
+    restart_on: Literal["signal", "failure"] = "signal"
+    """signal: restart only workers that a signal killed (preemption, out of memory); failure: also
+    those that exited with a code other than 0. A worker that the job refused is never restarted: it
+    would be refused again."""
+    grace_s: Annotated[float, Parameter(metavar="SECONDS")] = 45.0
+    """How long workers may take to finish their step and hand over after SIGTERM or Ctrl-C, before
+    they are killed. The others need up to a quarter of the coordinator's --join-s to agree to
+    continue without them."""
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise InvalidSpec("bad --max-restarts", seen=str(self.max_restarts), expected=">= 0")
+        if not self.grace_s > 0:
+            raise InvalidSpec("bad --grace-s", seen=f"{self.grace_s:g}", expected="above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What is told of workers, and where."""
+
+    metrics: Annotated[str, Parameter(metavar="[HOST:]PORT")] = ""
+    """Serve metrics of this launcher for Prometheus there, without TLS and without a token. A port
+    alone is at 127.0.0.1. By default none are served."""
+    log_directory: Annotated[
+        Path | None, Parameter(name="--log-dir", metavar="DIRECTORY", env_var="SHOAL_LOG_DIR")
+    ] = None
+    """Where the newest lines of each worker are kept, for `shoal logs`. By default in a directory
+    of yours below the system's for temporary files."""
+    verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
+    """Have workers, and the parts of a cluster of its own, log all that they do:
+    SHOAL_LOG_LEVEL=debug."""
+
+    def __post_init__(self) -> None:
+        if self.metrics:
+            parse_address(self.metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Starts workers of a job on this host and stays until they have ended. A worker that is killed
-    is started again. Without --coordinator (or $SHOAL_COORDINATOR) a cluster of its own is started
-    on this machine for the run."""
+    """Starts workers of a job on this host and waits until they have ended. A worker that is killed
+    is restarted. Without --coordinator (or $SHOAL_COORDINATOR) it starts a cluster on this machine
+    for the run."""
 
     script: Annotated[Sequence[str], Parameter(metavar="SCRIPT")] = field(kw_only=False)
     """What each worker runs: a script, or with -m a module, and its arguments."""
@@ -39,27 +86,20 @@ class RunConfig:
     num_workers: Annotated[int, Parameter(name="-n", metavar="N")] = 1
     """Worker processes on this host."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""
-    """Name of the job that the workers join. By default the script's name; with --coordinator with
-    a random ending, since another run might have that name. It is printed then."""
+    """Name of the job. By default the script's name; with --coordinator it gets a random ending, so
+    that two runs do not meet by accident, and is printed."""
     fresh: bool = False
-    """Start the job anew: remove what the cluster keeps of an earlier run of this name."""
+    """Start over: remove what the cluster keeps of an earlier run of this name."""
     coordinators: CoordinatorAddresses = ()
+    tls: LauncherTlsOption = field(default_factory=LauncherTls)
     min_members: Annotated[int, Parameter(name="--min", metavar="N")] = 1
-    """The job trains with no fewer workers, over all hosts."""
+    """The fewest workers that train, over all hosts."""
     max_members: Annotated[int, Parameter(name="--max", metavar="N")] = 0
-    """At most this many workers train, over all hosts; further ones stand by. 0: as --desired."""
+    """The most workers that train, over all hosts; further ones stand by. 0: same as --desired."""
     desired_members: Annotated[int, Parameter(name="--desired", metavar="N")] = 0
-    """The job starts at once when this many workers are there. 0: as -n."""
-    max_restarts: Annotated[int, Parameter(metavar="N")] = 3
-    """How often each worker is started again."""
-    restart_on: Literal["signal", "failure"] = "signal"
-    """signal: only a worker that a signal killed (preemption, out of memory) is started again;
-    failure: also one that exited with another code than 0. An error in the script, or a refusal
-    by the job, would only come again."""
-    grace_s: Annotated[float, Parameter(metavar="SECONDS")] = 45.0
-    """After SIGTERM or Ctrl-C the workers have this long to finish their step and hand over, before
-    they are killed: a step, and the agreement of the others on going on without them (a quarter of
-    the coordinator's --join-s)."""
+    """The job starts as soon as this many workers are there. 0: same as -n."""
+    restart: Annotated[RestartOptions, Parameter(name="*")] = field(default_factory=RestartOptions)
+    output: Annotated[OutputOptions, Parameter(name="*")] = field(default_factory=OutputOptions)
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
     alone: Annotated[bool, _INTERNAL] = False
     """No worker can come from elsewhere: too few left means that the rest is waiting in vain."""
@@ -85,10 +125,6 @@ class RunConfig:
             raise InvalidSpec("no workers", seen=f"-n {self.num_workers}", expected="at least 1")
         if self.min_members < 1:
             raise InvalidSpec("bad --min", seen=str(self.min_members), expected="at least 1")
-        if self.max_restarts < 0:
-            raise InvalidSpec("bad --max-restarts", seen=str(self.max_restarts), expected=">= 0")
-        if not self.grace_s > 0:
-            raise InvalidSpec("bad --grace-s", seen=f"{self.grace_s:g}", expected="above 0")
         if self.coordinators and (limits := self.cluster.limits):
             raise InvalidSpec(
                 "time limits are the coordinator's, and this run uses one that is there already",
@@ -135,7 +171,10 @@ def _job_of(target: str, module: bool) -> str:
 
 def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dict[str, str]:
     """The environment of one worker, the one with this index on its host."""
-    environment = dict(config.environment)
+    files = config.tls.files_of(Role.WORKER)
+    environment = without_tls(config.environment) | (files.environment() if files else {})
+    if config.output.verbose:
+        environment["SHOAL_LOG_LEVEL"] = "DEBUG"
     environment.update(
         SHOAL_COORDINATOR=",".join(config.coordinators),
         SHOAL_JOB=config.job,

@@ -137,6 +137,12 @@ class Layout(ABC):
         """
         return True
 
+    @property
+    def leaves(self) -> Sequence[Tensor] | None:
+        """The tensors that a backward pass ends in, where gradients of these alone can be asked
+        for; None where each pass has others."""
+        return None
+
     def watch(self, ours: Callable[[], bool]) -> None:
         """From now on raise in a backward pass which brings gradients that are not `ours`, before
         they are anybody else's: see `shoal.model.gradients.bare_backward`."""
@@ -151,11 +157,15 @@ class Layout(ABC):
         """Whether the passes from here on bring this rank's gradients together with the others', or
         leave them to a later pass. For layouts that reduce in backward."""
 
+    def begin_pass(self) -> None:  # noqa: B027 - most layouts tell passes apart by nothing
+        """A backward pass of this model begins."""
+
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add this rank's gradients of a loss that is the mean over its own samples.
 
         `weight` is its share of the global batch times `data_count`.
         """
+        self.begin_pass()
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def forward_backward(

@@ -1,6 +1,6 @@
 """What is asked of all gradients of a layout at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def clip(layout: "Layout", max_norm: float) -> Tensor:
+def clip(layout: "Layout", max_norm: float, among: Collection[str] | None = None) -> Tensor:
     """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm.
 
     Collective. As torch.nn.utils.clip_grad_norm_ does on one process: each element of each
     parameter counts once, whichever rank holds it and however many do. The message also carries
-    what a layout's verdict is to tell.
+    what a layout's verdict is to tell. `among`: the gradients of these parameters only.
     """
-    gradients = _local_gradients(layout.parameters)
+    gradients = _local_gradients(
+        {k: p for k, p in layout.parameters.items() if among is None or k in among}
+    )
     counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
     message = torch.zeros(1, dtype=torch.float32, device=layout.world.device)
     for norm in foreach_norm(counted) if counted else ():
@@ -73,7 +75,7 @@ def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSp
         " behind one forward pass",
         expected="the model that session.distribute returned to be called in the step, before"
         " each session.backward",
-        fix="Of several losses, pass the sum to session.backward.",
+        fix="If there are several losses, pass their sum to session.backward.",
     )
 
 

@@ -16,13 +16,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.model.elementwise_optimizers import ELEMENTWISE
+from shoal.model.several import parts_due
 
 
 def step(optimizer: Optimizer) -> None:
-    """Take the optimizer's step, on local parts where that is the same.
+    """Take the optimizer's step, on local parts where that is the same; of several optimizers that
+    of those that are due.
 
     Its parameters and state are DTensors again behind it, as they were, also if the step raises.
     """
+    for each in parts_due(optimizer):
+        _step(each)
+
+
+def _step(optimizer: Optimizer) -> None:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     cut = [each for each in parameters if isinstance(each, DTensor)]
     if cut and type(optimizer) in ELEMENTWISE and all(map(_is_cut_alike, cut)):

@@ -98,9 +98,12 @@ class ReplicatedLayout(Layout):
         # What DDP's `no_sync` sets; it has to be so in the forward pass too.
         self._ddp.require_backward_grad_sync = reduces
 
-    def backward(self, loss: Tensor, weight: float) -> None:
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        return [each for each in self._parameters.values() if each.requires_grad]
+
+    def begin_pass(self) -> None:
         self.exchange.begin_pass()
-        super().backward(loss, weight)
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
         return meets_in_forward(self._ddp, is_first_step=is_first_step)

@@ -17,7 +17,9 @@ from urllib.parse import quote
 import httpx
 import structlog
 
-from shoal_proto.health import HealthFigures, max_lengths
+from shoal_proto.health import FIRST_FIGURES, HealthFigures, max_lengths
+from shoal_proto.tls import identity
+from shoal_proto.tls.names import COORDINATOR_NAME
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +59,8 @@ class HealthReporter:
         self._num_sent = 0
         self._num_failed = 0
         self._outage = False
+        self._in_few_words = False
+        """Whether the coordinator is of a release that knows the first figures alone."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(
             target=self._run, args=(_client(),), name="shoal-health", daemon=True
@@ -124,12 +128,33 @@ class HealthReporter:
             self._pending = False
             return dict(self._fields)
 
+    def _known(self, report: dict[str, Any]) -> dict[str, Any]:
+        """What of the report the coordinator takes."""
+        if not self._in_few_words:
+            return report
+        known = FIRST_FIGURES | {"incarnation"}
+        return {name: value for name, value in report.items() if name in known}
+
+    def _posted(self, client: httpx.Client, url: str, report: dict[str, Any]) -> httpx.Response:
+        return client.post(
+            url.rstrip("/") + self._path,
+            json=self._known(report),
+            # The certificate that answers is to be a coordinator's, whatever the address.
+            extensions={"sni_hostname": COORDINATOR_NAME},
+        )
+
     def _send(self, client: httpx.Client, report: dict[str, Any]) -> None:
         url = self._url()
         if not url:
             return
+        own = identity.own()
+        if own is not None:
+            _ = own.material.client  # takes a certificate that was renewed
         try:
-            response = client.post(url.rstrip("/") + self._path, json=report)
+            response = self._posted(client, url, report)
+            if response.status_code == httpx.codes.UNPROCESSABLE_ENTITY and not self._in_few_words:
+                self._in_few_words = True
+                response = self._posted(client, url, report)
             problem = "" if response.is_success else f"HTTP {response.status_code} {response.text}"
             # The last report of a member that has left, or whose job has ended.
             too_late = self._closed and response.status_code == httpx.codes.NOT_FOUND
@@ -156,9 +181,14 @@ def _client() -> httpx.Client:
         timeout=REQUEST_WITHIN_S,
         # No proxy from the environment: the coordinator is a neighbour, not the internet.
         trust_env=False,
-        # Coordinators serve plain HTTP, so no certificates are read, which takes 30 ms.
-        verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        # Without TLS no certificates are read, which takes 30 ms.
+        verify=_context(),
     )
+
+
+def _context() -> ssl.SSLContext:
+    own = identity.own()
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if own is None else own.material.client
 
 
 def _json_number(value: SupportsFloat) -> float | str:

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +26,8 @@ log = structlog.get_logger(__name__)
 MAX_MEMBERS = 1024
 """The upper bound of a job that states none."""
 
+_NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Where torchrun, Open MPI, MPICH and srun say how many processes they have started."""
 _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 
@@ -35,7 +38,7 @@ class JoinConfig:
     job: str
     """Name of the job."""
     coordinators: tuple[str, ...]
-    """host:port of every coordinator replica."""
+    """host:port of every coordinator replica. None: this process trains alone."""
     min_members: int = 1
     """The job trains with no fewer members."""
     max_members: int = MAX_MEMBERS
@@ -59,6 +62,8 @@ class JoinConfig:
     number, if it sees several."""
     local_world_size: int = 1
     """How many workers the launcher runs on this host."""
+    num_ranks: int = 1
+    """How many processes the launcher that started this one has started, where it says so."""
     beat_slot: str = ""
     """Where the launcher looks for whom to beat; empty: this member beats by itself."""
 
@@ -71,20 +76,16 @@ class JoinConfig:
             )
         for what, name in (("job", self.job), ("member_id", self.member_id)):
             if name and not is_name(name):
-                raise InvalidSpec(f"{what} is no name", seen=repr(name), expected=NAME_RULE)
+                raise InvalidSpec(
+                    f"{what} is not a valid name", seen=repr(name), expected=NAME_RULE
+                )
         if self.check_peers not in CHOICES:
             raise InvalidSpec(
-                "check_peers is none of its choices",
+                "check_peers has an unknown value",
                 seen=repr(self.check_peers),
                 expected=", ".join(CHOICES),
             )
-        if not self.coordinators:
-            raise InvalidSpec(
-                "no coordinator was named",
-                expected="host:port of one or more coordinators",
-                fix="Pass coordinator='host:port', or set SHOAL_COORDINATOR, or start the script"
-                " with `shoal run`; `shoal up` starts a cluster on this machine.",
-            )
+        self._check_alone()
         for address in self.coordinators:
             if not _ADDRESS.fullmatch(address):
                 raise InvalidSpec(
@@ -99,6 +100,23 @@ class JoinConfig:
                 expected="1 <= min_members <= desired_members <= max_members",
             )
         object.__setattr__(self, "desired_members", desired)
+
+    def _check_alone(self) -> None:
+        """Raise InvalidSpec where several would each train alone for want of a coordinator."""
+        several = {
+            "min_members": self.min_members,
+            "desired_members": self.desired_members,
+            "workers of this launcher": max(self.local_world_size, self.num_ranks),
+        }
+        seen = [f"{what}: {count}" for what, count in several.items() if count > 1]
+        if seen and not self.coordinators:
+            raise InvalidSpec(
+                "no coordinator was named, and this process is not to train alone",
+                seen=", ".join(seen),
+                expected="host:port of one or more coordinators",
+                fix="Pass coordinator='host:port', or set SHOAL_COORDINATOR, or start the script"
+                " with `shoal run`; `shoal up` starts a cluster on this machine.",
+            )
 
     def member(self) -> Member:
         """This process as a member, with an incarnation of its own."""
@@ -147,13 +165,14 @@ def read_config(
             return int(value)
         except ValueError:
             raise InvalidSpec(
-                f"{variable} is no number", seen=repr(value), expected="a whole number"
+                f"{variable} is not a number", seen=repr(value), expected="a whole number"
             ) from None
 
     min_members = number("min_members", "SHOAL_MIN_MEMBERS", 1)
     coordinators = text("coordinator", "SHOAL_COORDINATOR")
+    job = text("job", "SHOAL_JOB")
     return JoinConfig(
-        job=text("job", "SHOAL_JOB"),
+        job=job if job or coordinators else _script_name(),
         coordinators=tuple(part.strip() for part in coordinators.split(",") if part.strip()),
         min_members=min_members,
         max_members=number("max_members", "SHOAL_MAX_MEMBERS", max(MAX_MEMBERS, min_members)),
@@ -166,6 +185,7 @@ def read_config(
         local_world_size=number(
             "local_world_size", "SHOAL_LOCAL_WORLD_SIZE", number("", "LOCAL_WORLD_SIZE", 1)
         ),
+        num_ranks=max(number("", each, 1) for each in _NUM_RANKS),
         beat_slot=text("beat_slot", "SHOAL_BEATS"),
         shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
     )
@@ -181,6 +201,8 @@ def shoal_version() -> str:
 
 def _own_address(coordinators: tuple[str, ...]) -> str:
     """The address of the interface on the way to the coordinator. Sends nothing."""
+    if not coordinators:
+        return "127.0.0.1"
     host, _, port = coordinators[0].rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
@@ -190,7 +212,7 @@ def _own_address(coordinators: tuple[str, ...]) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InvalidSpec(
-            f"no way to the coordinator {coordinators[0]}",
+            f"no route to the coordinator {coordinators[0]}",
             seen=str(error),
             expected="a host name that resolves and a route to it",
         ) from None
@@ -207,6 +229,11 @@ def _beat_slot(address: str) -> BeatSlot | None:
         return None
     slot.lifeline.hold()
     return slot
+
+
+def _script_name() -> str:
+    """The name of a job that trains alone, for its log."""
+    return _as_name(Path(sys.argv[0]).stem)
 
 
 def _as_name(host: str) -> str:

@@ -92,7 +92,7 @@ def validator(name: str) -> Callable[[V], V]:
     """
     if not is_name(name):
         raise InvalidSpec(
-            "a validator's name is no name",
+            "a validator's name is not valid",
             seen=repr(name),
             expected="1 to 128 letters, digits, '.', '_' or '-', not starting with '.' or '-'",
         )

@@ -5,6 +5,7 @@ from hashlib import sha256
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.model.several import optimizers_of
 from shoal.model.tied_tensors import tied
 
 
@@ -28,6 +29,9 @@ def optimizer_digest(optimizer: Optimizer) -> str:
 
     Taken before training: a schedule that has moved the learning rate since is no conflict.
     """
+    parts = optimizers_of(optimizer)
+    if list(parts) != [""]:
+        return "; ".join(f"{name}: {optimizer_digest(each)}" for name, each in parts.items())
     groups = [
         " ".join(
             f"{key}={value}"

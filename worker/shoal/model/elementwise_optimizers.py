@@ -1,8 +1,10 @@
-"""Optimizers that treat each element of a parameter by itself, so that parameters can be cut."""
+"""Optimizers that treat each element of a parameter by itself, so that parameters can be cut, and
+those that no strategy runs."""
 
 from torch import optim
 from torch.optim import Optimizer
 
+from shoal.model.several import optimizers_of
 from shoal_proto.errors import UnsupportedOptimizer
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -28,13 +30,27 @@ def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool
     A subclass is not taken for its parent: it may look at the whole of a parameter. A class may
     vouch for itself, by `elementwise = True` in its own body.
     """
-    vouched = vouched or vars(type(optimizer)).get("elementwise") is True
-    if vouched or type(optimizer) in ELEMENTWISE:
-        return
-    raise UnsupportedOptimizer(
+    for each in optimizers_of(optimizer).values():
+        own = vouched or vars(type(each)).get("elementwise") is True
+        if not own and type(each) not in ELEMENTWISE:
+            raise _may_need_wholes(strategy, each)
+
+
+def _may_need_wholes(strategy: str, optimizer: Optimizer) -> UnsupportedOptimizer:
+    return UnsupportedOptimizer(
         f"{strategy} cuts parameters, and {type(optimizer).__name__} may need them whole",
         seen=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         expected="one of torch's " + ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE)),
         fix="If it treats each element by itself, say so with elementwise_optimizer=True;"
         " else use strategy 'ddp', which leaves parameters whole.",
     )
+
+
+def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
+    """Raise UnsupportedOptimizer for one that computes the loss several times a step."""
+    if any(isinstance(each, optim.LBFGS) for each in optimizers_of(optimizer).values()):
+        raise UnsupportedOptimizer(
+            f"{name} cannot run LBFGS",
+            seen="an optimizer that calls the loss several times a step",
+            expected="one that uses each gradient once, such as SGD or AdamW",
+        )

@@ -10,6 +10,7 @@ import structlog
 from shoal.data.batches import Batch, Loader
 from shoal.data.loading import Span
 from shoal.data.sample_leases import Leases
+from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.progress.samples import SampleRange, Samples
@@ -28,6 +29,8 @@ class BatchSource(ABC):
         self._fields = fields
         self._loader = loader
         self._num_attempts = 0
+        self._is_trained = False
+        """Whether a step on the batch that was handed out last is committed."""
         self.batch: Batch | None = None
         """What was handed out last."""
         self.all_trained = False
@@ -42,8 +45,21 @@ class BatchSource(ABC):
         """Batches of the whole job for each member; None if that depends on the others."""
 
     def attempted(self) -> None:
-        """The batch is being trained on."""
+        """The batch is being trained on. Raises InvalidSpec where it was already."""
+        if self._is_trained and self.batch is not None:
+            raise InvalidSpec(
+                f"a second step on the batch of step {self.batch.step}",
+                seen="a committed step on it",
+                expected="one `with session.step():` for each batch of session.batches: the"
+                " position in the samples is the number of steps",
+                fix="Make all backward passes of a batch in one step. Several optimizers step in it"
+                " one after the other with session.update(optimizer).",
+            )
         self._num_attempts += 1
+
+    def trained(self) -> None:
+        """The step on the batch is committed."""
+        self._is_trained = True
 
     def acknowledged(self) -> Callable[[], None]:
         """What is to be called once the present batch's step cannot be lost any more."""
@@ -60,7 +76,7 @@ class BatchSource(ABC):
         return False
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
-        self.batch = batch
+        self.batch, self._is_trained = batch, False
         attempts = self._num_attempts
         yield batch
         if self._num_attempts == attempts:
@@ -85,10 +101,7 @@ class SynchronousBatches(BatchSource):
             try:
                 generation = controller.ensure_generation(self._fields)
                 while controller.strategy.step < self._end():
-                    index, count = controller.strategy.data_share(generation)
-                    yield from self._offer(
-                        self._loader.synchronous(controller.strategy.step, index, count)
-                    )
+                    yield from self._offer(self._loaded(generation))
                     if self._end() < self.num_steps and controller.strategy.step >= self._end():
                         break
                     generation = controller.ensure_generation(self._fields)
@@ -101,10 +114,19 @@ class SynchronousBatches(BatchSource):
                 break
         self.all_trained = True
 
+    def _loaded(self, generation: Generation) -> Batch:
+        strategy = self._controller.strategy
+        strategy.loads(begins=True)
+        try:
+            return self._loader.synchronous(strategy.step, *strategy.data_share(generation))
+        finally:
+            strategy.loads(begins=False)
+
     def _end(self) -> int:
         """The job's last step, as far as members have agreed to stop before the samples end."""
         strategy = self._controller.strategy
         assert isinstance(strategy, SynchronousStrategy), "these are its batches"
+        self._loader.begin_at(strategy.origin)
         stop_at, num_steps = strategy.position.stop_at, self.num_steps
         return num_steps if stop_at is None else min(stop_at, num_steps)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 import torch
 
+from shoal.membership.alone import LoneMember
 from shoal.membership.draining import drained
 from shoal.membership.generation import Context, Generation
 from shoal.membership.validators import ValidatorSet
@@ -42,14 +43,8 @@ class ElasticController:
 
     def __init__(self, member: Member, *, check_peers: str = "never") -> None:
         self.member = member
-        self.membership = MemberSession(
-            member,
-            judge=self._judge,
-            find_unreachable=self._find_unreachable,
-            find_checkpoints=self._find_checkpoints,
-            on_break=self._on_break,
-        )
-        self._check_peers = check_peers
+        self.membership = self._membership_of(member)
+        self._check_peers = check_peers if member.coordinators else "never"
         self._probe: ProbeListener | None = None
         self._validators = ValidatorSet({}, member.member_id)
         self.generation: Generation | None = None
@@ -58,6 +53,17 @@ class ElasticController:
         self._proposed = False
         self._seen = 0
         self._left = False
+
+    def _membership_of(self, member: Member) -> MemberSession | LoneMember:
+        if not member.coordinators:
+            return LoneMember(member, self._judge)
+        return MemberSession(
+            member,
+            judge=self._judge,
+            find_unreachable=self._find_unreachable,
+            find_checkpoints=self._find_checkpoints,
+            on_break=self._on_break,
+        )
 
     def attend(self) -> None:
         """Become a member. Raises what the coordinator refuses with, or Unavailable."""
@@ -68,10 +74,12 @@ class ElasticController:
         except BaseException:
             self._stop_listening()
             raise
-        log.info("job_joined", job=self.member.spec.job, member=self.member.member_id)
+        log.debug("job_joined", job=self.member.spec.job, member=self.member.member_id)
 
     def set_strategy(self, strategy: Strategy, validators: ValidatorSet) -> None:
         """From now on the member trains with this strategy, where these validators let it."""
+        if isinstance(self.membership, LoneMember):
+            self.membership.check_strategy(strategy.name, synchronous=strategy.synchronous)
         self._validators = validators
         strategy.attach(
             Context(
@@ -163,7 +171,7 @@ class ElasticController:
             self.strategy.hand_over()
         except (RuntimeError, RetryError, RejoinError) as error:
             # Somebody is lost just now: the next generation finds out, and starts from less.
-            log.info("hand_over_failed", reason=str(error)[:300])
+            log.debug("hand_over_failed", reason=str(error)[:300])
 
     def is_break(self, error: BaseException) -> bool:
         """Whether an error in a step tells of a lost peer, not of the user's own code."""
@@ -178,8 +186,8 @@ class ElasticController:
     def recover(self, error: BaseException) -> None:
         """A peer was lost in the generation: go back to the last committed step.
 
-        Raises `error` again if nobody else finds the generation broken, and Drained as
-        `ensure_generation`.
+        Raises `error` again if nobody else finds the generation broken, InvalidSpec if the members'
+        scripts wait in different places, and Drained as `ensure_generation`.
         """
         with drained():
             self._recover(error)
@@ -187,6 +195,8 @@ class ElasticController:
     def _recover(self, error: BaseException) -> None:
         generation, strategy = self.generation, self.strategy
         assert generation is not None
+        if refusal := strategy.refusal_in(generation.number):
+            raise refusal from error
         self._is_ready = False
         started_s = time.perf_counter()
         # First of all: a member that waits for this one finds out by its connection.
@@ -195,7 +205,7 @@ class ElasticController:
         self._await_break(generation.number, error)
         noticed_s = time.perf_counter()
         self.membership.settle(strategy.step, has_state=strategy.has_state)
-        log.info(
+        log.debug(
             "generation_left",
             generation=generation.number,
             step=strategy.step,
@@ -224,7 +234,7 @@ class ElasticController:
         self._stop_listening()
         if self._strategy is not None:
             self._strategy.close()
-        log.info("job_left", job=self.member.spec.job, completed=completed, reason=reason)
+        log.debug("job_left", job=self.member.spec.job, completed=completed, reason=reason)
 
     def _form(self, fields: dict[str, str]) -> None:
         strategy = self.strategy
@@ -243,7 +253,7 @@ class ElasticController:
                 record = self.membership.await_generation(above=self._seen)
             finally:
                 strategy.asks(begins=False)
-            log.info(
+            log.debug(
                 "generation_agreed",
                 generation=record.roster.generation,
                 wait_s=round(time.perf_counter() - started_s, 4),
@@ -295,7 +305,7 @@ class ElasticController:
         except BringUpFailed as left_out:
             raise left_out from error
         if not own:
-            log.info("bring_up_broken", generation=number, reason=str(error)[:300])
+            log.debug("bring_up_broken", generation=number, reason=str(error)[:300])
 
     def _is_own(self, number: int, error: Exception) -> bool:
         """Whether a bring-up failed by this member itself, not because another one did."""

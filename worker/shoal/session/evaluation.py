@@ -83,7 +83,7 @@ class Evaluation:
                 found = {name: _nothing_of(value) for name, value in found.items()}
             if sums and sums.keys() != found.keys():
                 raise InvalidSpec(
-                    "an evaluation measures other things of each batch",
+                    "an evaluation measures different things for different batches",
                     seen=", ".join(map(repr, found)),
                     expected=", ".join(map(repr, sums)),
                 )
@@ -96,7 +96,7 @@ class Evaluation:
         found = self._measure(batch)
         if not isinstance(found, Mapping):
             raise InvalidSpec(
-                "an evaluation measures nothing by name",
+                "an evaluation's measure returned no named values",
                 seen=type(found).__name__,
                 expected='sums over the batch by name, as {"correct": number, "loss": tensor}',
             )

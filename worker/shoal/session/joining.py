@@ -1,13 +1,18 @@
 """`shoal.join`: how a script comes by its session."""
 
+import logging
 import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import structlog
 
 from shoal.membership.join_config import read_config
 from shoal.membership.validators import Validator
 from shoal.session.session import Session
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls import identity
+from shoal_proto.tls.identity import from_environment
 
 
 def join(
@@ -30,8 +35,9 @@ def join(
     SHOAL_DESIRED_MEMBERS, SHOAL_MEMBER_ID, SHOAL_ADDRESS, SHOAL_CHECK_PEERS ("auto": members on
     different hosts find out before each generation whether they reach each other; "always",
     "never"), SHOAL_BACKEND ("gloo", "nccl", "in-memory"; by itself NCCL for a model on CUDA and
-    Gloo for all else). `validators` are the session's own, beside those that `shoal.validator`
-    registered.
+    Gloo for all else), SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder of
+    `shoal certs`), which turn TLS on. `validators` are the session's own, beside those that
+    `shoal.validator` registered.
 
     Raises InvalidSpec at once for what is missing or contradictory; entering raises Unavailable if
     no coordinator answers, JobFinished, or what else the coordinator refuses with.
@@ -48,7 +54,23 @@ def join(
         "backend": backend,
     }
     _check_not_imported_by_a_child()
+    _set_log_level(os.environ)
+    if (files := from_environment(os.environ)) is not None:
+        identity.use(files)
     return Session(read_config(given, os.environ), validators)
+
+
+def _set_log_level(environment: Mapping[str, str]) -> None:
+    """Log from SHOAL_LOG_LEVEL on, by default what is a line a change, unless the script says
+    itself what becomes of structlog's lines. Raises InvalidSpec for a level that there is not."""
+    name = environment.get("SHOAL_LOG_LEVEL") or "INFO"
+    level = logging.getLevelNamesMapping().get(name.upper())
+    if level is None:
+        raise InvalidSpec(
+            "SHOAL_LOG_LEVEL is no level", seen=name, expected="debug, info, warning or error"
+        )
+    if not structlog.is_configured():
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
 
 
 def _check_not_imported_by_a_child() -> None:

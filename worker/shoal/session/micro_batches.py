@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from shoal import randomness
 from shoal.data.batches import Batch, share
 from shoal.data.parts import cut
+from shoal.layouts import synced_batchnorm
 from shoal.layouts.base import LossFunction
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
@@ -102,10 +103,12 @@ class MicroBatches:
             if place is not None:
                 first = place.first + rows[0]
                 randomness.put(replace(place, first=first, count=rows[1] - rows[0]))
+            synced_batchnorm.part(has_samples=stop > start)
             yield self._part
         self._check_passed()
         self._part = None
         randomness.put(place)
+        synced_batchnorm.part(has_samples=bool(batch.indices))
 
     def passing(self, *, by_weight: bool = False) -> float:
         """A backward pass begins; returns for how much of this member's share.
@@ -115,23 +118,23 @@ class MicroBatches:
         """
         if self._num_passes and by_weight != self._by_weight:
             raise InvalidSpec(
-                "the losses of a step are weighted in two ways",
+                "some losses of a step have a weight, others have none",
                 seen="session.backward(loss, weight=...) and session.backward(loss)",
                 expected="a weight for all passes of the step, or for none",
             )
         self._by_weight = by_weight
         if self._num_parts and self._part is None:
             raise InvalidSpec(
-                "a backward pass behind the last part of the batch",
+                "a backward pass after the last part of the batch",
                 seen=f"batch.parts({self._num_parts}), then another session.backward",
                 expected="one session.backward for each part, and no other in the step",
-                fix="Add what else there is to the loss of a part.",
+                fix="Add any other loss to that of a part.",
             )
         if self._part is not None and self._num_passes == self._num_begun:
             raise InvalidSpec(
                 f"a second backward pass for part {self._num_begun} of {self._num_parts}",
                 expected="one session.backward for each part",
-                fix="Of several losses, pass the sum to session.backward.",
+                fix="If there are several losses, pass their sum to session.backward.",
             )
         self._num_passes += 1
         return self._fraction()
@@ -165,7 +168,7 @@ class MicroBatches:
             raise InvalidSpec(
                 f"part {self._num_begun} of {self._num_parts} was not trained on",
                 expected="one session.backward(loss) for each part",
-                fix="A part that is not to count may have a loss times 0.",
+                fix="Multiply the loss of a part that should not count by 0.",
             )
 
     def _check(self, batch: Batch, num_parts: int) -> None:
@@ -182,17 +185,17 @@ class MicroBatches:
             )
         if self._num_parts:
             raise InvalidSpec(
-                "a step goes over the parts of its batch once",
+                "a step loops over the parts of its batch once",
                 seen=f"batch.parts({num_parts}) behind batch.parts({self._num_parts})",
                 expected="one loop over all parts, with one session.backward each",
             )
         if self._num_passes:
             raise InvalidSpec(
-                "batch.parts behind a backward pass of the whole batch",
-                expected="no session.backward in the step but those of the parts",
+                "batch.parts after a backward pass of the whole batch",
+                expected="only the parts' calls of session.backward in the step",
             )
         if isinstance(num_parts, bool) or not isinstance(num_parts, int):
-            raise InvalidSpec("the number of parts is no integer", seen=repr(num_parts))
+            raise InvalidSpec("the number of parts is not an integer", seen=repr(num_parts))
         if not 1 <= num_parts <= self._max_parts:
             raise InvalidSpec(
                 "the number of parts is out of range",

@@ -26,7 +26,7 @@ class OwnPause:
     def hold(self, reason: str, limit_s: float) -> Iterator[None]:
         """See `Session.pause`."""
         if not reason.strip():
-            raise InvalidSpec("a pause without a reason", expected='session.pause("validation")')
+            raise InvalidSpec("a pause needs a reason", expected='session.pause("validation")')
         if not 0 < limit_s <= LONGEST_S:
             raise InvalidSpec(
                 "limit_s is out of range", seen=f"{limit_s:g}", expected=f"up to {LONGEST_S:g} s"

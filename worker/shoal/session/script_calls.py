@@ -8,7 +8,7 @@ where a step did not happen. That trains something else without an error, so it 
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,12 +27,12 @@ _MARK = "_shoal_watched"
 
 
 class ScriptCalls:
-    """Those that concern the optimizer and the model of one session."""
+    """Those that concern the optimizers and the models of one session."""
 
     def __init__(
-        self, optimizer: Optimizer, models: tuple[nn.Module, ...], registered: RegisteredState
+        self, owners: Sequence[Optimizer | nn.Module], registered: RegisteredState
     ) -> None:
-        self._owners: tuple[Any, ...] = (optimizer, *models)
+        self._owners: Sequence[Any] = owners
         self._registered = registered
         self._in_step: Callable[[], bool] = lambda: False
 

@@ -1,16 +1,15 @@
 """A member of a job as a training script sees it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from shoal.backends.network.own_gpu import LocalPlace, check_gpu, use_own_gpu
+from shoal.backends.network.own_gpu import LocalPlace, use_own_gpu
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batch_options import BatchOptions, LoadingOptions, fields_of
 from shoal.data.batches import Batch, Dataset
@@ -20,22 +19,17 @@ from shoal.membership.draining import DrainSignal
 from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.validators import Validator, ValidatorSet, validators_of
-from shoal.model.devices import device_of, devices_of
-from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
-from shoal.model.initialisation import initialise
-from shoal.randomness.dropout import key_dropout
+from shoal.model.frameworks import adapter_of, fits_by_itself
 from shoal.session.batch_sources import Batches, BatchSource, LeasedBatches, SynchronousBatches
+from shoal.session.distribution import Distribution, Models, Optimizers, Options
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
-from shoal.session.loss_scaling import check_scaler, check_scales
 from shoal.session.micro_batches import counting, scaled
 from shoal.session.own_pause import PAUSE_S, OwnPause
-from shoal.session.script_calls import ScriptCalls
 from shoal.session.shared_calls import Reduction, SharedCalls, Value, note_loss
-from shoal.session.step import Step, reason_of
-from shoal.session.step_guard import StepGuard
+from shoal.session.step import Step, reason_of, reason_of_end
 from shoal.session.step_reports import StepReports
-from shoal.state.registered.objects import RegisteredState, Stateful
+from shoal.state.registered.objects import Stateful
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -58,13 +52,10 @@ class Session:
         self._config = config
         self._validators = tuple(validators)
         self._controller = ElasticController(config.member(), check_peers=config.check_peers)
-        self._fields: dict[str, str] = {}
+        self._trained = Distribution(self._controller)
         self._reports: StepReports | None = None
         self._source: BatchSource | None = None
         self._step: Step | None = None
-        self._guard: StepGuard | None = None
-        self._registered = RegisteredState()
-        self._calls: ScriptCalls | None = None
         self._pause = OwnPause(self._controller)
         self._signal = DrainSignal(self.drain)
 
@@ -95,15 +86,13 @@ class Session:
         elif not (self._source is None or self._source.all_trained or self._source.stop()):
             self.leave(reason="left before the last batch")
         else:
-            self.leave(reason=self._completed(), completed=True)
+            trained = self._controller.strategy if self._trained.fields else None
+            self.leave(reason=reason_of_end(trained), completed=True)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
         """Stop being a member; `completed` ends the job for all. The first call counts."""
         reports, self._reports = self._reports, None
-        if self._guard is not None:
-            self._guard.release()
-        if self._calls is not None:
-            self._calls.release()
+        self._trained.release()
         try:
             if self._source is not None:
                 self._source.close()
@@ -114,14 +103,6 @@ class Session:
             # After a failure the others wait for this member to leave, so a report comes second.
             if reports is not None and not completed:
                 reports.close(completed=False)
-
-    def _completed(self) -> str:
-        """Why the job is over: what it shows as its reason from then on."""
-        strategy = self._controller.strategy if self._fields else None
-        done = "all batches were trained on"
-        if isinstance(strategy, SynchronousStrategy) and strategy.position.stop_at is not None:
-            done = f"stopped by the script: {strategy.position.reason}"
-        return done + (f", but {strategy.warning}" if strategy and strategy.warning else "")
 
     def drain(self, reason: str) -> None:
         """Ask to leave in good order, as a SIGTERM does: for scripts that learn of it otherwise.
@@ -136,60 +117,48 @@ class Session:
 
     def distribute(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Models,
+        optimizer: Optimizers,
         strategy: str | Strategy = "ddp",
         *,
         checkpoints: Checkpoints | None = None,
         keyed_dropout: bool = True,
-    ) -> tuple[nn.Module, Optimizer]:
+        sync_batchnorm: bool = False,
+    ) -> tuple[Any, Any]:
         """The model and optimizer to train with from now on, the same over all changes.
 
         With `checkpoints`, the state is written to disk every so many steps while training goes
         on, and a job that finds no member with state goes on from the newest one there. With
         `keyed_dropout`, what the model's dropout modules drop depends on seed, step and sample
-        alone, so that it is the same with any number of members.
+        alone, so that it is the same with any number of members. `sync_batchnorm`: BatchNorm takes
+        the statistics of all members' samples, as torch's SyncBatchNorm modules do by themselves.
+
+        Several models or optimizers are given by name or in lists, and come back so; `backward`
+        and the like then say which optimizers they are for. See docs/strategies.md.
 
         A compiled Keras model with its own optimizer goes on training through `fit`: see
         `shoal.integrations.keras_session`. `reset_parameters` fills what is on the meta device.
 
         Raises UnknownStrategy, or what the strategy refuses the model or optimizer with.
         """
-        if self._fields:
-            raise InvalidSpec("a session distributes one model", expected="one distribute()")
-        if fits_by_itself(model, optimizer):
+        if self._trained.fields:
+            raise InvalidSpec(
+                "a session distributes once",
+                expected="one distribute(), of several models in a list or by name",
+            )
+        if isinstance(model, nn.Module) and fits_by_itself(model, optimizer):
             rest = {"checkpoints": checkpoints, "keyed_dropout": keyed_dropout}
             return adapter_of(model).distribute_in_session(self, model, strategy, **rest), optimizer
-        chosen = find_strategy(strategy)
-        model = as_torch(model)
-        validators = ValidatorSet(validators_of(self._validators), self.member_id)
-        if keyed_dropout and chosen.synchronous:
-            key_dropout(model)
-        device = device_of(model)
-        check_gpu(self._place, device)
-        chosen.choose_backend(device.type, self._config.backend)
-        if not chosen.initialises:
-            initialise(model, device, torch.initial_seed())
-        if checkpoints is not None:
-            chosen.keep_checkpoints(checkpoints)
-        if chosen.carries or self._registered:
-            chosen.carry(self._registered)
-        check_scales(chosen, self._registered)
-        distributed = chosen.distribute(model, optimizer)
-        self._fields = {"strategy": chosen.name, "torch": torch.__version__, **chosen.proposal()}
-        if validators.names:
-            self._fields["validators"] = validators.names
-        if chosen.synchronous:
-            # Members that train apart may compute on what they have.
-            self._fields |= devices_of(model)
-        self._controller.set_strategy(chosen, validators)
-        self._guard = StepGuard(optimizer, lambda: chosen.step, self._registered)
-        if self._registered:
-            self._fields["registered"] = self._registered.description
-        if chosen.carries:
-            self._calls = ScriptCalls(optimizer, (model, distributed[0]), self._registered)
-            self._calls.watch(lambda: self._step is not None and self._step.is_open)
-        return distributed
+        options = Options(
+            place=self._place,
+            backend=self._config.backend,
+            validators=ValidatorSet(validators_of(self._validators), self.member_id),
+            checkpoints=checkpoints,
+            keyed_dropout=keyed_dropout,
+            sync_batchnorm=sync_batchnorm,
+            in_step=lambda: self._step is not None and self._step.is_open,
+        )
+        return self._trained.distribute(model, optimizer, find_strategy(strategy), options)
 
     def register(self, name: str, stateful: S) -> S:
         """Let the state of an object of the script's be part of what is trained: anything with
@@ -209,19 +178,7 @@ class Session:
 
         Raises InvalidSpec for what cannot be carried: docs/strategies.md.
         """
-        if self._controller.has_proposed:
-            raise InvalidSpec(
-                f"{name!r} is registered too late",
-                seen="a first batch or step before it",
-                expected="session.register before the first batch, on every member",
-            )
-        if self._fields:
-            self._controller.strategy.carry(self._registered)
-        check_scaler(name, self._registered, stateful)
-        self._registered.add(name, stateful)
-        if self._fields:
-            check_scales(self._controller.strategy, self._registered)
-            self._fields["registered"] = self._registered.description
+        self._trained.register(name, stateful)
         return stateful
 
     def batches(
@@ -247,7 +204,7 @@ class Session:
         """
         strategy = self._controller.strategy
         if self._source is not None:
-            raise InvalidSpec("a session goes over its batches once", expected="one batches()")
+            raise InvalidSpec("session.batches was called twice", expected="one batches()")
         options = BatchOptions.of(
             global_batch_size=global_batch_size,
             epochs=epochs,
@@ -256,12 +213,12 @@ class Session:
             collate=collate,
             options=loading,
         )
-        loader = options.loader(dataset)
+        loader = options.loader(dataset, together=strategy.synchronous)
         samples = fields_of(dataset, loader.order)
-        self._fields |= samples
-        strategy.trains_on({**samples, "order": str(loader.order.rule)})
+        self._trained.fields |= samples
+        strategy.trains_on({**samples, "order": loader.order.name}, loader.order)
         kind = SynchronousBatches if strategy.synchronous else LeasedBatches
-        self._source = kind(self._controller, self._fields, loader)
+        self._source = kind(self._controller, self._trained.fields, loader)
         return Batches(self._source)
 
     def step(self) -> Step:
@@ -274,27 +231,37 @@ class Session:
             raise InvalidSpec("steps do not nest", seen="session.step() within session.step()")
         self._step = Step(
             self._controller,
-            self._fields,
-            guard=self._guard_of_step(),
+            self._trained.fields,
+            guard=self._trained.guard,
             source=self._source,
             reports=self._reports,
             leave=self.leave,
         )
         return self._step
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    ) -> None:
         """Compute gradients of `loss`, the mean over the samples of the batch, or of a part of it
         within a loop over `batch.parts`.
 
         With `weight`, the loss is a mean over so many of something else: the tokens that are not
         padding, say. The step's gradients are those of the mean over all tokens of the global
         batch. A weight for every pass of a step on every member, or for none.
+
+        Of several optimizers, `optimizer` says whose parameters the loss trains: one or a list.
+        Gradients of all others are left as they are.
         """
         step = self._open_step("backward")
+        self._trained.choose(optimizer, "session.backward", weight=weight)
         fraction = step.micro_batches.passing(by_weight=weight is not None)
         batch, strategy = step.batch, self._controller.strategy
         counted = fraction if weight is None else step.micro_batches.counted(weight)
-        scaler = self._registered.scaler
+        scaler = self._trained.registered.scaler
         step.note_loss(loss if scaler is None else loss.detach() / scaler.get_scale(), counted)
         with step.guard.computing():
             if weight is not None:
@@ -305,6 +272,25 @@ class Session:
                     loss if fraction == 1.0 else loss * fraction,
                     batch.weight if batch is not None else 1.0,
                 )
+
+    def update(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        """Step one of several optimizers now, within the step: what comes behind it in the step
+        computes with what it has changed, as a generator's loss does with a discriminator that has
+        just learnt.
+
+        An optimizer that has gradients at the end of the step is stepped there without this. All of
+        it is taken back if the step does not happen, for which a copy of what changes is kept until
+        its end. All members call it at the same place.
+        """
+        step = self._open_step("session.update")
+        strategy = self._trained.choose(optimizer, "session.update")
+        if strategy is None:
+            raise InvalidSpec(
+                "session.update of the session's only optimizer",
+                expected="session.step() alone, which steps the optimizer when its block ends",
+            )
+        with step.guard.committing():
+            strategy.update()
 
     def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> AbstractContextManager[None]:
         """Let the others wait for what this member does in the `with` block, between two steps or
@@ -338,6 +324,11 @@ class Session:
         over this member's samples, detached; of a part, over the part's, and 0 for an empty one.
         """
         step = self._open_step("a pass")
+        if self._trained.training is not None:
+            raise InvalidSpec(
+                "session.forward_backward with several optimizers",
+                expected="session.backward(loss, optimizer=...), which says what the loss trains",
+            )
         fraction = step.micro_batches.passing()
         whole = batch if fraction == 1.0 or step.batch is None else step.batch
         with step.guard.computing():
@@ -374,7 +365,7 @@ class Session:
         self._check_between_steps("session.evaluate")
         evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
         return evaluation.run(
-            SharedCalls(self._controller, self._fields),
+            SharedCalls(self._controller, self._trained.fields),
             self._controller.strategy,
             lambda: self._pause.also("evaluation", limit_s),
         )
@@ -386,7 +377,7 @@ class Session:
         If a member is lost meanwhile, the others' values are reduced, in the next generation.
         """
         self._check_between_steps("session.all_reduce")
-        return SharedCalls(self._controller, self._fields).all_reduce(value, op)
+        return SharedCalls(self._controller, self._trained.fields).all_reduce(value, op)
 
     def stop(self, reason: str) -> None:
         """End the job before its samples end, for all members, as finished: early stopping.
@@ -406,13 +397,17 @@ class Session:
         in_step = self._step is not None and self._step.is_open
         strategy.position.stop(strategy.step + int(in_step), reason[:MAX_REASON_CHARS])
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(
+        self, max_norm: float, *, optimizer: Optimizer | Sequence[Optimizer] | None = None
+    ) -> Tensor:
         """Scale the step's gradients to a common 2-norm of at most `max_norm`; returns the norm.
 
         To be called in the step, behind the last backward pass, by all members. The norm is that of
-        the whole model's gradients, however they are spread over members.
+        the whole model's gradients, however they are spread over members; with several optimizers
+        that of the gradients which `optimizer` uses.
         """
         self._open_step("clipping")
+        self._trained.choose(optimizer, "session.clip_grad_norm")
         return self._controller.strategy.clip_grad_norm(max_norm)
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -426,19 +421,14 @@ class Session:
         if not strategy.state_is_spread:
             return strategy.state_dict()
         self._check_between_steps("session.state_dict")
-        calls = SharedCalls(self._controller, self._fields)
+        calls = SharedCalls(self._controller, self._trained.fields)
         return calls.run("session.state_dict", lambda _, __: strategy.state_dict())
 
     def _check_between_steps(self, call: str) -> None:
         if self._step is not None and self._step.is_open:
             raise InvalidSpec(
-                f"{call} within a step", expected="it behind the with session.step() block"
+                f"{call} within a step", expected="the call after the with session.step() block"
             )
-
-    def _guard_of_step(self) -> StepGuard:
-        _ = self._controller.strategy  # raises where nothing is distributed
-        assert self._guard is not None, "made with what is distributed"
-        return self._guard
 
     def _open_step(self, call: str) -> Step:
         if self._step is None or not self._step.is_open:
@@ -493,7 +483,7 @@ class Session:
         if self._source is None:
             raise InvalidSpec(
                 "there is no generation yet",
-                expected="rank and world size to be asked for behind session.batches(...), or from"
+                expected="to ask for rank and world size after session.batches(...), or from"
                 " the first step on",
             )
-        return self._controller.stand(self._fields)
+        return self._controller.stand(self._trained.fields)

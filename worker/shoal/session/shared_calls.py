@@ -16,7 +16,7 @@ from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
-from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal_proto.errors import GenerationBroken, InvalidSpec, JobFinished
 
 T = TypeVar("T")
 Value = float | int | Tensor | Mapping[str, float | int | Tensor]
@@ -62,16 +62,18 @@ class SharedCalls:
             while True:
                 generation = self._controller.stand(self._fields)
                 group = strategy.group
+                position.stands(call, is_call=True)
                 try:
                     self._check_call(call, generation, group)
                     result = attempt(generation, group)
                 except Exception as error:  # noqa: BLE001 - raised again, unless a peer was lost
-                    self._recover(error)
+                    self._recover_in(call, error)
                 else:
                     position.returns(confirmed=self._confirm(group))
                     return result
         finally:
             position.in_call = False
+            position.stands("")
 
     def _confirm(self, group: dist.ProcessGroup) -> bool:
         """Whether it is certain that all members have come so far."""
@@ -86,9 +88,7 @@ class SharedCalls:
     def all_reduce(self, value: Value, op: Reduction) -> Any:
         """See `Session.all_reduce`."""
         if op not in _OF_NUMBERS:
-            raise InvalidSpec(
-                "op is none of those there are", seen=op, expected=str([*_OF_NUMBERS])
-            )
+            raise InvalidSpec("op is unknown", seen=op, expected=str([*_OF_NUMBERS]))
         values = named(value)
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -104,19 +104,29 @@ class SharedCalls:
         traceback.clear_frames(error.__traceback__)
         self._controller.recover(error)
 
+    def _recover_in(self, call: str, error: Exception) -> None:
+        try:
+            self._recover(error)
+        except JobFinished as finished:
+            raise InvalidSpec(
+                f"{call} was made by this member alone",
+                seen="the other members have left the session, and with them the job is finished",
+                expected=f"{call} on every member, within the session",
+            ) from finished
+
     def _strategy(self, call: str) -> SynchronousStrategy:
         strategy = self._controller.strategy
         if not isinstance(strategy, SynchronousStrategy):
             raise InvalidSpec(
                 f"{call} needs members that take their steps together",
                 seen=f"strategy {strategy.name}",
-                expected="a synchronous strategy; of the others any member does it by itself",
+                expected="a synchronous strategy; under others each member does it alone",
             )
         if not self._controller.has_proposed:
             raise InvalidSpec(
                 f"{call} before the first batch",
-                seen="no step that the members stand behind together",
-                expected="it behind a step: who joins later comes in there, and not before",
+                seen="no step that all members have committed",
+                expected="the call after a step: members that join later come in there",
             )
         return strategy
 

@@ -11,12 +11,14 @@ from torch import Tensor
 from shoal import randomness
 from shoal.data import parts
 from shoal.data.batches import Batch
+from shoal.layouts import synced_batchnorm
 from shoal.membership.draining import Drained
 from shoal.session.batch_sources import BatchSource
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.micro_batches import MicroBatches
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
+from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.script_position import Stopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 
@@ -64,6 +66,9 @@ class Step:
         parts.put(self.micro_batches)
         if batch is not None and strategy.synchronous:
             self._draw_by_sample(batch)
+        if isinstance(strategy, SynchronousStrategy):
+            has_samples = batch is None or bool(batch.indices)
+            synced_batchnorm.put(strategy.members(has_samples=has_samples))
         return self
 
     def __exit__(
@@ -76,6 +81,7 @@ class Step:
         self.guard.close()
         parts.put(None)
         randomness.put(None)
+        synced_batchnorm.put(None)
         if error is None:
             try:
                 self._commit()
@@ -118,6 +124,8 @@ class Step:
         self.micro_batches.check_complete()
         with self.guard.committing():
             controller.strategy.end_step(source.acknowledged() if source is not None else _nothing)
+        if source is not None:
+            source.trained()
         controller.membership.progress(controller.strategy.step)
         if self._reports is not None:
             batch = self.batch
@@ -154,6 +162,14 @@ def reason_of(error: BaseException) -> str:
         return f"drained: {error.reason}"
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def reason_of_end(strategy: Strategy | None) -> str:
+    """Why a job that has come to its end is over: what it shows as its reason from then on."""
+    done = "all batches were trained on"
+    if isinstance(strategy, SynchronousStrategy) and strategy.position.stop_at is not None:
+        done = f"stopped by the script: {strategy.position.reason}"
+    return done + (f", but {strategy.warning}" if strategy and strategy.warning else "")
 
 
 def _nothing() -> None:

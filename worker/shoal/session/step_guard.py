@@ -7,7 +7,7 @@ fp16 and leave the scaling in the gradients. Both train without an error and arr
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,10 +24,13 @@ _MARK = "_shoal_watched"
 
 
 class StepGuard:
-    """Watches one optimizer, and the losses that one session computes gradients of."""
+    """Watches the optimizers, and the losses that one session computes gradients of."""
 
     def __init__(
-        self, optimizer: Optimizer, step: Callable[[], int], registered: RegisteredState
+        self,
+        optimizers: Iterable[Optimizer],
+        step: Callable[[], int],
+        registered: RegisteredState,
     ) -> None:
         """`step` tells how many are committed. A registered scaler's losses are unscaled."""
         self._step = step
@@ -35,7 +38,7 @@ class StepGuard:
         self._is_scaled = False
         self._commits = False
         self._computes = False
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
         _watch_scalers()
 
     def open(self) -> None:
@@ -48,7 +51,8 @@ class StepGuard:
 
     def release(self) -> None:
         """The session is over: the optimizer is the script's again. May be called twice."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def committing(self) -> Iterator[None]:

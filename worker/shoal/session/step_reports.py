@@ -4,12 +4,16 @@ import os
 import time
 from pathlib import Path
 
+import structlog
 from torch import Tensor
 
 from shoal.membership.health import HealthReporter
 from shoal.session.elastic_controller import ElasticController
+from shoal.session.training_pauses import TrainingPauses
 from shoal.strategies.base import Strategy
 from shoal_proto.health import HealthFigures
+
+log = structlog.get_logger(__name__)
 
 INTERVAL_S = 1.0
 """Reading a loss may wait for the device, so it is done no more often than this."""
@@ -20,6 +24,8 @@ class StepReports:
 
     def __init__(self, controller: ElasticController) -> None:
         member, membership = controller.member, controller.membership
+        self._controller = controller
+        self._pauses = TrainingPauses()
         self._health = HealthReporter(
             lambda: membership.http_url,
             member.spec.job,
@@ -37,6 +43,8 @@ class StepReports:
         self, strategy: Strategy, loss: Tensor | None, step_time_s: float, num_samples: int
     ) -> None:
         """A step was committed. Costs nothing but once in an interval."""
+        if strategy.synchronous:
+            self._note_pause(strategy)
         self._samples += num_samples
         self._strategy, self._unreported = strategy, (loss, step_time_s)
         now_s = time.monotonic()
@@ -46,6 +54,25 @@ class StepReports:
         first, self._reported_s = self._reported_s == 0.0, now_s
         samples, self._samples = self._samples, 0
         self._report(samples_per_s=None if first else samples / since_s)
+
+    def _note_pause(self, strategy: Strategy) -> None:
+        generation = self._controller.generation
+        assert generation is not None, "a step is committed in a generation"
+        pause = self._pauses.committed(generation.number, strategy.step, time.perf_counter())
+        if pause is None:
+            return
+        self._health.update(
+            HealthFigures(
+                generation=pause.generation,
+                paused_s=pause.paused_s,
+                lost_steps=pause.lost_steps,
+            )
+        )
+        if generation.rank == 0:
+            # One line a change, of one member for all.
+            told = self._controller.membership.waiting_for
+            named = f"generation {pause.generation}"
+            log.info(f"{told if told.startswith(named) else named}; {pause}")
 
     def _report(self, samples_per_s: float | None = None) -> None:
         if self._strategy is None or self._unreported is None:

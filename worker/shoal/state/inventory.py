@@ -229,7 +229,7 @@ def _fits(chunk: Chunk, shape: tuple[int, ...]) -> bool:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.100} is no name")
+        raise TypeError(f"{value!r:.100} is not a valid name")
     return value
 
 

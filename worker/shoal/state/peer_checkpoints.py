@@ -1,6 +1,6 @@
 """What a member keeps of the state from one generation to the next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -53,8 +53,10 @@ class PeerCheckpoints:
         members: frozenset[str],
         new_group: Callable[[], dist.ProcessGroup],
         travels: Callable[[str], bool],
+        hosts: Sequence[str] = (),
     ) -> None:
-        """A generation begins with this state shard, which is whole over its members."""
+        """A generation begins with this state shard, which is whole over its members. `hosts`:
+        that of each, by rank; empty: all have one."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
@@ -73,6 +75,7 @@ class PeerCheckpoints:
                 every_steps=self._every_steps,
                 before=self._copies,
                 travels=travels,
+                hosts=hosts,
             )
             if num_copies
             else None

@@ -6,6 +6,7 @@ ranks while training goes on.
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,23 +27,43 @@ CHUNK_BYTES = 4 * 1024 * 1024
 """A copy travels in messages of this size, each of which must come within a time limit."""
 
 
+def targets_of(hosts: Sequence[str], copies: int) -> list[list[int]]:
+    """The ranks that get copies of each rank, from the hosts of all, by rank; pure.
+
+    Ranks stand in a ring, those of a host together, and each gives its copies to those that stand
+    as far ahead of it as the largest host is long: on another host, as long as no host has more
+    than half of the ranks, and as far as possible where one has. Each is given as many as it gives.
+    """
+    world_size = len(hosts)
+    ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
+    place = {rank: number for number, rank in enumerate(ring)}
+    largest = max(Counter(hosts).values())
+    ahead = [number * largest % world_size for number in range(1, world_size)]
+    distances = [d for d in dict.fromkeys([*ahead, *range(1, world_size)]) if d][:copies]
+    return [
+        [ring[(place[rank] + distance) % world_size] for distance in distances]
+        for rank in range(world_size)
+    ]
+
+
 class PeerCopies:
     """The copies of one generation.
 
-    Each rank keeps a snapshot of its own holding, and of `copies` other ranks (those before it,
-    round the ring) what is lost with them: as long as no more than `copies` ranks that follow each
-    other are lost, the rest hold a whole step. Of two copies that are kept the older one is written
-    over by the next, and only once the newer one is complete on every rank: at each moment there is
-    a step that is complete everywhere, from the end of the first copy on. Until then the last
-    generation's remain.
+    Each rank keeps a snapshot of its own holding, and of `copies` other ranks what is lost with
+    them (`targets_of`): as long as a rank or one of those with its copies is left of each, they
+    hold a whole step. So a host may be lost with all its ranks, unless it has more than half of
+    them. Of two copies that are kept the older one is written over by the next, and only once the
+    newer one is complete on every rank: at each moment there is a step that is complete everywhere,
+    from the end of the first copy on. Until then the last generation's remain.
 
     **How old.** With a copy offered every K steps: as copying must end before the next is offered,
     what a loss finds is at most 2 K steps behind the newest step that any rank has committed, and
     at most K steps if the last copy was complete already.
 
-    **Memory**, on the host: 2 x (this rank's holding + what travels of the `copies` ranks before
-    it). Until a generation's first copy is complete, up to four copies of generations before it and
-    one of its own; no more than three unless several generations in a row end that soon.
+    **Memory**, on the host: 2 x (this rank's holding + what travels of the `copies` ranks whose
+    copies it has). Until a generation's first copy is complete, up to four copies of generations
+    before it and one of its own; no more than three unless several generations in a row end that
+    soon.
 
     The group must be for nothing else: it is used from a thread, at the same time as others. A
     state's names, shapes and chunks are sent only when they have changed.
@@ -57,8 +78,10 @@ class PeerCopies:
         before: "PeerCopies | None" = None,
         travels: Callable[[str], bool] = lambda _: True,
         limit_s: float | None = None,
+        hosts: Sequence[str] = (),
     ) -> None:
-        """`travels` says of each name, on all ranks alike, whether it is lost with its rank.
+        """`hosts`: that of each rank; empty: all have one. `travels` says of each name, on all
+        ranks alike, whether it is lost with its rank.
 
         A message that takes longer than `limit_s` fails the copy. None: than the group's own limit
         for messages, which for a Gloo group of a session is a sixth of the limit of its bring-up.
@@ -70,9 +93,9 @@ class PeerCopies:
                 expected="copies of at least 0, every 1 or more steps",
             )
         rank, world_size = group.rank(), group.size()
-        distances = range(1, min(copies, world_size - 1) + 1)
-        self._targets = [(rank + distance) % world_size for distance in distances]
-        self._sources = [(rank - distance) % world_size for distance in distances]
+        targets = targets_of(hosts or [""] * world_size, copies)
+        self._targets = targets[rank]
+        self._sources = [column.index(rank) for column in zip(*targets, strict=True)]
         self._every_steps = every_steps
         self._travels = travels
         self._remains: tuple[StepCopies, ...] = before._left() if before is not None else ()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.data.batches import Order
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.membership.generation import Context, Generation
 from shoal.state.registered.objects import RegisteredState
@@ -44,6 +45,17 @@ class Strategy(ABC):
 
     passes_meet: ClassVar[bool] = True
     """Synchronous strategies: whether members communicate in the passes of a step."""
+    trains_own_model: ClassVar[bool] = False
+    """Whether passes go through the user's own module in all generations, compiled or not."""
+    trains_several: ClassVar[bool] = False
+    """Whether several models and optimizers may be distributed, as `SeveralModels`."""
+    changes_batch_size: ClassVar[bool] = False
+    """Whether a job may go on from a checkpoint with another batch size, at its sample."""
+    syncs_batchnorm: ClassVar[bool] = False
+    """Whether BatchNorm may normalise the samples of all members, see
+    `shoal.layouts.synced_batchnorm`."""
+    shares_samples: ClassVar[bool] = False
+    """Synchronous strategies: whether several members work on the same samples."""
     state_is_spread: ClassVar[bool] = False
     """Whether it takes all members to put the model together."""
     carries: ClassVar[bool] = False
@@ -98,7 +110,7 @@ class Strategy(ABC):
         """The script has done all that it does behind the last step. Synchronous strategies: called
         by all members, at the same step. Raises as `end_step`."""
 
-    def trains_on(self, samples: Mapping[str, str]) -> None:  # noqa: B027
+    def trains_on(self, samples: Mapping[str, str], order: Order) -> None:  # noqa: B027
         """Learn what the order of samples follows from: global batch, dataset, seed, shuffle.
 
         Called once, before the first generation; not at all where the script has batches of its
@@ -265,9 +277,17 @@ class Strategy(ABC):
         """What hung in the generation, if this member ended it for that; else nothing."""
         return ""
 
+    def refusal_in(self, generation: int) -> InvalidSpec | None:
+        """What is wrong with the members' scripts, if the generation was ended for that; else
+        nothing."""
+        return None
+
     def asks(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
         """The trainer asks the coordinator what comes next, or has the answer: it waits for others
         meanwhile. Free to call."""
+
+    def loads(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
+        """The trainer waits for a batch to be loaded, or has it. Free to call."""
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether the error tells that a peer failed to answer, rather than the user's own code.

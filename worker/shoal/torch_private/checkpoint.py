@@ -1,6 +1,12 @@
-"""Of torch.distributed.checkpoint: where an entry lies in its files."""
+"""Of torch.distributed.checkpoint: where an entry lies in its files, and how those are named."""
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+
+__all__ = ["FsspecReader", "FsspecWriter", "StorageInfo", "StoragePrefix"]
 
 StorageInfo = _StorageInfo
 """File, offset and length of an entry, as `.metadata` pickles it."""
+
+StoragePrefix = _StoragePrefix
+"""How the names of the files that a writer makes begin, as its plan tells it."""

@@ -1,8 +1,12 @@
 """Of torch's DataLoader: its processes. As in torch 2.13 and 2.15."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import dataloader, get_worker_info
+from torch.utils.data._utils import worker
 
 
 def end_iteration(iterator: Any) -> None:
@@ -19,7 +23,47 @@ def processes_of(iterator: Any) -> list[int]:
     return []
 
 
+def ended_processes_of(iterator: Any) -> list[int]:
+    """Ids of those that have ended by themselves, or were killed."""
+    if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
+        return []
+    return [int(each.pid or 0) for each in iterator._workers if not each.is_alive()]
+
+
+def raise_nothing_at_their_end(iterator: Any) -> None:
+    """Let the end of a process that loads be told within `raising_at_their_end` only.
+
+    torch's handler of SIGCHLD raises a RuntimeError wherever the main thread is at that moment: in
+    the midst of a collective, say.
+    """
+    is_multiprocessing = isinstance(iterator, dataloader._MultiProcessingDataLoaderIter)
+    if is_multiprocessing and iterator._worker_pids_set:
+        _remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+
+
+@contextmanager
+def raising_at_their_end(iterator: Any) -> Iterator[None]:
+    """Within, a process that ends raises RuntimeError in the main thread at once; elsewhere torch
+    looks for them every five seconds of a wait."""
+    _set_worker_pids(id(iterator), tuple(processes_of(iterator)))
+    try:
+        yield
+    finally:
+        _remove_worker_pids(id(iterator))
+
+
 def set_dataset_of_worker(dataset: Any) -> None:
     """What `get_worker_info().dataset` is in a process that loads, which calls this."""
     # Its class is frozen, and has no `__dict__` in newer versions.
     object.__setattr__(get_worker_info(), "dataset", dataset)
+
+
+@contextmanager
+def hidden_worker_info() -> Iterator[None]:
+    """Within, `get_worker_info()` is None, as in a process that loads for nobody."""
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info

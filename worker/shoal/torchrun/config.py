@@ -10,6 +10,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from shoal.membership.join_config import JoinConfig
 from shoal_client.membership.member_core import JOIN_TIMEOUT_S
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls import identity
+from shoal_proto.tls.identity import from_environment
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +51,8 @@ class NodeConfig:
     @classmethod
     def read(cls, parameters: RendezvousParameters) -> "NodeConfig":
         """torchrun's options, checked. Raises InvalidSpec, which names the option at fault."""
+        if (files := from_environment()) is not None:
+            identity.use(files)
         join = JoinConfig(
             job=_run_id(parameters.run_id),
             coordinators=_endpoints(parameters.endpoint),
@@ -110,6 +114,6 @@ def _positive(name: str, value: object) -> float:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise InvalidSpec(
-            f"--rdzv-conf {name} is no time", seen=repr(value), expected="seconds above 0"
+            f"--rdzv-conf {name} is not a time", seen=repr(value), expected="seconds above 0"
         )
     return seconds

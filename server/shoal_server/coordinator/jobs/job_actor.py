@@ -46,8 +46,9 @@ from shoal_server.core.generations.roster import Record
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import Event, Heartbeat, Log, Refused
 from shoal_server.core.membership.phases import OVER, Phase
-from shoal_server.status.board import StatusBoard
+from shoal_server.status.board import DETAILS, StatusBoard
 from shoal_server.status.from_core import LastSeen
+from shoal_server.status.history.stories import TOLD_WITHIN_S
 
 log = structlog.get_logger(__name__)
 
@@ -376,15 +377,19 @@ class JobActor:
         return self._dependencies.on_failed(self.job.spec.job, error)
 
     def _note(self, effect: Log) -> None:
-        job = self.job.spec.job
-        log.info(
+        job, board = self.job.spec.job, self._dependencies.board
+        if effect.story is not None:
+            board.runs(job, effect.story)
+            asyncio.get_running_loop().call_later(TOLD_WITHIN_S, board.tell_due, job)
+            return
+        (log.debug if effect.kind in DETAILS else log.info)(
             effect.kind,
             job=job,
             member=effect.member_id,
             generation=effect.generation,
             reason=effect.reason,
         )
-        self._dependencies.board.event(
+        board.event(
             job,
             effect.kind,
             effect.reason,

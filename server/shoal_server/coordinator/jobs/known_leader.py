@@ -11,6 +11,15 @@ class KnownLeader:
         """host:port; empty while no other coordinator is known to lead."""
         self.why_nobody = "nobody leads yet: etcd has not answered"
         """Where none is known: why."""
+        self.num_changes = 0
+        """How often another coordinator was seen to lead than the one before, this one included."""
+        self._newest = ""
+
+    def note(self, address: str) -> None:
+        """That one leads, whichever it is; empty: nobody does."""
+        if address and self._newest and address != self._newest:
+            self.num_changes += 1
+        self._newest = address or self._newest
 
     def __str__(self) -> str:
         return f"the coordinator at {self.address} leads" if self.address else self.why_nobody

@@ -1,6 +1,7 @@
 """The Membership service: decodes a call, hands it to the job's actor, answers."""
 
 import math
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
@@ -9,7 +10,6 @@ from shoal_proto.errors import (
     Fenced,
     InvalidSpec,
     ShoalError,
-    UnknownMember,
 )
 from shoal_proto.incarnation import public_id
 from shoal_proto.names import NAME_RULE, is_name
@@ -19,8 +19,9 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipServicer
 from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.jobs.operations import JobOperations
 from shoal_server.coordinator.jobs.registry import Registry
-from shoal_server.coordinator.jobs.requests import MAX_ERROR, MemberRequest, event_of, joined
+from shoal_server.coordinator.jobs.requests import MemberRequest, event_of, joined
 from shoal_server.coordinator.persistence import codec
 from shoal_server.core.generations.roster import Generation
 from shoal_server.core.membership import events
@@ -39,6 +40,7 @@ Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
 class MembershipService(MembershipServicer):
     def __init__(self, registry: Registry, reset: Reset, http_url: Callable[[], str]) -> None:
         self._registry = registry
+        self._operations = JobOperations(registry)
         self._reset = reset
         self._http_url = http_url
 
@@ -117,8 +119,9 @@ class MembershipService(MembershipServicer):
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
-            reason = _exit_reason(request.exit_code)
-            await actor.submit(events.Lost(**_identity(member), reason=reason))
+            how = exit_cause(request.exit_code)
+            reason = f"its launcher saw it end ({how})"
+            await actor.submit(events.Lost(**_identity(member), reason=reason, cause=how))
         return _ack(actor)
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
@@ -131,17 +134,11 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
-        actor = self._registry.find(request.job)
-        member = actor.job.members.get(request.member_id)
-        if member is None or not _is_meant(request, member):
-            known = sorted(actor.job.members)
-            raise UnknownMember(
-                f"job {request.job} has no member {request.member_id!r} that could be drained",
-                seen=f"process {_meant(request)}" if member else request.member_id,
-                expected=", ".join(known[:10]) + (" ..." if len(known) > 10 else "") or "none",
-            )
-        reason = request.reason[:MAX_ERROR] or "asked to"
-        await actor.submit(events.DrainAsked(**_identity(member), reason=reason))
+        # Earlier releases send the incarnation itself.
+        process = request.public_id or (request.incarnation and public_id(request.incarnation))
+        actor = await self._operations.drain(
+            request.job, request.member_id, request.reason, process=process
+        )
         return _ack(actor)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
@@ -172,18 +169,20 @@ class MembershipService(MembershipServicer):
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.JobStanding:
         return _standing(self._registry.find(request.job))
 
+    async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.Cluster:
+        self._registry.require_leading()
+        return pb.Cluster(http_url=self._http_url())
+
     async def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.JobStanding:
-        actor = self._registry.find(request.job)
-        await actor.stop(request.reason[:MAX_ERROR] or "an operator stopped it")
-        return _standing(actor)
+        return _standing(await self._operations.stop(request.job, request.reason))
 
     async def RetryJob(self, request: pb.RetryJobRequest, context: Context) -> pb.JobStanding:
-        actor = await self._registry.retry(request.job, from_scratch=request.from_scratch)
+        actor = await self._operations.retry(request.job, from_scratch=request.from_scratch)
         return _standing(actor)
 
     async def ResetJob(self, request: pb.ResetJobRequest, context: Context) -> pb.ResetJobReply:
         if not is_name(request.job):
-            raise InvalidSpec("job is no valid name", seen=repr(request.job), expected=NAME_RULE)
+            raise InvalidSpec("job is not a valid name", seen=repr(request.job), expected=NAME_RULE)
         existed, last_generation = await self._reset(request.job)
         return pb.ResetJobReply(existed=existed, last_generation=last_generation)
 
@@ -203,7 +202,7 @@ def _agreed_protocol(request: pb.AttendRequest) -> int:
 def _check_attendance(request: pb.AttendRequest) -> None:
     for kind, name in (("job", request.spec.job), ("member_id", request.token.member_id)):
         if not is_name(name):
-            raise InvalidSpec(f"{kind} is no valid name", seen=repr(name), expected=NAME_RULE)
+            raise InvalidSpec(f"{kind} is not a valid name", seen=repr(name), expected=NAME_RULE)
     if request.token.job != request.spec.job:
         raise InvalidSpec(
             "token and bounds name different jobs",
@@ -218,7 +217,11 @@ def heartbeat(beat: pb.Beat) -> events.Heartbeat:
     # Of numbers that make no sense nothing is believed; the beat itself still counts.
     own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
     return events.Heartbeat(
-        **_identity(beat.token), moved=beat.moved, waits=beat.waits, own_code_s=own_code_s
+        **_identity(beat.token),
+        moved=beat.moved,
+        waits=beat.waits,
+        own_code_s=own_code_s,
+        loads=beat.loads,
     )
 
 
@@ -230,15 +233,6 @@ def _check_not_expelled(actor: JobActor, token: Token) -> None:
     """
     if token.generation and not actor.job.completing:
         actor.authorize(token)
-
-
-def _is_meant(request: pb.DrainRequest, member: Member) -> bool:
-    """Whether the request is for whoever is that member, or for that very process."""
-    return _meant(request) in ("", public_id(member.incarnation))
-
-
-def _meant(request: pb.DrainRequest) -> str:
-    return request.public_id or (request.incarnation and public_id(request.incarnation))
 
 
 def _identity(who: Token | Member) -> dict[str, str]:
@@ -274,7 +268,10 @@ def _standing(actor: JobActor) -> pb.JobStanding:
     )
 
 
-def _exit_reason(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"its launcher saw it die of signal {-exit_code}"
-    return f"its launcher saw it exit with code {exit_code}"
+def exit_cause(exit_code: int) -> str:
+    """How a process ended, as its launcher saw it: SIGKILL, exit code 1."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    # Real-time signals have no names.
+    known = -exit_code in set(signal.Signals)
+    return signal.Signals(-exit_code).name if known else f"signal {-exit_code}"

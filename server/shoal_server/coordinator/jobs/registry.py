@@ -262,9 +262,9 @@ class Registry:
 
     def _require_settled(self, job: str) -> None:
         if job in self._unread:
-            raise Unavailable(f"job {job} is being read from etcd", expected="a moment of patience")
+            raise Unavailable(f"job {job} is being read from etcd", expected="a retry in a moment")
         if job in self._resetting:
-            raise Unavailable(f"job {job} is being begun anew", expected="a moment of patience")
+            raise Unavailable(f"job {job} is being started over", expected="a retry in a moment")
 
     def actor_if_known(self, job: str) -> JobActor | None:
         return self._actors.get(job)

@@ -1,6 +1,7 @@
 """What members' calls mean to the core of their job."""
 
 import math
+import re
 
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import membership_pb2 as pb
@@ -11,6 +12,8 @@ from shoal_server.core.membership import events
 
 MAX_ERROR = 500
 MAX_REPORT = 1000
+_SOURCE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|cu|h|hpp):\d+\]\s*")
+"""Where in the source of a library an error was raised."""
 
 MemberRequest = (
     pb.ProposeRequest
@@ -61,7 +64,7 @@ def event_of(request: MemberRequest) -> events.Event:
             event = events.Broke(
                 **who,
                 generation=generation,
-                error=request.error[:MAX_REPORT],
+                error=plain(request.error)[:MAX_REPORT],
                 own=request.own,
                 state_lost=request.state_lost,
             )
@@ -76,6 +79,12 @@ def event_of(request: MemberRequest) -> events.Event:
         case _:
             raise AssertionError(f"no event for {type(request).__name__}")
     return event
+
+
+def plain(error: str) -> str:
+    """An error as people read it: its first line, without the places in a library's source. The
+    member's own log has the rest."""
+    return _SOURCE.sub("", error.strip().partition("\n")[0]).strip()
 
 
 def _answered(who: dict[str, str], request: pb.AnswerRequest) -> events.Answered:

@@ -22,6 +22,8 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shoal_proto.errors import ShoalError
+from shoal_proto.tls.channels import open_aio_channel
+from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.leader_key import Leader, end_term
 from shoal_server.serving.backoff import ExponentialBackOff
@@ -60,7 +62,7 @@ async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
 async def answered_until_broken(address: str) -> bool:
     """Hold a call at the coordinator until it breaks; whether it had answered before."""
     answered = False
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with open_aio_channel(address, COORDINATOR_NAME, CHANNEL_OPTIONS) as channel:
         request = health_pb2.HealthCheckRequest()
         try:
             async for _ in health_pb2_grpc.HealthStub(channel).Watch(request):

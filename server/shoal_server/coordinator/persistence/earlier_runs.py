@@ -96,6 +96,6 @@ def check_unused(job: str, member_ids: Iterable[str]) -> None:
     raise JobInUse(
         f"job {job} has {len(names)} live member{'s' if len(names) > 1 else ''}",
         seen=", ".join(names[:MAX_SHOWN]) + more,
-        expected="none: a job that is removed or begun anew has no members",
+        expected="none: a job that is removed or started over has no members",
         fix="Stop them first. To join them, use `shoal run` without --fresh.",
     )

@@ -30,7 +30,7 @@ def unreadable(job: str, key: str, error: Exception) -> JobQuarantined:
 def failed(job: str, error: Exception) -> JobQuarantined:
     """Of a job of which a write was refused, or an event not handled."""
     return JobQuarantined(
-        f"job {job} is quarantined: its coordinator could not go on with it",
+        f"job {job} is quarantined: its coordinator could not continue with it",
         seen=(str(error) if isinstance(error, ShoalError) else repr(error))[:SEEN_LENGTH],
         expected="every change of a job to be kept in etcd",
         fix=f"`shoal repair {job} --apply` takes it up again as etcd has it.",

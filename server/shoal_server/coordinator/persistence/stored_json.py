@@ -30,6 +30,8 @@ def state_to_json(record: StateRecord) -> bytes:
     if record.tally is not None:
         value["begun_unix_s"] = record.tally.begun_s
         value["num_breaks"] = record.tally.num_breaks
+        if record.tally.idle_s:
+            value["idle_s"] = record.tally.idle_s
         if record.tally.result is not None:
             value["result"] = _result_to_json(record.tally.result)
         if record.tally.is_cleared:
@@ -73,6 +75,7 @@ def _tally(fields: Fields) -> Tally:
     return Tally(
         begun_s=fields.seconds("begun_unix_s"),
         num_breaks=fields.count("num_breaks", 0),
+        idle_s=fields.seconds("idle_s"),
         result=_result(fields.object("result")) if fields.has("result") else None,
         is_cleared=fields.has("cleared") and fields.flag("cleared"),
     )
@@ -82,7 +85,7 @@ def _result(fields: Fields) -> Result:
     try:
         loss = float(fields.text("loss")) if fields.has("loss") else None
     except ValueError as error:
-        raise Unreadable(f"result.loss is no number ({error})") from None
+        raise Unreadable(f"result.loss is not a number ({error})") from None
     return Result(
         step=Step(fields.count("step")),
         loss=loss,

@@ -29,11 +29,11 @@ class Kind(Enum):
 
 
 REMEDIES: Mapping[Kind, str] = {
-    Kind.STATE: "It is written anew from what of it can be read and from the generations' records:"
+    Kind.STATE: "It is rewritten from what of it can be read and from the generations' records:"
     " the job goes on.",
     Kind.GENERATION: "It is moved aside. If it is the newest, members stop, say which step they"
     " came to, and form the next generation from the highest.",
-    Kind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join anew.",
+    Kind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join again.",
     Kind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that were"
     " trained on are trained on once more.",
     Kind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job are not known for"
@@ -42,7 +42,7 @@ REMEDIES: Mapping[Kind, str] = {
 """What mending it does. Of what is not here nothing can be mended by moving it aside."""
 NO_REMEDY = (
     "Nothing: it tells where trained parameters are. `shoal restore` brings them back from a"
-    " snapshot, `shoal rm` begins anew without them."
+    " snapshot, `shoal rm` starts over without them."
 )
 OF_A_LATER_RELEASE = (
     "Nothing is wrong with it: a later release of shoal has written it. A coordinator of that"

@@ -35,7 +35,7 @@ def mended_state(
         spec=bounds or _spec(job, fields),
         last_generation=Generation(max(numbers | {last or 0})),
         finished=_flag(fields, "finished"),
-        reason="its own record was written anew, for it could not be read",
+        reason="its own record was rewritten, for it could not be read",
         progress=_progress(fields, numbers, records),
         lost=_lost(fields),
     )

@@ -47,7 +47,7 @@ class RepairService(RepairsServicer):
         self._registry.require_leading()
         job = request.job
         if not is_name(job):
-            raise InvalidSpec("job is no valid name", seen=repr(job), expected=NAME_RULE)
+            raise InvalidSpec("job is not a valid name", seen=repr(job), expected=NAME_RULE)
         items = await inspection.records_of(self._store, job)
         known = self._registry.actor_if_known(job)
         found = self._registry.quarantined.get(job)

@@ -6,7 +6,7 @@ each other without it. So nothing is lost while no coordinator leads.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 import structlog
@@ -21,7 +21,7 @@ from shoal_server.coordinator.shards.torch_versions import watching_torch_versio
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, LONGEST_GAP_S
 from shoal_server.core.shards import loads, losses
 from shoal_server.core.shards.abandoned_loads import AbandonedLoads
-from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
+from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
 from shoal_server.core.shards.sightings import Sightings
@@ -228,7 +228,7 @@ class ShardController:
         changes = {
             b.shard_id: (b, a) for b, a in zip(before.shards, after.shards, strict=True) if a != b
         }
-        self._seen(before)
+        self._seen(before, seen.present)
         if not changes:
             return
 
@@ -240,12 +240,12 @@ class ShardController:
         if await self._assignments.change(job, changes, rebalanced):
             stands = self._assignments.assembled(job) or before
             sightings.wrote(after, stands)
-            self._seen(stands)
-            log.info("shards_rebalanced", job=job, **_summary(before, after))
+            self._seen(stands, seen.present)
+            log.debug("shards_rebalanced", job=job, **_summary(before, after))
 
-    def _seen(self, assignments: JobAssignments) -> None:
+    def _seen(self, assignments: JobAssignments, present: Collection[Holder]) -> None:
         last = self._last.get(assignments.job)
-        self._losses.tell(last, assignments)
+        self._losses.tell(last, assignments, present)
         self._last[assignments.job] = assignments
 
     async def _finished(self, job: str) -> Compare | None:

@@ -1,12 +1,18 @@
-"""What the coordinator knows of shards for when they are lost, and what it tells of that."""
+"""What the coordinator knows of shards for when they are lost, and what it tells of that and of
+servers that were lost or given shards."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
 
 import structlog
 
-from shoal_server.core.shards import losses
-from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
+from shoal_server.core.shards import losses, moves
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -47,9 +53,15 @@ class LossLog:
         known = self.versions(before.job)
         return losses.with_losses(before, after, known, snapshot, time.time())
 
-    def tell(self, before: JobAssignments | None, after: JobAssignments) -> None:
-        """Tell of shards that were lost between these two records, and of those that servers have
-        led from their journals again; without the one before, of those that are lost."""
+    def tell(
+        self,
+        before: JobAssignments | None,
+        after: JobAssignments,
+        present: Collection[Holder] = (),
+    ) -> None:
+        """Tell of shards that were lost between these two records, of those that servers have led
+        from their journals again, and of those that others lead or keep now; without the one
+        before, of those that are lost. `present`: the servers that there are."""
         if before is None:
             if gone := losses.lost(after):
                 self._lost(after.job, gone)
@@ -59,6 +71,9 @@ class LossLog:
             for old, new in zip(before.shards, after.shards, strict=False)
             if old.shard_id == new.shard_id and old.content is not new.content
         ]
+        for kind, told in moves.told(before, after, present):
+            log.info(kind, job=after.job, reason=told)
+            self._tell(after.job, kind, told)
         gone = [new for _, new in changed if new.content is ShardContent.LOST]
         back = [
             (old, new)

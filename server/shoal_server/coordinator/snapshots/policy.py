@@ -29,17 +29,17 @@ def _option(name: str, metavar: str) -> Parameter:
 @dataclass(frozen=True, kw_only=True)
 class SnapshotPolicy:
     url: Annotated[str, _option("--snapshot-url", "URL"), Parameter(converter=_absolute)] = ""
-    """Where snapshots go that name no other place: a directory that all servers share, or
-    s3://bucket/prefix, ... Shards that no server has any more come back from there."""
+    """Default place for snapshots: a directory that all servers share, or s3://bucket/prefix, ...
+    Shards that no server holds any more are restored from there."""
     every_s: Annotated[float, _option("--snapshot-every-s", "SECONDS")] = 0.0
-    """Take a snapshot of every job this often. 0: only when asked to."""
+    """Take a snapshot of every job this often. 0: only on request."""
     num_kept: Annotated[int, _option("--snapshot-keep", "N")] = 3
-    """Complete snapshots of a job that are kept; older ones are removed."""
+    """How many complete snapshots of a job are kept; older ones are removed."""
     roots: Annotated[
         Sequence[str], _option("--snapshot-root", "URL"), Parameter(converter=_absolute)
     ] = ()
-    """Callers may have snapshots written and read at this URL and below it, too. Can be repeated.
-    By default only at and below --snapshot-url."""
+    """Allow snapshots to be written and read at and below this URL as well. May be repeated. By
+    default only at and below --snapshot-url."""
 
     def __post_init__(self) -> None:
         if not self.every_s >= 0:

@@ -7,6 +7,9 @@ import grpc
 import grpc.aio
 
 from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.channels import material, open_aio_channel
+from shoal_proto.tls.files import Material
+from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_server.serving.rpc import CHANNEL_OPTIONS
 
@@ -21,7 +24,7 @@ class ServerCalls:
     """Keeps a connection to each server. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, Material | None], grpc.aio.Channel] = {}
 
     async def call(
         self,
@@ -31,11 +34,13 @@ class ServerCalls:
         timeout_s: float,
     ) -> Reply:
         """The answer. Raises what the server raised, or what became of the call."""
-        channel = self._channels.get(address)
+        # After a renewal the old connection goes on with what it carries, until room is wanted.
+        key = address, material()
+        channel = self._channels.get(key)
         if channel is None:
             await self._make_room()
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-            self._channels[address] = channel
+            channel = open_aio_channel(address, SERVER_NAME, CHANNEL_OPTIONS)
+            self._channels[key] = channel
         # grpc's stubs serve both kinds of channel; their types say so by two names.
         stub: Any = ShardSnapshotsStub(channel)
         try:

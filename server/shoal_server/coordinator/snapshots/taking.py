@@ -87,10 +87,17 @@ class _Frozen:
 class SnapshotTaker:
     """Lives on the event loop."""
 
-    def __init__(self, store: LeaderStore, calls: ServerCalls, state: JobPosition) -> None:
+    def __init__(
+        self,
+        store: LeaderStore,
+        calls: ServerCalls,
+        state: JobPosition,
+        on_taken: Callable[[Taken], None] = lambda taken: None,
+    ) -> None:
         self._store = store
         self._calls = calls
         self._state = state
+        self._on_taken = on_taken
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Of jobs of which somebody takes a snapshot, or waits to."""
 
@@ -131,7 +138,9 @@ class SnapshotTaker:
             pause_s=round(frozen.pause_s, 4),
             num_partial_steps=len(manifest.partial_steps),
         )
-        return Taken(manifest=manifest, pause_s=frozen.pause_s)
+        taken = Taken(manifest=manifest, pause_s=frozen.pause_s)
+        self._on_taken(taken)
+        return taken
 
     async def _check_has_shards(self, job: str) -> None:
         """Before anything is written: of a job that is not there nothing is to be left."""

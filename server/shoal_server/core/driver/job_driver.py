@@ -198,7 +198,9 @@ class JobDriver(Generic[StreamT, CallT]):
             if member is None:
                 self.liveness.forget(name)
             elif member.disconnected_s is None and (reason := self.liveness.why_lost(name, now_s)):
-                yield Lost(member_id=name, incarnation=member.incarnation, reason=reason)
+                who = {"member_id": name, "incarnation": member.incarnation}
+                cause = f"silent for {self.liveness.silent_s(name, now_s):.3g} s"
+                yield Lost(**who, reason=reason, cause=cause)
 
     # --- what follows ---
 

@@ -108,10 +108,14 @@ class Liveness:
         wanted_s = middle_s + DEVIATIONS * deviation_s
         return min(max(wanted_s, self._limits.lease_s), self._limits.silence_s)
 
+    def silent_s(self, member_id: str, now_s: float) -> float:
+        """For how long nothing was heard of the member."""
+        return now_s - self._pulses[member_id].at_s
+
     def why_lost(self, member_id: str, now_s: float) -> str:
         """What makes the member lost; empty while it is not."""
         pulse, allowed_s = self._pulses[member_id], self.allowed_s(member_id)
-        silent_s = now_s - pulse.at_s
+        silent_s = self.silent_s(member_id, now_s)
         if silent_s <= allowed_s:
             return ""
         reason = f"no heartbeat for {silent_s:.3g} s, of {allowed_s:.3g} s allowed"

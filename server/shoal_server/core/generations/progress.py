@@ -31,6 +31,9 @@ class Tally:
     begun_s: float = 0.0
     num_breaks: int = 0
     """Running generations that ended because a member was lost, or a collective failed."""
+    idle_s: float = 0.0
+    """Seconds in which nobody trained: until the first generation ran, and from each break until
+    the next one did."""
     result: Result | None = None
     """Of a job that is over; None until it is kept."""
     is_cleared: bool = False

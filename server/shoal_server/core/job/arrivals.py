@@ -92,7 +92,12 @@ class Arrivals:
     def disconnected(self, member: Member, now_s: float) -> None:
         self._state.table.disconnect(member, now_s)
         if self._state.deadlines.suspect_since_s is not None and member.is_in(self._state.running):
-            self._removal.remove(member, "its stream broke, and so did a collective", now_s)
+            self._removal.remove(
+                member,
+                "its stream broke, and so did a collective",
+                now_s,
+                cause="connection lost",
+            )
 
     def halted(self, member: Member, event: Halted | Continued, now_s: float) -> None:
         if isinstance(event, Halted):

@@ -10,6 +10,7 @@ from shoal_server.core.generations.roster import (
     Conflict,
     Generation,
     Roster,
+    Step,
     Verdict,
     draw_up,
     find_conflicts,
@@ -195,7 +196,8 @@ class Attempts:
 
     def _commit(self, agreement: Agreement, now_s: float) -> None:
         roster = agreement.roster
-        reason = f"all {len(roster.entries)} members accepted generation {roster.generation}"
+        self._note_leavers(roster)
+        reason = self._state.tries.changes.cause(roster)
         self._state.to(Trigger.ACCEPTED, reason, now_s)
         record = self._state.record_of(Verdict.COMMITTED, reason, now_s)
         self._state.previous, self._state.record = roster, record
@@ -211,6 +213,16 @@ class Attempts:
         for member in self._state.concerned(roster):
             member.waits(f"the first collective of generation {roster.generation}", now_s)
             self._state.tell(member, notice)
+
+    def _note_leavers(self, roster: Roster) -> None:
+        """Those who trained before, are here still and not in the roster: they go by it."""
+        changes = self._state.tries.changes
+        before = self._state.members_of(changes.before) if changes.before is not None else []
+        for member in before:
+            if not member.is_in(roster):
+                drained = member.drain.since_s is not None
+                why = f"drained: {member.drain.reason}" if drained else member.waiting_for
+                changes.gone(member.member_id, why, lost=False)
 
     def offered(self, member: Member, event: Offered) -> None:
         agreement = self._state.agreement
@@ -252,11 +264,15 @@ class Attempts:
             self._state.tries.num_excluded,
         ) = None, 0, 0
         self._state.setbacks.succeeded(roster.member_ids)
-        reason = f"generation {roster.generation} runs with {len(roster.entries)} members"
+        assert self._state.record is not None
+        cause = self._state.record.reason
+        reason = f"generation {roster.generation}: {cause}"
         self._state.to(Trigger.READY, reason, now_s)
         trainers = self._state.members_of(roster)
+        start, reached = Step(0), self._state.progress.reached
         if roster.synchronous:
-            self._note_start(agreement, trainers)
+            start = self._note_start(agreement, trainers)
+        self._tell_story(roster, cause, start=start, reached=reached, now_s=now_s)
         notice = RunningNotice(reason=reason, generation=roster.generation)
         for trainer in trainers:
             trainer.waits("nothing: it trains", now_s)
@@ -264,17 +280,36 @@ class Attempts:
         if old is not None and roster.synchronous:
             self._drains.part_leavers(old, roster, now_s)
 
-    def _note_start(self, agreement: Agreement, trainers: list[Member]) -> None:
-        """A synchronous generation runs: whatever its members came with, all hold one state."""
+    def _tell_story(
+        self, roster: Roster, cause: str, *, start: Step, reached: Step, now_s: float
+    ) -> None:
+        """How the generation that runs now came to follow the one before."""
+        changes = self._state.tries.changes
+        if changes.newest_ran == roster.generation:
+            # It ran under the leader before this one, which told of it.
+            reason = f"generation {roster.generation} goes on under a new leader"
+            self._state.log("leader_took_over", reason)
+        else:
+            story = changes.story(roster, cause, start=start, reached=reached, now_s=now_s)
+            begun_s = self._state.tally.begun_s
+            self._state.tally.idle_s += now_s - begun_s if changes.before is None else story.down_s
+            reason = self._state.stage.reason
+            self._state.log("generation_runs", reason, story=story)
+        changes.runs(roster)
+
+    def _note_start(self, agreement: Agreement, trainers: list[Member]) -> Step:
+        """A synchronous generation runs: whatever its members came with, all hold one state, behind
+        so many steps."""
         start, reached = agreement.starts_at, self._state.progress.reached
         if start is None:
             start = max(agreement.stop_at or agreement.roster.step, reached)
         self._state.table.hold_state(trainers, start)
         if any(m.proposal is not None and m.proposal.stateless for m in trainers):
-            return
+            return start
         if start < reached:
-            reason = f"generation {agreement.generation} goes on from step {start}"
+            reason = f"generation {agreement.generation} continues from step {start}"
             self._state.log("went_back", f"{reason}; the job had come to step {reached}")
         if self._state.progress.ran(agreement.generation, start):
             # Before anybody takes a step: nobody does until all have an answer to their Ready.
             self._state.do(Save())
+        return start

@@ -55,7 +55,8 @@ class Breaks:
         for other in self._state.members_of(running):
             # A leader that has just taken over gives everybody time to come.
             if other.disconnected_s is not None and other.disconnected_s <= now_s:
-                self._removal.remove(other, "its stream broke, and so did a collective", now_s)
+                reason = "its stream broke, and so did a collective"
+                self._removal.remove(other, reason, now_s, cause="connection lost")
         if all(m.reported_broken == running.generation for m in trainers):
             # Every one of them is here and says so: there is nobody's loss to wait for.
             self._endings.break_off((), f"{self._state.stage.reason}; all members answer", now_s)
@@ -76,7 +77,7 @@ class Breaks:
                 self._state.progress.heard_of(step)
         self._state.table.settle((member,), settled=True)
         if not self._state.setbacks.waits(member.member_id):
-            member.waits("the other members to settle", now_s)
+            member.waits("the other members to report their step", now_s)
         if self._state.table.all_settled:
             self._state.deadlines.broken_since_s = None
 
@@ -94,7 +95,8 @@ class Breaks:
     def _who_is_away(self, members: list[Member], now_s: float) -> str:
         """Who among them has been in the script's own code for longer than others wait, or "".
 
-        "rank 0 (vm-0) has been in your code for 54 s", as far as heartbeats tell.
+        "rank 0 (vm-0) has been in your code for 54 s", or "waiting for a batch to be loaded", as
+        far as heartbeats tell.
         """
         texts = []
         for member in members:
@@ -103,5 +105,6 @@ class Breaks:
                 continue
             rank = self._state.rank_of(member)
             name = member.member_id if rank is None else f"rank {rank} ({member.member_id})"
-            texts.append(f"{name} has been in your code for {now_s - since_s:.0f} s")
+            does = "waiting for a batch to be loaded" if member.trainer.loads else "in your code"
+            texts.append(f"{name} has been {does} for {now_s - since_s:.0f} s")
         return ", ".join(texts[:MAX_NAMES])

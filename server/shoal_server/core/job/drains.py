@@ -79,7 +79,8 @@ class Drains:
                 reason, job = leaver.drain.reason, self._state.spec.job
                 refusal = refusals.drained(job, leaver.member_id, reason)
                 # A call of its own may come before the notice: it is to hear the same.
-                self._removal.remove(leaver, f"drained: {reason}", now_s, refusal=refusal)
+                told = f"drained: {reason}"
+                self._removal.remove(leaver, told, now_s, refusal=refusal, cause=told, lost=False)
             else:
                 # It asked a leader before this one, and will ask again: it waits at the boundary.
                 self._state.table.settle((leaver,), settled=False)

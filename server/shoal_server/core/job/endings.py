@@ -36,6 +36,7 @@ class Endings:
         if brought_up and old_is_over and self._state.running is not None:
             # First of all: who waits at the boundary must not take the abort for leave to train on.
             old, self._state.running = self._state.running, None
+            self._state.tries.changes.broke(reason, now_s)
             self.tell_broken(old, (), reason, now_s)
         notice = OutcomeNotice(reason=reason, record=record)
         for member in concerned:
@@ -68,6 +69,8 @@ class Endings:
             return  # the abort took it along and told its members
         if not self._state.end.stopping:
             self._state.tally.num_breaks += 1
+        if running.synchronous:
+            self._state.tries.changes.broke("" if lost else reason, now_s)
         if self._state.stage.phase is not Phase.ABORTED:
             self._state.to(Trigger.BROKEN, reason, now_s)
         self.tell_broken(running, lost, reason, now_s)

@@ -157,9 +157,9 @@ class Job:
     def tick(self, now_s: float) -> list[Effect]:
         """Act on the deadlines that have passed."""
         self._pause_keeper.keep_limits(now_s)
-        for member, reason in self.state.table.overdue(now_s):
+        for member, reason, cause in self.state.table.overdue(now_s):
             if self.state.members.get(member.member_id) is member:
-                self._removal.remove(member, reason, now_s)
+                self._removal.remove(member, reason, now_s, cause=cause)
         if passed(self.state.deadlines.suspect_since_s, self.state.limits.reconnect_s, now_s):
             self._endings.break_off(
                 (), f"{self.state.stage.reason}; all members still answer", now_s
@@ -188,6 +188,7 @@ class Job:
             member.trainer.moved, member.trainer.moved_s = event.moved, now_s
         member.trainer.waits_for_others = event.waits
         member.trainer.own_code_since_s = now_s - event.own_code_s if event.own_code_s > 0 else None
+        member.trainer.loads = event.loads
 
     def next_deadline_s(self) -> float | None:
         """When `tick` should be called next, if no event comes before."""
@@ -311,7 +312,7 @@ class Job:
             case DrainAsked() | Paused() | Resumed():
                 self._asked(member, event, now_s)
             case Lost():
-                self._removal.remove(member, event.reason, now_s)
+                self._removal.remove(member, event.reason, now_s, cause=event.cause)
             case Left():
                 self._left(member, event, now_s)
             case _:
@@ -322,7 +323,14 @@ class Job:
         concerns_all = self.state.running is None or member.is_in(self.state.running)
         if event.completed and concerns_all and not self.state.end.completing:
             self._removal.complete(member, event.reason, now_s)
-        self._removal.remove(member, f"left: {event.reason}", now_s, completed=event.completed)
+        self._removal.remove(
+            member,
+            f"left: {event.reason}",
+            now_s,
+            completed=event.completed,
+            cause=event.reason or "of its own",
+            lost=False,
+        )
 
     def _advance(self, now_s: float) -> None:
         """Go on as far as time and the members that are present allow."""

@@ -18,6 +18,7 @@ from shoal_server.core.generations.roster import (
 from shoal_server.core.job.deadlines import Deadlines
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import refusals
+from shoal_server.core.membership.changes import Changes, Story
 from shoal_server.core.membership.events import (
     BreakNotice,
     Effect,
@@ -54,6 +55,8 @@ class Tries:
     again."""
     failed_roster: Roster | None = None
     """The newest that was to be brought up, and was not."""
+    changes: Changes = field(default_factory=Changes)
+    """Who went and why, and who came: what the next generation is told with."""
 
 
 @dataclass(kw_only=True)
@@ -203,10 +206,25 @@ class JobState:
     def tell(self, member: Member, notice: Notice) -> None:
         self.do(Tell(member_id=member.member_id, incarnation=member.incarnation, notice=notice))
 
-    def log(self, kind: str, reason: str, member: Member | None = None) -> None:
+    def log(
+        self,
+        kind: str,
+        reason: str,
+        member: Member | None = None,
+        *,
+        story: Story | None = None,
+    ) -> None:
         member_id = member.member_id if member else ""
         generation = self.last_generation
-        self.do(Log(kind=kind, reason=reason, member_id=member_id, generation=generation))
+        self.do(
+            Log(
+                kind=kind,
+                reason=reason,
+                member_id=member_id,
+                generation=generation,
+                story=story,
+            )
+        )
 
     def to(self, trigger: Trigger, reason: str, now_s: float) -> None:
         self.stage = Stage(phase=after(self.stage.phase, trigger), reason=reason, since_s=now_s)

@@ -24,8 +24,14 @@ class Removal:
         *,
         completed: bool = False,
         refusal: Refusal | None = None,
+        cause: str = "",
+        lost: bool = True,
     ) -> None:
-        """Take a member out, and with it whatever it was needed for."""
+        """Take a member out, and with it whatever it was needed for.
+
+        `cause`: the reason in a word or two; `lost`: whether it went without leave.
+        """
+        self._state.tries.changes.gone(member.member_id, cause or reason, lost=lost)
         trained, attempted = member.is_in(self._state.running), member.is_in(self._state.attempt)
         reason = f"{member.member_id}: {reason}"
         self._state.table.remove(member, refusal)
@@ -53,9 +59,12 @@ class Removal:
 
     def refuse(self, member: Member, refusal: Refusal, now_s: float) -> None:
         self._state.tell(member, RefusedNotice(reason=refusal.what, refusal=refusal))
+        told = f"{member.member_id} was refused: {refusal.what}"
+        self._state.log("member_refused", told, member)
         # Who was too late may join again, and so is fenced like any that was lost.
         lasting = refusal if refusal.kind != RefusalKind.TIMEOUT else None
-        self.remove(member, f"refused: {refusal.what}", now_s, refusal=lasting)
+        reason = f"refused: {refusal.what}"
+        self.remove(member, reason, now_s, refusal=lasting, cause=refusal.what)
 
     def abort_conflicting(self, conflicts: tuple[Conflict, ...], now_s: float) -> None:
         """Nobody in conflict trains; members of a generation that still runs are not to blame."""

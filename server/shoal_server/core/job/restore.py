@@ -101,6 +101,7 @@ def _continue_generation(
 ) -> None:
     roster = record.roster
     state.record, state.previous = record, roster
+    state.tries.changes.before = roster
     if state.progress.has_trained and roster.synchronous:
         # It most likely ran: nothing is written when one does, but for the first.
         state.progress.trained_in = max(state.progress.trained_in, roster.generation)
@@ -120,3 +121,4 @@ def _continue_generation(
     elif roster.synchronous and present:
         # One of them was lost while nobody led: those who are left hear of it when they attend.
         state.deadlines.broken_since_s = now_s
+        state.tries.changes.broke("", now_s)

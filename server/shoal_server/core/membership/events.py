@@ -13,6 +13,7 @@ from shoal_server.core.generations.roster import (
     Roster,
     Step,
 )
+from shoal_server.core.membership.changes import Story
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,8 @@ class Heartbeat(Event):
     """Whether it waits for other members."""
     own_code_s: float = 0.0
     """For how long it has been in the script's own code; 0: it is not, or nobody knows."""
+    loads: bool = False
+    """Whether it waits there for a batch to be loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +151,8 @@ class Resumed(Event):
 @dataclass(frozen=True, kw_only=True)
 class Lost(Event):
     reason: str
+    cause: str = ""
+    """The same in a word or two, for the line that tells the story; empty: the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +292,8 @@ class Log:
     reason: str
     member_id: str = ""
     generation: Generation = NO_GENERATION
+    story: Story | None = None
+    """Of a generation that has come to run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,8 @@ class TrainerActivity:
     """When that was last seen to change."""
     own_code_since_s: float | None = None
     """Since when it has been in the script's own code, as far as is known."""
+    loads: bool = False
+    """Whether it waits there for a batch to be loaded."""
     waits_for_others: bool = False
     """Whether it is known to wait for other members."""
 

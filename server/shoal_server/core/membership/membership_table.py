@@ -131,14 +131,16 @@ class MembershipTable:
         present = (self.members.get(e.member_id) for e in roster.entries)
         return [m for m in present if m is not None and m.is_in(roster)]
 
-    def overdue(self, now_s: float) -> Iterator[tuple[Member, str]]:
-        """Those who were silent or halted for too long, and the reason that makes them lost."""
+    def overdue(self, now_s: float) -> Iterator[tuple[Member, str, str]]:
+        """Those who were silent or halted for too long, the reason that makes them lost, and that
+        in short."""
         for member in list(self._halted.values()):
             if now_s >= self._halt_ends_s(member):
-                yield member, f"a signal halted it (SIGSTOP) for {self.limits.halt_s:g} s"
+                halted = f"{self.limits.halt_s:g} s"
+                yield member, f"a signal halted it (SIGSTOP) for {halted}", f"SIGSTOP for {halted}"
         for member in list(self._disconnected.values()):
             if now_s >= self._reconnect_ends_s(member):
-                yield member, "its stream broke and did not come back"
+                yield member, "its stream broke and did not come back", "connection lost"
 
     def deadlines(self) -> Iterator[float]:
         """When `overdue` has something to say at the earliest."""

@@ -90,7 +90,7 @@ def stopped(job: str, how: str, reason: str) -> Refusal:
         seen=reason,
         expected="a job that runs",
         fix=f"`shoal retry {job}` lets it be joined again, from where its state is; `shoal run"
-        " --fresh` begins it anew.",
+        " --fresh` starts it over.",
     )
 
 
@@ -106,7 +106,7 @@ def not_over(job: str, reason: str) -> Refusal:
 def cleared(job: str) -> Refusal:
     return Refusal(
         kind=RefusalKind.SPEC,
-        what=f"job {job} cannot go on from where it was",
+        what=f"job {job} cannot continue from where it was",
         seen="its generations, samples and parameters were removed: it has been over for too long",
         expected="a job that was over for less than the coordinator's --retention-s",
         fix=f"`shoal retry {job} --from-scratch` lets it begin at step 0.",
@@ -116,7 +116,7 @@ def cleared(job: str) -> Refusal:
 def of_an_earlier_run(job: str, seen: str) -> Refusal:
     return Refusal(
         kind=RefusalKind.FINISHED,
-        what=f"the run of job {job} that this process belongs to is over: the job was begun anew",
+        what=f"the run of job {job} that this process belongs to is over: the job was started over",
         seen=seen,
         expected="a process of the run of now",
         fix="End this process.",

@@ -41,7 +41,7 @@ class RestoreAttempt:
 class SamplesAfterLoss(Enum):
     """What becomes of the books on samples when shards are given up."""
 
-    ANEW = "begin anew"
+    ANEW = "start over"
     KEEP = "stay counted"
 
 
@@ -191,7 +191,7 @@ def cure(job: str, shard: ShardAssignment) -> str:
     )
     return (
         f"To bring it back, {disk}restore a snapshot: `shoal restore {job} --from URL`. It is not"
-        f" begun anew unless you give up what is lost: `shoal accept-loss {job}`, which says what"
+        f" started over unless you give up what is lost: `shoal accept-loss {job}`, which says what"
         f" becomes of the job's samples."
     )
 

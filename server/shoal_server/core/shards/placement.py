@@ -34,6 +34,8 @@ BLOCKS_PER_SHARD = 8
 MIN_SPLIT_BYTES = 64 * 1024
 """A server gets at least so many of each dtype and group, or nothing: to ask one more server costs
 every worker more than to send the first one as much again."""
+MAX_MODEL_BYTES = 1 << 50
+"""A thousand times what fits into the memory of any machine: a shape beyond it is a mistake."""
 CUT_ELEMENTS = 64
 """Cuts fall on multiples of it, so that vector kernels round each element as in an uncut tensor."""
 
@@ -121,6 +123,14 @@ def check_schema(parameters: Sequence[Parameter]) -> None:
                 seen=p.dtype,
                 expected=" or ".join(DTYPE_BYTES),
             )
+    total_bytes = sum(p.num_bytes for p in parameters)
+    if total_bytes > MAX_MODEL_BYTES:
+        largest = max(parameters, key=lambda p: p.num_bytes)
+        raise SchemaProblem(
+            "no model is that large",
+            seen=f"{total_bytes} bytes; the largest is {_describe(largest)}, {largest.name[:100]}",
+            expected=f"at most {MAX_MODEL_BYTES} bytes",
+        )
 
 
 def schema_digest(parameters: Iterable[Parameter]) -> str:

@@ -51,23 +51,22 @@ class EtcdConfig:
         _option("--etcd", "HOST:PORT,..."),
         Parameter(env_var="SHOAL_ETCD", converter=_parsed, n_tokens=1),
     ] = ("127.0.0.1:2379",)
-    """host:port of each member of one cluster. The next is tried when one fails."""
+    """host:port of each etcd member. If one fails, the next is tried."""
     prefix: Annotated[str, _option("--prefix", "/NAME"), Parameter(env_var="SHOAL_ETCD_PREFIX")] = (
         ""
     )
-    """What every key of this cluster begins with, so that several share an etcd without seeing each
-    other: the same for all its coordinators and parameter servers. By default nothing: keys begin
-    with /shoal/v1/."""
+    """Prefix of all keys of this cluster, so that several clusters can share an etcd: the same for
+    all its coordinators and parameter servers. By default none: keys begin with /shoal/v1/."""
     user: Annotated[str, _option("--etcd-user", "NAME")] = ""
-    """User name. Without one: log in as nobody, or as whom the client certificate names."""
+    """User of etcd. By default none, or the one that the client certificate names."""
     password: Annotated[
         str, _option("--etcd-password-file", "FILE"), Parameter(converter=_password)
     ] = field(default="", repr=False)
-    """The file holds the user's password."""
+    """File with the user's password."""
     ca_file: Annotated[Path | None, _option("--etcd-ca", "FILE")] = None
     """PEM file of the authority that signed etcd's certificate. Setting it turns TLS on."""
     cert_file: Annotated[Path | None, _option("--etcd-cert", "FILE")] = None
-    """PEM file of our certificate, where etcd asks for one."""
+    """PEM file of the client certificate, if etcd asks for one."""
     key_file: Annotated[Path | None, _option("--etcd-key", "FILE")] = None
     """PEM file of the certificate's key."""
     timeout_s: Annotated[float, INTERNAL] = 10.0

@@ -22,9 +22,11 @@ LARGE_BYTES = 64 * 1024
 class SharedArena:
     """Its size is sealed: a client that could shrink it would crash the server that reads it."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """Raises OSError where the system gives no such memory."""
+    def __init__(self, num_bytes: int, *, is_summed: bool = True) -> None:
+        """`is_summed`: whether both ends sum up what they put there. Raises OSError where the
+        system gives no such memory."""
         self.num_bytes = num_bytes
+        self.is_summed = is_summed
         self.descriptor = os.memfd_create("shoal-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, num_bytes)
@@ -50,17 +52,19 @@ class SharedArena:
         return self._memory[at : at + num_bytes]
 
 
-def in_place(room: memoryview, at: int) -> CopyOut:
+def in_place(room: memoryview, at: int, *, is_summed: bool = True) -> CopyOut:
     """Copies the values into `room`, which begins at `at` of the shared memory."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         size = checksum = 0
         for buffer in values:
-            for begin in range(0, len(buffer), CACHED_BYTES):
-                data = buffer[begin : begin + CACHED_BYTES]
+            step = CACHED_BYTES if is_summed else max(len(buffer), 1)
+            for begin in range(0, len(buffer), step):
+                data = buffer[begin : begin + step]
                 copied = room[size : size + len(data)]
                 _copy(copied, data)
-                checksum = crc32(copied, checksum)
+                if is_summed:
+                    checksum = crc32(copied, checksum)
                 size += len(data)
         if not size:
             return []

@@ -3,9 +3,11 @@
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
 from shoal_proto.bulk import KEY_BYTES
+from shoal_proto.tls.names import Caller
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
 VALID_S = 10.0
@@ -20,27 +22,36 @@ class Purpose(Enum):
     REPLICATION = "another server's news of its shards"
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a key was given for."""
+
+    purpose: Purpose
+    caller: Caller | None
+    """Who asked for it, where callers have certificates."""
+
+
 class Offers:
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._given: dict[bytes, tuple[float, Purpose]] = {}
+        self._given: dict[bytes, tuple[float, Use]] = {}
         self._local_name, self._port = "", 0
 
     def listening(self, local_name: str, port: int) -> None:
         """Connections are taken there from now on; at port 0, nowhere."""
         self._local_name, self._port = local_name, port
 
-    def make(self, purpose: Purpose) -> OpenBulkReply:
+    def make(self, purpose: Purpose, caller: Caller | None = None) -> OpenBulkReply:
         """A key for one connection; port 0 where none is taken."""
         if not self._port:
             return OpenBulkReply()
         if len(self._given) >= MAX_KEYS:
             del self._given[next(iter(self._given))]
         key = secrets.token_bytes(KEY_BYTES)
-        self._given[key] = self._now_s() + VALID_S, purpose
+        self._given[key] = self._now_s() + VALID_S, Use(purpose, caller)
         return OpenBulkReply(key=key, local_name=self._local_name, port=self._port, has_tables=True)
 
-    def redeem(self, key: bytes) -> Purpose | None:
+    def redeem(self, key: bytes) -> Use | None:
         """What the key was given for; None if it was not, is too old, or is used again."""
-        valid_until_s, purpose = self._given.pop(key, (float("-inf"), None))
-        return purpose if self._now_s() < valid_until_s else None
+        valid_until_s, use = self._given.pop(key, (float("-inf"), None))
+        return use if self._now_s() < valid_until_s else None

@@ -9,6 +9,7 @@ import structlog
 
 from shoal_proto.bulk import Frame, FrameReader
 from shoal_proto.pieces import Buffer
+from shoal_server.parameters.bulk.encryption import bytes_of
 
 log = structlog.get_logger(__name__)
 
@@ -24,6 +25,7 @@ class FrameConnection:
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
+        self._bytes = bytes_of(connected)
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(_unset)
         self._writing = asyncio.Lock()
@@ -36,7 +38,7 @@ class FrameConnection:
         """Raises HungUp, MalformedMessage or ChecksumMismatch: nothing can be read after it."""
         while (frame := self._reader.next()) is None:
             try:
-                count = await self._loop.sock_recv_into(self.socket, self._reader.space())
+                count = await self._bytes.receive_into(self._reader.space())
             except OSError as error:
                 raise HungUp(repr(error)) from error
             if not count:
@@ -51,7 +53,7 @@ class FrameConnection:
             rest, self._rest = self._rest, b""
             try:
                 for run in _runs([rest, *parts] if rest else parts):
-                    await self._loop.sock_sendall(self.socket, run)
+                    await self._bytes.send_all(run)
             except OSError as error:
                 raise HungUp(repr(error)) from error
 
@@ -61,7 +63,7 @@ class FrameConnection:
         if self._writing.locked() or self._rest:
             return False
         try:
-            count = self.socket.send(frame)
+            count = self._bytes.send_some(frame)
         except OSError:
             # Whoever sends or reads next hears of what is more than no room.
             return False

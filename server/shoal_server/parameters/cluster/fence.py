@@ -101,7 +101,7 @@ class Fence:
                 f"member {token.member_id} goes by the shards of another run of job {token.job}",
                 seen=f"a call for shards of run {token.run}",
                 expected=f"run {expected}",
-                fix="Join again to go on.",
+                fix="Join again to continue.",
                 details={"run": expected},
             )
 
@@ -118,7 +118,7 @@ class Fence:
             f"member {token.member_id} of job {token.job} may not change anything any more",
             seen=f"process {public_id(token.incarnation)} of generation {token.generation}",
             expected=f"process {public_id(current)}" if current else "a member that is present",
-            fix="Join again to go on.",
+            fix="Join again to continue.",
             details={"generation": str(generation)},
         )
 

@@ -26,8 +26,8 @@ class PeerTimeouts:
 
     beat_s: Annotated[float, INTERNAL] = 0.3
     silence_s: Annotated[float, Parameter(metavar="SECONDS")] = 2.0
-    """Servers that hear nothing of each other for this long go on without each other. One that is
-    killed is noticed at once."""
+    """Servers that hear nothing from each other for this long continue without each other. A killed
+    one is noticed at once."""
     reconnect_s: Annotated[float, INTERNAL] = 0.5
     """A stream that broke is opened again for so long before the peer is taken for dead."""
     full_s: Annotated[float, INTERNAL] = 4.0

@@ -16,9 +16,9 @@ START_BYTES = 16
 @dataclass(frozen=True, kw_only=True)
 class JournalConfig:
     directory: Annotated[Path, Parameter(name="--journal", metavar="DIRECTORY")]
-    """Keep applied pushes here too, on a disk that keeps what `fsync` was called for: for pushes
-    that are to be acknowledged as durable, and to go on after every server died at once. The
-    directory is this server's alone."""
+    """Also keep applied pushes in this directory, on a disk that honours `fsync`: needed for
+    durable acknowledgement, and to continue after all servers died at once. Each server needs a
+    directory of its own."""
     segment_bytes: Annotated[int, INTERNAL] = 64 * 1024**2
     """A segment that has grown so large is followed by a new one."""
     max_pending_bytes: Annotated[int, INTERNAL] = 64 * 1024**2

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
-from shoal_server.parameters.optimizers.tensors import beside, copy_state
+from shoal_server.parameters.optimizers.tensors import StepCounts, beside, copy_state
 
 
 class Adagrad:
@@ -14,9 +14,7 @@ class Adagrad:
         self._hyper = hyper
         self._blocks = blocks
         self._sum, self._sums = beside(blocks, hyper.initial_accumulator_value)
-        # torch.optim counts steps in float32 tensors, one a parameter.
-        self._step = torch.zeros(len(blocks), dtype=torch.float32)
-        self._steps = self._step.unbind()
+        self._counts = StepCounts(len(blocks))
 
     def step(
         self,
@@ -25,13 +23,12 @@ class Adagrad:
         lr: float,
         momentum: float | None = None,
     ) -> None:
-        steps = [self._steps[b] for b in blocks]
-        torch._foreach_add_(steps, 1)
+        counts = self._counts.advance(blocks)
         torch._fused_adagrad_(
             [self._blocks[b] for b in blocks],
             list(gradients),
             [self._sums[b] for b in blocks],
-            steps,
+            counts,
             lr=lr,
             lr_decay=self._hyper.lr_decay,
             weight_decay=self._hyper.weight_decay,
@@ -40,7 +37,7 @@ class Adagrad:
         )
 
     def state(self) -> Mapping[str, Tensor]:
-        return {"sum": self._sum, "step": self._step}
+        return {"sum": self._sum, "step": self._counts.all}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         copy_state(self.state(), state)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
-from shoal_server.parameters.optimizers.tensors import beside, copy_state
+from shoal_server.parameters.optimizers.tensors import StepCounts, beside, copy_state
 
 
 class Adam:
@@ -24,9 +24,7 @@ class Adam:
         self._maxima: Sequence[Tensor] = ()
         if hyper.amsgrad:
             self._maximum, self._maxima = beside(blocks)
-        # torch.optim counts steps in float32 tensors, one a parameter.
-        self._step = torch.zeros(len(blocks), dtype=torch.float32)
-        self._steps = self._step.unbind()
+        self._counts = StepCounts(len(blocks))
 
     def step(
         self,
@@ -35,15 +33,14 @@ class Adam:
         lr: float,
         momentum: float | None = None,
     ) -> None:
-        steps = [self._steps[b] for b in blocks]
-        torch._foreach_add_(steps, 1)
+        counts = self._counts.advance(blocks)
         self._kernel(
             [self._blocks[b] for b in blocks],
             list(gradients),
             [self._averages[b] for b in blocks],
             [self._squares[b] for b in blocks],
             [self._maxima[b] for b in blocks] if self._maxima else [],
-            steps,
+            counts,
             lr=lr,
             beta1=self._hyper.beta1,
             beta2=self._hyper.beta2,
@@ -54,7 +51,7 @@ class Adam:
         )
 
     def state(self) -> Mapping[str, Tensor]:
-        tensors = {"exp_avg": self._average, "exp_avg_sq": self._square, "step": self._step}
+        tensors = {"exp_avg": self._average, "exp_avg_sq": self._square, "step": self._counts.all}
         if self._maximum is not None:
             tensors["max_exp_avg_sq"] = self._maximum
         return tensors

@@ -34,6 +34,21 @@ def beside(
     return flat, torch.split(flat, sizes)
 
 
+class StepCounts:
+    """How many steps each block has had, as torch.optim counts them: a float32 tensor of one
+    element a parameter, here views of one tensor."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.all = torch.zeros(num_blocks, dtype=torch.float32)
+        self._each = self.all.unbind()
+
+    def advance(self, blocks: Sequence[int]) -> list[Tensor]:
+        """Count a step of these blocks; the views of their counts."""
+        counts = [self._each[b] for b in blocks]
+        torch._foreach_add_(counts, 1)
+        return counts
+
+
 def in_runs(blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     """The same memory in as few tensors as a vector kernel rounds in the same way: it treats only
     what is beyond the last whole vector in another way. The blocks lie one after the other."""

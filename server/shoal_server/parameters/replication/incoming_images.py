@@ -55,6 +55,11 @@ class IncomingImages:
     async def close(self) -> None:
         await self._tasks.close()
 
+    def is_coming(self, key: Key, image: int) -> bool:
+        """Whether chunks of that image are waited for."""
+        coming = self._coming.get(key)
+        return coming is not None and coming.image == image
+
     def _begin(self, effect: BeginImage) -> None:
         arrived = self._driver.arrived
         assert arrived is not None and arrived.header is not None

@@ -2,18 +2,20 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 
+from shoal_proto.errors import Overloaded
 from shoal_server.core.replication.protocol.effects import Replay, Settle
 from shoal_server.core.replication.protocol.events import CopyFailed, Settled
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.giving_way import LARGE
-from shoal_server.parameters.replication.wire.frames import Arrived
+from shoal_server.parameters.replication.wire.frames import Arrived, Assembly
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import Role, ShardReplica, work_bytes_of
@@ -41,9 +43,16 @@ class ReceivedUpdates:
     """Lives on the event loop. `run` does work on so many bytes without holding the loop up."""
 
     def __init__(
-        self, driver: CoreDriver, *, catalog: Catalog, memory: Memory, run: Runner
+        self,
+        driver: CoreDriver,
+        *,
+        catalog: Catalog,
+        memory: Memory,
+        run: Runner,
+        is_coming: Callable[[Key, int], bool],
     ) -> None:
         self._driver = driver
+        self._is_coming = is_coming
         self._catalog = catalog
         self._memory = memory
         self._run = run
@@ -66,9 +75,15 @@ class ReceivedUpdates:
     def _has_room(self) -> bool:
         return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
 
+    def assembly(self) -> Assembly:
+        """For one stream; to be closed with it."""
+        return Assembly(self._memory, self._is_coming)
+
     def check_memory(self, arrived: Arrived) -> None:
-        """Raise Overloaded for rows that this server has no memory for. What was acknowledged stays
-        here until the record says that it may go."""
+        """Raise Overloaded for what this server had no memory for, or has none for the rows of.
+        What was acknowledged stays here until the record says that it may go."""
+        if arrived.why_dropped:
+            raise Overloaded("an update found no memory", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:
             shard_id = arrived.request.key[1]
             self._memory.check(f"more rows in a copy of shard {shard_id}")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 
 import structlog
 import torch
@@ -23,6 +23,7 @@ from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.replication.wire.bounded_queue import BoundedQueue
 from shoal_server.parameters.replication.wire.frames import Arrived, Arriving, Assembly
+from shoal_server.serving.access.checks import known_caller
 from shoal_server.serving.rpc import Context
 from shoal_server.serving.tasks import cancel
 
@@ -85,7 +86,7 @@ class ReplicationServicer:
         return pb.Holder(server_id=me.server_id, incarnation=me.incarnation)
 
     async def OpenBulk(self, request: pb.OpenFollowRequest, context: Context) -> OpenBulkReply:
-        return self._offers.make(Purpose.REPLICATION)
+        return self._offers.make(Purpose.REPLICATION, known_caller(context))
 
     def Follow(
         self, requests: AsyncIterator[Arriving], context: Context
@@ -201,7 +202,17 @@ class ReplicationServicer:
         requests: AsyncIterator[Arriving],
         silence: Silence,
     ) -> None:
-        assembly = Assembly()
+        with closing(self._received.assembly()) as assembly:
+            await self._take_all(caller, answers, requests, silence, assembly)
+
+    async def _take_all(
+        self,
+        caller: Caller,
+        answers: _Answers,
+        requests: AsyncIterator[Arriving],
+        silence: Silence,
+        assembly: Assembly,
+    ) -> None:
         while True:
             # While it has to wait here, it need not say anything.
             silence.expect()

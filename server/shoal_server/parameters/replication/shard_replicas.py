@@ -74,7 +74,9 @@ class ShardReplicas:
         self._directory = ServerDirectory(store, self._look_whether_empty)
         self._record = AssignmentTable(store, self._changed, self._record_gone)
         self._images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
-        self.received = ReceivedUpdates(driver, catalog=catalog, memory=memory, run=run)
+        self.received = ReceivedUpdates(
+            driver, catalog=catalog, memory=memory, run=run, is_coming=self._images.is_coming
+        )
         self._roles = ShardRoles(
             driver, catalog=catalog, images=self._images, acknowledgements=Acknowledgements(driver)
         )

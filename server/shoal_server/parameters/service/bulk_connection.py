@@ -18,12 +18,14 @@ from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest
 from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
+from shoal_server.parameters.bulk.offers import Purpose, Use
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.replication.wire.frames import Arriving
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
 from shoal_server.parameters.service.tables_servicer import TablesServicer
 from shoal_server.parameters.shard.reply_writer import CopyOut
+from shoal_server.serving.access.checks import check_request
 from shoal_server.serving.message_bounds import MessageBounds
 from shoal_server.serving.rpc import refusal_of
 from shoal_server.serving.tasks import cancel
@@ -80,14 +82,14 @@ class BulkServerConnection:
         wire: FrameConnection,
         calls: BulkServices,
         arena: SharedArena | None,
-        *,
-        is_peer: bool,
+        use: Use,
     ) -> None:
         """Only another server, a peer, may tell this one of its shards."""
         self._wire = wire
         self._calls = calls
         self._arena = arena
-        self._is_peer = is_peer
+        self._is_peer = use.purpose is Purpose.REPLICATION
+        self._caller = use.caller
         self._is_in_call = False
 
     async def serve(self) -> None:
@@ -127,17 +129,17 @@ class BulkServerConnection:
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         try:
             if opening.kind is Kind.PUSH:
-                push = _checked(PushRequest.FromString(bytes(opening.body)))
+                push = self._checked(PushRequest.FromString(bytes(opening.body)))
                 return self._calls.parameters.push(call.requests(push), call)
             if opening.kind is Kind.PULL:
                 return self._calls.parameters.pull(
-                    _checked(PullRequest.FromString(bytes(opening.body))), call
+                    self._checked(PullRequest.FromString(bytes(opening.body))), call
                 )
             if opening.kind is Kind.TABLE_PUSH:
-                rows = _checked(TablePushRequest.FromString(bytes(opening.body)))
+                rows = self._checked(TablePushRequest.FromString(bytes(opening.body)))
                 return self._calls.tables.push(rows, call.pieces())
             if opening.kind is Kind.TABLE_LOOKUP:
-                asked = _checked(TableLookupRequest.FromString(bytes(opening.body)))
+                asked = self._checked(TableLookupRequest.FromString(bytes(opening.body)))
                 return self._calls.tables.look_up(asked, call.pieces(), call)
         except DecodeError as error:
             raise _unreadable(opening, error, f"the request of a {opening.kind.name}") from error
@@ -148,6 +150,13 @@ class BulkServerConnection:
             seen=opening.kind.name,
             expected="PUSH, PULL, TABLE_PUSH or TABLE_LOOKUP, or FOLLOW of a server",
         )
+
+    def _checked(self, request: M) -> M:
+        """The request that begins a call, which its caller may make. Raises AccessDenied too."""
+        _checked(request)
+        if self._caller is not None:
+            check_request(self._caller, request)
+        return request
 
     def _send_now(self, reply: FollowReply) -> bool:
         return self._wire.send_now(_frame(reply))
@@ -224,8 +233,9 @@ class _BulkCall:
             if frame.kind is Kind.PIECE:
                 return ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
             if frame.kind is Kind.PLACED:
-                data = self._view(frame)
-                return ReadPiece(frame.shard_id, frame.offset_bytes, data, frame.checksum, True)
+                data, arena = self._view(frame), self._arena
+                checksum = frame.checksum if arena is None or arena.is_summed else None
+                return ReadPiece(frame.shard_id, frame.offset_bytes, data, checksum, True)
             self._note(frame)
         return None
 
@@ -264,4 +274,6 @@ class _BulkCall:
 
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
         room, at = self._rooms.pop(shard_id, (memoryview(b""), 0))
-        return in_place(room, at) if num_bytes <= len(room) else in_frames
+        if num_bytes > len(room) or self._arena is None:
+            return in_frames
+        return in_place(room, at, is_summed=self._arena.is_summed)

@@ -5,17 +5,20 @@ import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 import structlog
 
 from shoal_proto import bulk
-from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
+from shoal_proto.bulk import MAX_ARENA_BYTES, UNSUMMED, Kind
 from shoal_proto.errors import AddressInUse, MalformedMessage, Overloaded, ShoalError
 from shoal_server.parameters.bulk.arena import SharedArena
-from shoal_server.parameters.bulk.offers import Offers, Purpose
+from shoal_server.parameters.bulk.encryption import encrypted
+from shoal_server.parameters.bulk.offers import Offers, Use
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 from shoal_server.parameters.service.bulk_connection import BulkServerConnection, BulkServices
 from shoal_server.parameters.shard.memory import Memory
+from shoal_server.serving.admission import descriptors
 from shoal_server.serving.tasks import SupervisedTasks, running
 
 log = structlog.get_logger(__name__)
@@ -30,7 +33,11 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 class BulkListener:
     """Takes connections from clients that show a key which `offers` gave."""
 
-    def __init__(self, calls: BulkServices, offers: Offers, memory: Memory) -> None:
+    def __init__(
+        self, calls: BulkServices, offers: Offers, memory: Memory, *, most: int = MAX_CONNECTIONS
+    ) -> None:
+        """`most`: connections at once."""
+        self._most = most
         self._calls = calls
         self._offers = offers
         self._memory = memory
@@ -64,51 +71,69 @@ class BulkListener:
                 log.warning("bulk_connection_not_accepted", reason=str(error))
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
-            if len(self._connections) >= MAX_CONNECTIONS:
+            is_reserved = descriptors.is_reserved(connected.fileno())
+            if is_reserved or len(self._connections) >= self._most:
                 log.warning("bulk_connection_refused", num_connections=len(self._connections))
                 connected.close()
                 continue
             self._connections.start(self._serve(connected), name="bulk-connection")
 
     async def _serve(self, connected: socket.socket) -> None:
-        with connected, ExitStack() as stack:
+        with ExitStack() as stack:
+            stack.callback(connected.close)
             connected.setblocking(False)
             is_local = connected.family == socket.AF_UNIX
-            wire = FrameConnection(connected)
             try:
-                if not is_local:
-                    _tune(connected)
                 async with asyncio.timeout(HELLO_S):
-                    arena_bytes, purpose = await self._greeted(wire)
-                arena = self._arena(arena_bytes, stack) if is_local and arena_bytes else None
+                    if not is_local:
+                        _tune(connected)
+                        connected = await encrypted(connected)
+                        stack.callback(connected.close)
+                    wire = FrameConnection(connected)
+                    hello = await self._greeted(wire)
+                arena = self._arena(hello, stack) if is_local and hello.arena_bytes else None
                 await _welcome(wire, arena)
             except (OSError, HungUp, ShoalError) as error:
                 log.warning("bulk_connection_refused", reason=repr(error))
                 return
-            is_peer = purpose is Purpose.REPLICATION
-            await BulkServerConnection(wire, self._calls, arena, is_peer=is_peer).serve()
+            await BulkServerConnection(wire, self._calls, arena, hello.use).serve()
 
-    async def _greeted(self, wire: FrameConnection) -> tuple[int, Purpose]:
-        """How much memory the other end would share, and what for. Raises MalformedMessage."""
+    async def _greeted(self, wire: FrameConnection) -> "_Hello":
+        """Raises MalformedMessage."""
         frame = await wire.next_frame()
-        purpose = self._offers.redeem(bytes(frame.body)) if frame.kind is Kind.HELLO else None
-        if purpose is None:
+        use = self._offers.redeem(bytes(frame.body)) if frame.kind is Kind.HELLO else None
+        if use is None:
             raise MalformedMessage(
                 "a bulk connection does not begin as it should",
                 seen=f"a frame of kind {frame.kind.name}",
                 expected="HELLO with a key that this server gave a moment ago",
             )
-        return min(frame.at, MAX_ARENA_BYTES), purpose
+        return _Hello(
+            use=use,
+            arena_bytes=min(frame.at, MAX_ARENA_BYTES),
+            is_summed=frame.shard_id != UNSUMMED,
+        )
 
-    def _arena(self, num_bytes: int, stack: ExitStack) -> SharedArena | None:
+    def _arena(self, hello: "_Hello", stack: ExitStack) -> SharedArena | None:
         try:
-            claim = self._memory.reserve(num_bytes, "memory shared with a client")
-            arena = SharedArena(num_bytes)
+            claim = self._memory.reserve(hello.arena_bytes, "memory shared with a client")
+            arena = SharedArena(hello.arena_bytes, is_summed=hello.is_summed)
         except (Overloaded, OSError) as error:
-            log.warning("no_shared_memory", num_bytes=num_bytes, reason=str(error))
+            log.warning("no_shared_memory", num_bytes=hello.arena_bytes, reason=str(error))
             return None
         stack.enter_context(claim)
         return arena
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hello:
+    """What the other end asks for."""
+
+    use: Use
+    arena_bytes: int
+    """Of memory to be shared; 0: none."""
+    is_summed: bool
+    """Whether what lies there is to be summed up."""
 
 
 async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
@@ -118,7 +143,8 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
         return
     try:
         # The first bytes on a fresh connection always find room.
-        answer = bulk.header(Kind.HELLO, at=arena.num_bytes)
+        flags = 0 if arena.is_summed else UNSUMMED
+        answer = bulk.header(Kind.HELLO, shard_id=flags, at=arena.num_bytes)
         socket.send_fds(wire.socket, [answer], [arena.descriptor])
     except OSError as error:
         raise HungUp(repr(error)) from error

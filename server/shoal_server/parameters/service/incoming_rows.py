@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal_proto.checksum import crc32
-from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShapeMismatch, ShoalError
+from shoal_proto.checksum import verify
+from shoal_proto.errors import MalformedMessage, ShapeMismatch, ShoalError
 from shoal_proto.pieces import AnyPiece, Buffer
 from shoal_proto.v1.tables_pb2 import RowGradients
 from shoal_server.parameters.shard.chunk_assembler import PieceAssembler
@@ -57,13 +57,8 @@ class RowMessages:
 
     def take(self, piece: RowsPiece) -> None:
         assert isinstance(piece, RowGradients)
-        seen = crc32(piece.gradients, crc32(piece.births, crc32(piece.ids)))
-        if seen != piece.checksum:
-            raise ChecksumMismatch(
-                f"rows of shard {piece.shard_id} changed on the way",
-                seen=f"CRC-32 {seen:#010x} of {len(piece.ids) // ID_BYTES} rows",
-                expected=f"{piece.checksum:#010x}",
-            )
+        what = f"rows of shard {piece.shard_id}"
+        verify(what, piece.checksum, piece.ids, piece.births, piece.gradients)
         self._num_received += len(piece.ids) // ID_BYTES
         if self._num_received > self._num_rows or not piece.ids:
             raise ShapeMismatch(

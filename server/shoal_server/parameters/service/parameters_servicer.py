@@ -4,6 +4,7 @@ Small shards are worked on where the call runs; big ones in a pool of threads, s
 loop stays free for other calls.
 """
 
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import aclosing
@@ -58,6 +59,8 @@ from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA, ReplyWriter
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
+from shoal_server.serving.access.checks import known_caller
+from shoal_server.serving.durations import Durations
 from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.serving.rpc import Context
 
@@ -88,8 +91,10 @@ class ParametersServicer:
         self._budget = budget
         self._memory = memory
         self._offers = offers
-        self._loop_lag = loop_lag
+        self.loop_lag = loop_lag
         self._tally = PushTally()
+        self.push_durations = Durations(("outcome",))
+        """Of pushes to parameters: from their header to the answer for the last shard."""
 
     async def Create(
         self, requests: AsyncIterator[CreateRequest | OnlyPiece], context: Context
@@ -218,6 +223,7 @@ class ParametersServicer:
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
+        began_s = time.perf_counter()
         session = await self._fence.check(first.header.token)
         kind = DensePushKind(
             first.header,
@@ -244,6 +250,9 @@ class ParametersServicer:
                         passage.answered(outcome.shard_id, outcome.error)
                 yield [message for answer in answers for message in messages(answer)]
             self._tally.count(first.header.token.job, outcomes)
+            refused = any(each.HasField("error") for each in outcomes)
+            took_s = time.perf_counter() - began_s
+            self.push_durations.observe(took_s, "refused" if refused else "applied")
 
     async def _pushed(
         self, kind: DensePushKind, requests: AsyncIterator[PushRequest | OnlyPiece]
@@ -264,8 +273,8 @@ class ParametersServicer:
             held_bytes=self._memory.held_bytes,
             memory_limit_bytes=self._memory.limit_bytes,
             codecs=CODECS,
-            loop_lag_p99_s=self._loop_lag.p99_s,
-            loop_lag_max_s=self._loop_lag.max_s,
+            loop_lag_p99_s=self.loop_lag.p99_s,
+            loop_lag_max_s=self.loop_lag.max_s,
             compared_pieces=self._replicas.received.num_compared,
             differing_pieces=self._replicas.received.num_different,
             full_peers=[
@@ -281,7 +290,7 @@ class ParametersServicer:
 
     async def OpenBulk(self, request: OpenBulkRequest, context: Context) -> OpenBulkReply:
         await self._fence.check(request.token)
-        return self._offers.make(Purpose.CALLS)
+        return self._offers.make(Purpose.CALLS, known_caller(context))
 
     async def Drop(self, request: DropRequest, context: Context) -> DropReply:
         await self._fence.check(request.token)

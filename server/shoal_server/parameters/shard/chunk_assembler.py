@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from shoal_proto import MAX_PIECE_BYTES
-from shoal_proto.checksum import crc32
+from shoal_proto.checksum import verify
 from shoal_proto.dtypes import DTYPE_BYTES
-from shoal_proto.errors import ChecksumMismatch, MalformedMessage, Overloaded, ShapeMismatch
+from shoal_proto.errors import MalformedMessage, Overloaded, ShapeMismatch
 from shoal_proto.pieces import AnyPiece, Buffer, ReadPiece
 from shoal_proto.v1.shards_pb2 import Shard
 
@@ -102,7 +102,7 @@ class PieceAssembler:
                 seen=f"{len(data)} bytes at offset {piece.offset_bytes}",
                 expected=f"1 to {most_bytes} bytes at offset {self._position}",
             )
-        check(piece)
+        verify(f"a piece of shard {self._shard_id}", piece.checksum, data)
         self._is_shared |= is_shared
         self._parts.append(data)
         self._received_bytes += len(data)
@@ -163,17 +163,6 @@ class ChunkAssembler(PieceAssembler):
         if encoded_bytes is not None:
             spans = [(0, encoded_bytes)]
         super().__init__(shard.shard_id, spans)
-
-
-def check(piece: AnyPiece) -> None:
-    """Raise ChecksumMismatch if the bytes are not those that were sent."""
-    seen = crc32(piece.data)
-    if seen != piece.checksum:
-        raise ChecksumMismatch(
-            f"a piece of shard {piece.shard_id} changed on the way",
-            seen=f"CRC-32 {seen:#010x} of {len(piece.data)} bytes",
-            expected=f"{piece.checksum:#010x}",
-        )
 
 
 def _spans(shard: Shard, absent: set[int]) -> list[tuple[int, int]]:

@@ -280,7 +280,7 @@ class VersionedShard(Generic[BodyT]):
         return StalePush(
             f"the gradients for shard {self.spec.shard_id} are of values that were lost",
             seen=f"values of epoch {push.base_epoch}",
-            expected=f"values of epoch {self.spec.first_epoch} or later, in which it began anew",
+            expected=f"values of epoch {self.spec.first_epoch} or later, in which it started over",
             fix="Pull the shard, or look its rows up, and compute the gradients anew.",
         )
 
@@ -295,7 +295,7 @@ class VersionedShard(Generic[BodyT]):
             f"the gradients for shard {self.spec.shard_id} have a base that does not exist",
             seen=f"base version {push.base_version}",
             expected=f"at most {self._version}",
-            fix="Pull the shard again, or look its rows up again; it may have been made anew.",
+            fix="Pull the shard again, or look its rows up again; it may have been made again.",
         )
 
     def _apply(self, record: UpdateRecord, batch: object) -> tuple[RememberedOutcome, bytes]:

@@ -6,6 +6,8 @@ const STALE_AFTER_MS = 4000;
 const RETRY_MS = 1500;
 const SHOWN_GENERATIONS = 12;
 const SVG = "http://www.w3.org/2000/svg";
+const IN_SVG = new Set(["svg", "path", "circle", "line", "svg:title"]);
+const FILTERED_FROM = 8;
 const TONES = {
   running: "good", training: "good", ready: "good", serving: "good", committed: "info",
   collect: "warn", prepare: "info", preparing: "info", "bringing-up": "info", joining: "info",
@@ -16,8 +18,8 @@ const TONES = {
 // --- making and updating the document ---
 
 function h(tag, attributes, ...children) {
-  const node = tag === "svg" || tag === "path" || tag === "circle"
-    ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  const node = IN_SVG.has(tag)
+    ? document.createElementNS(SVG, tag.replace("svg:", "")) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === undefined || value === null || value === false) continue;
     // Styles are set as properties: the page's policy forbids style attributes.
@@ -103,14 +105,25 @@ function ago(unix_s, now_s) {
 
 // --- parts of the page ---
 
+// Every word of the filter is in the job's name, state or phase.
+function matches(job, filter) {
+  const text = `${job.job} ${job.state} ${job.phase}`.toLowerCase();
+  return filter.toLowerCase().split(/\s+/).every((word) => text.includes(word));
+}
+
 function jobList(state, selected) {
-  const items = state.jobs.map((job) => h("li", null,
+  const field = document.getElementById("filter");
+  field.hidden = state.jobs.length < FILTERED_FROM && !field.value;
+  const shown = state.jobs.filter((job) => matches(job, field.value));
+  const items = shown.map((job) => h("li", null,
     h("a", { href: `?job=${encodeURIComponent(job.job)}`, "data-job": job.job,
       "aria-current": job.job === selected ? "page" : null },
       h("span", { class: "name" }, h("b", null, job.job), pill(job.phase)),
       h("small", null, `${plural(job.num_members, "member")} · step ${count(job.step)}`))));
-  return [h("h2", null, "Jobs"),
-    items.length ? h("ul", null, items) : h("p", { class: "empty" }, "None yet")];
+  const note = shown.length < state.jobs.length ? `${shown.length} of ${state.jobs.length}` : "";
+  return [h("h2", null, "Jobs", note && h("small", null, ` ${note}`)),
+    items.length ? h("ul", null, items)
+      : h("p", { class: "empty" }, state.jobs.length ? "None matches" : "None yet")];
 }
 
 function figures(job, state) {
@@ -133,6 +146,7 @@ function figures(job, state) {
     figure("In this phase for", duration(state.now_unix_s - summary.since_unix_s)),
     figure("State", summary.state),
     figure("Restarts", count(summary.num_restarts)),
+    isNumber(summary.goodput) && figure("Goodput", `${(100 * summary.goodput).toFixed(1)}%`),
     summary.ended_unix_s > 0 && figure("Lasted", duration(summary.ended_unix_s - summary.begun_unix_s)),
     summary.ended_unix_s > 0 && figure("Loss at the end", significant(summary.loss)),
     summary.num_samples !== null && figure("Samples trained", count(summary.num_samples)));
@@ -164,6 +178,7 @@ function lossCell(health, losses, memberId) {
 }
 
 function memberRow({ member, health, losses }, now_s, shows) {
+  const slow = shows.slow.has(member.member_id);
   const seen_s = now_s - member.last_seen_unix_s;
   const step = Math.max(member.step, (health && health.step) || 0);
   const error = health && health.last_error;
@@ -172,6 +187,7 @@ function memberRow({ member, health, losses }, now_s, shows) {
   return h("tr", { class: member.state, role: "row" },
     cell("Rank", "num", member.rank === null ? "–" : String(member.rank)),
     h("th", { scope: "row", role: "rowheader" }, member.member_id,
+      slow && h("span", { class: "pill warn slow", title: "Its steps take half as long again as those of the member in the middle" }, "slow"),
       h("span", { class: "sub" }, device.join(" · "))),
     cell("State", "state", pill(member.state)),
     cell("Step", "num", count(step)),
@@ -197,6 +213,7 @@ function members(job, now_s) {
   const shows = {
     staleness: job.members.some((m) => m.health && isNumber(m.health.staleness_steps)),
     rounds: job.members.some((m) => isNumber(m.member.clock)),
+    slow: stragglers(job.members),
   };
   return section("Members",
     `${plural(job.members.length, "member")}, ${job.min_members} to ${job.max_members} may train`,
@@ -212,7 +229,15 @@ function members(job, now_s) {
             memberRow(entry, now_s, shows))))));
 }
 
-function generation(record, before, now_s) {
+// What a change cost, where it is known.
+function cost(change) {
+  if (!change) return null;
+  const paused = isNumber(change.paused_s) ? `paused ${significant(change.paused_s)} s` : "";
+  const lost = change.steps_lost ? plural(change.steps_lost, "step") + " lost" : "";
+  return [paused, lost].filter(Boolean).map((text) => h("span", { class: "cost" }, text));
+}
+
+function generation(record, before, now_s, change) {
   const ids = record.members.map((m) => m.member_id);
   const old = before ? before.members.map((m) => m.member_id) : ids;
   const chips = record.members.map((m) => h("li", {
@@ -228,6 +253,7 @@ function generation(record, before, now_s) {
       h("span", { class: "muted" },
         `${plural(ids.length, "member")}${record.planned ? ", planned"
           : ` from step ${count(record.step)}`}`),
+      cost(change),
       ago(record.decided_unix_s, now_s)),
     h("p", { class: "text" }, record.reason), conflicts,
     h("ul", { class: "chips", "aria-label": "Roster" }, chips, gone));
@@ -235,8 +261,10 @@ function generation(record, before, now_s) {
 
 function generations(job, now_s) {
   const records = job.generations;
+  const history = historyOf(job.summary.job);
+  const changes = new Map((history ? history.changes : []).map((c) => [c.generation, c]));
   const items = records.map((record, i) => generation(
-    record, records.slice(i + 1).find((r) => r.verdict === "committed"), now_s));
+    record, records.slice(i + 1).find((r) => r.verdict === "committed"), now_s, changes.get(record.generation)));
   return section("Generations", "every roster that was agreed or given up, newest first",
     items.length === 0 ? h("p", { class: "empty" }, "None was decided yet.") : [
       h("ol", { class: "timeline" }, items.slice(0, SHOWN_GENERATIONS)),
@@ -317,7 +345,7 @@ function shards(state) {
 }
 
 function events(state) {
-  const items = [...state.events].reverse().map((event) => h("li", null,
+  const items = [...state.events].reverse().map((event) => h("li", { class: event.detail ? "detail" : null },
     h("span", { class: "kind" }, spoken(event.kind)),
     event.member_id && h("span", { class: "muted" }, event.member_id),
     ago(event.unix_s, state.now_unix_s),
@@ -340,6 +368,7 @@ function jobView(state) {
       job.fields.strategy && h("span", { class: "muted", title: agreed }, job.fields.strategy)),
     h("p", { class: "reason" }, job.summary.reason),
     figures(job, state),
+    charts(job),
     members(job, state.now_unix_s),
     samples(job),
     h("div", { class: "columns" },
@@ -358,7 +387,7 @@ function blank(state, wanted) {
 
 // --- the page as a whole ---
 
-const page = { wanted: "", stream: null, heard_ms: 0, lost_since: null };
+const page = { wanted: "", stream: null, heard_ms: 0, lost_since: null, state: null };
 
 function show(state) {
   const { readiness } = state;
@@ -389,6 +418,7 @@ function heard(message) {
     select(job.job, false);
   }
   connection("live", "Live");
+  page.state = state;
   show(state);
 }
 
@@ -416,6 +446,10 @@ function select(job, byReader) {
   else history.replaceState(null, "", url);
   listen();
 }
+
+document.getElementById("filter").addEventListener("input", () => {
+  if (page.state) show(page.state);
+});
 
 const wantedByUrl = () => new URLSearchParams(location.search).get("job") || "";
 

@@ -1,5 +1,6 @@
 """Pauses of members, and bring-ups that get on, in virtual time."""
 
+import pytest
 from support.members.job_world import SimMember, World
 
 from shoal_server.core.generations.roster import Generation, JobSpec, MemberInfo
@@ -241,13 +242,18 @@ def test_where_all_wait_for_each_other_it_is_tried_again_and_nobody_expelled() -
     assert any("wait for each other" in line for line in w.log)
 
 
-def test_who_held_the_others_up_is_named_with_its_time_and_the_remedy() -> None:
+@pytest.mark.parametrize(
+    ("loads", "where"), [(False, "in your code"), (True, "waiting for a batch to be loaded")]
+)
+def test_who_held_the_others_up_is_named_with_its_time_and_the_remedy(
+    loads: bool, where: str
+) -> None:
     w = world_of("a", "b")
     away = w.members["a"]
     w.run(40.0)
-    w.job.heartbeat(events.Heartbeat(**who(away), own_code_s=31.0), w.now_s)
+    w.job.heartbeat(events.Heartbeat(**who(away), own_code_s=31.0, loads=loads), w.now_s)
     w.send(w.members["b"], events.Broke(**who(w.members["b"]), generation=1, error="hung"))
     w.run(45.0)
     told = next(line for line in w.log if "collective_failed" in line)
-    assert "rank 0 (a) has been in your code for 31 s" in told
+    assert f"rank 0 (a) has been {where} for 31 s" in told
     assert "session.pause" in told

@@ -15,7 +15,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValue, Revision
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.cluster.registration import Identity, Registration
-from shoal_server.parameters.config import ParameterServerConfig
+from shoal_server.parameters.config import ParameterServerConfig, WorkLimits
 from shoal_server.parameters.process import running
 
 KEY = keys.server("ps-0")
@@ -117,7 +117,6 @@ async def test_a_busy_port_is_refused(store: MemoryStore) -> None:
         {"listen": "no-port"},
         {"listen": "host:99999"},
         {"server_id": "a/b"},
-        {"num_threads": 0},
         {"lease_ttl_s": 0.0},
     ],
 )
@@ -126,3 +125,9 @@ def test_bad_settings_are_refused(changes: dict[str, object], tmp_path: Path) ->
     good = config("ps-0")
     with pytest.raises(InvalidSpec):
         ParameterServerConfig(**({"etcd": good.etcd} | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["num_threads", "max_unfinished_bytes", "max_bulk_connections"])
+def test_bounds_that_let_nothing_in_are_refused(name: str) -> None:
+    with pytest.raises(InvalidSpec, match=name.replace("_", "-")):
+        WorkLimits(**{name: 0})

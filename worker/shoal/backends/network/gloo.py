@@ -123,7 +123,7 @@ class GlooGroup:
             self._hang_up_on_itself()
         connections = shut_connections(self._store.announced)
         if first:
-            log.info(
+            log.debug(
                 "group_cut",
                 generation=self._seat.generation,
                 connections=connections,
@@ -193,7 +193,7 @@ class GlooGroup:
                     with socket.create_connection(address, timeout=0.2) as call:
                         call.sendall(struct.pack("=q", rank))
                 except OSError as error:
-                    log.info("listener_gone", address=address, reason=str(error))
+                    log.debug("listener_gone", address=address, reason=str(error))
                     break
 
 

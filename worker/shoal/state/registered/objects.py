@@ -204,7 +204,7 @@ class RegisteredState:
         values: dict[str, Json] = {}
         tensors: dict[str, Tensor] = {}
         for name, each in self._objects.items():
-            self._take(name, each.state_dict(), values, tensors)
+            self._take(name, _state_of(name, each), values, tensors)
         if self._optimizer is not None and self._objects:
             settings = [
                 {key: value for key, value in group.items() if key != "params"}
@@ -250,14 +250,18 @@ class RegisteredState:
 
     def _load(self, captured: Captured) -> None:
         for name, each in self._objects.items():
-            now = take_apart(each.state_dict(), name)[1]
+            now = take_apart(_state_of(name, each), name)[1]
             given = {
                 path: tensor.to(now[path].device if path in now else "cpu", copy=True)
                 for path, tensor in _of(name, captured.tensors).items()
             }
             try:
                 each.load_state_dict(put_together(captured.values[name], given))
-            except (RuntimeError, ValueError, LookupError, TypeError) as error:
+            except (MemoryError, OSError) as error:
+                # What may pass when it is tried again stays what it is.
+                error.add_note(f"It was raised by load_state_dict of the registered {name!r}.")
+                raise
+            except Exception as error:
                 raise InvalidSpec(
                     f"{name!r} does not take the state that another one of its kind had",
                     seen=f"{type(error).__name__}: {error}",
@@ -266,6 +270,14 @@ class RegisteredState:
         if self._optimizer is not None and GROUPS in captured.values:
             settings = put_together(captured.values[GROUPS], _of(GROUPS, captured.tensors))
             _set_groups(self._optimizer, settings)
+
+
+def _state_of(name: str, registered: Stateful) -> dict[str, Any]:
+    try:
+        return registered.state_dict()
+    except Exception as error:
+        error.add_note(f"It was raised by state_dict of the registered {name!r}.")
+        raise
 
 
 def into_shard(state_shard: StateShard, captured: Captured) -> StateShard:

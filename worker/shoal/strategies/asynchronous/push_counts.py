@@ -33,7 +33,7 @@ class RollbackWatch:
             num_shards=len(back),
             num_updates_undone=max(seen[shard] - back[shard] for shard in shards),
             fix="Every server that had them was lost: a snapshot was restored, or their loss was"
-            " accepted. Training goes on from there; `shoal status` says which it was.",
+            " accepted. Training continues from there; `shoal status` says which it was.",
         )
 
 

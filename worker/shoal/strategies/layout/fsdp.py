@@ -11,6 +11,7 @@ from shoal.layouts.base import Layout, World
 from shoal.layouts.sharded.grouping import group_modules
 from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
 from shoal.model.elementwise_optimizers import refuse_unless_elementwise
+from shoal.model.several import models_of
 from shoal.planning.figures import Plan, Subject
 from shoal.planning.sharded import ShardedFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
@@ -37,6 +38,8 @@ class FSDP(LayoutStrategy):
     """
 
     name = "fsdp"
+    trains_several = True
+    syncs_batchnorm = True
     free_after_forward = True
     shard: int | None = None
 
@@ -62,7 +65,8 @@ class FSDP(LayoutStrategy):
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_unless_elementwise(self.name, optimizer, self._elementwise_optimizer)
-        self._check_parameters(model)
+        for each in models_of(model).values():
+            self._check_parameters(each)
 
     def _check_parameters(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():

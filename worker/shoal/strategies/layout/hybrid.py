@@ -37,6 +37,7 @@ class Hybrid(LayoutStrategy):
     """
 
     name = "hybrid"
+    shares_samples = True
 
     def __init__(
         self,

@@ -93,6 +93,7 @@ class Pipeline(LayoutStrategy):
     """
 
     name = "pipeline"
+    shares_samples = True
 
     def __init__(
         self,

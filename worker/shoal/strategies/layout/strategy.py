@@ -14,11 +14,14 @@ from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import check_loss, clip, not_reduced, scale
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
+from shoal.layouts.several import SeveralLayouts
 from shoal.membership.generation import Generation
 from shoal.model.devices import device_of
 from shoal.model.digests import optimizer_digest, schema_digest
+from shoal.model.elementwise_optimizers import refuse_lbfgs
 from shoal.model.gradients import refuse_sparse
-from shoal.model.module_proxy import proxy_of, retarget, take_modes
+from shoal.model.module_proxy import retarget, take_modes
+from shoal.model.several import SeveralModels, models_of, proxies_of
 from shoal.state.peer_checkpoints import PeerCheckpoints
 from shoal.state.registered.objects import into_shard, of_shard
 from shoal.state.resharding import reshard
@@ -26,12 +29,8 @@ from shoal.state.shards import REGISTERED, Chunk, StateShard
 from shoal.state.whole_model import whole_model
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import found_by_any
-from shoal.strategies.synchronous.strategy import (
-    SynchronousStrategy,
-    check_same_step,
-    receivers_of,
-    refuse_lbfgs,
-)
+from shoal.strategies.synchronous.step_agreement import Deed
+from shoal.strategies.synchronous.strategy import SynchronousStrategy, check_same_step, receivers_of
 from shoal.torch_private.dtensor import clear_sharding_cache
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
@@ -47,6 +46,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     state_is_spread = True
     carries = True
+    changes_batch_size = True
     initialises = True
 
     def __init__(self, *, copies: int = 1, copy_every_steps: int = 10) -> None:
@@ -99,7 +99,8 @@ class LayoutStrategy(SynchronousStrategy):
         self._optimizer = optimizer
         self._registered.follow(optimizer)
         self._hyperparameters = Hyperparameters(optimizer)
-        self._proxy = proxy_of(model, lambda: self.module)
+        self._passes.train(model, optimizer)
+        self._proxy = proxies_of(model, self._module_of)
         return self._proxy, optimizer
 
     def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
@@ -123,9 +124,8 @@ class LayoutStrategy(SynchronousStrategy):
         )
         # What DTensor has derived for the meshes of old generations is of no use any more.
         clear_sharding_cache()  # type: ignore[no-untyped-call]
-        binding = OptimizerBinding(
-            self._meta_model, self._optimizer, self.lay_out(self._meta_model.copy(), world)
-        )
+        layout = self._lay_out_all(self._meta_model.copy(), world)
+        binding = OptimizerBinding(self._meta_model, self._optimizer, layout)
         members = frozenset(entry.member_id for entry in generation.entries)
         held = self._peer_checkpoints.held(members)
         source, _ = receivers_of(generation)
@@ -137,7 +137,8 @@ class LayoutStrategy(SynchronousStrategy):
         take_modes(self._proxy, binding.layout.plain)
         binding.layout.watch(self._passes.ours)
         self._binding, self._step = binding, state_shard.step
-        retarget(self._proxy, binding.layout.plain)
+        for name, module in models_of(binding.layout.plain).items():
+            retarget(models_of(self._proxy)[name], module)
         own = self._collect(binding)
         filled = replace(own, elsewhere=binding.known | own.shards.keys())
         self._peer_checkpoints.start(
@@ -146,14 +147,22 @@ class LayoutStrategy(SynchronousStrategy):
             dist.new_group,
             # What is registered is whole on every member.
             lambda name: not name.startswith(REGISTERED) and binding.layout.travels(name),
+            [entry.host for entry in generation.entries],
         )
         self._checkpoints.join_writers(world.world_size)
         check_same_step(generation.number, self._step, group)
         self._meta_model.forget_weights()
 
+    def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
+        if not isinstance(model, SeveralModels):
+            return self.lay_out(model, world)
+        layouts = {name: self.lay_out(each, world) for name, each in model.items()}
+        return SeveralLayouts(model, layouts, world)
+
     def _collect(self, binding: OptimizerBinding) -> StateShard:
         """What this member holds behind the last committed step."""
-        return into_shard(binding.collect(self._step), self._registered.current())
+        own = into_shard(binding.collect(self._step), self._registered.current())
+        return self._checkpoints.samples.carried(own)
 
     def _found(
         self,
@@ -183,6 +192,7 @@ class LayoutStrategy(SynchronousStrategy):
             fresh = state_shard.step == 0
             path = self._checkpoints.newest(generation, group) if fresh else None
             if path is None:
+                self._checkpoints.samples.adopt(state_shard)
                 return state_shard
         return self._checkpoints.read(path, needs)
 
@@ -217,7 +227,12 @@ class LayoutStrategy(SynchronousStrategy):
 
     @property
     def module(self) -> nn.Module:
+        return self._module_of("")
+
+    def _module_of(self, name: str) -> nn.Module:
         layout = self._layout()
+        if isinstance(layout, SeveralLayouts):
+            layout = layout.layouts[name]
         if not self._passes.in_step or not torch.is_grad_enabled():
             return layout.plain
         self._begin()
@@ -262,7 +277,37 @@ class LayoutStrategy(SynchronousStrategy):
         if layout.looks_for_faults:
             check_loss(loss, self._step)
         with self._weighing():
+            self._aim(self._passes.chosen)
             layout.backward(loss, weight)
+
+    def _aim(self, optimizers: frozenset[str]) -> Layout:
+        """The layout; where it is one of several models, what comes next is for these."""
+        layout = self._layout()
+        if isinstance(layout, SeveralLayouts):
+            layout.active = self._passes.models(optimizers)
+        return layout
+
+    def update(self) -> None:
+        if self._passes.training is None:
+            super().update()
+        optimizers = self._passes.take("session.update")
+        layout = self._gradients_of(optimizers)
+        self._agree_on(Deed.UPDATE)
+        self._generation_group.check()
+        stepped = self._passes.models(optimizers)
+        held = [t for name, t in layout.held.items() if name.partition(".")[0] in stepped]
+        self._passes.update(self._optimizer, optimizers, held)
+        layout.updated()
+
+    def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
+        """The layouts, with the gradients of what these train complete, and looked at."""
+        layout = self._aim(optimizers)
+        assert isinstance(layout, SeveralLayouts), "one that is alone is not updated early"
+        layout.reduce()
+        if not layout.synchronised():
+            raise not_reduced(self._step, layout.unreached, type(self).__name__)
+        layout.check()
+        return layout
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         self._refuse_weights()
@@ -285,7 +330,7 @@ class LayoutStrategy(SynchronousStrategy):
         return loss
 
     def _reduce(self) -> Layout:
-        layout = self._layout()
+        layout = self._aim(self._passes.due)
         if not self._reduced:
             self._propose()
             if layout.non_finite_check is not None:
@@ -296,9 +341,19 @@ class LayoutStrategy(SynchronousStrategy):
         return layout
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
+        if self._passes.training is not None:
+            return self._clip_chosen(max_norm)
         layout = self._reduce()
         self._settle()
         return clip(layout, max_norm)
+
+    def _clip_chosen(self, max_norm: float) -> Tensor:
+        """Of several optimizers."""
+        layout = self._gradients_of(self._passes.take("session.clip_grad_norm"))
+        self._agree_on(Deed.CLIP)
+        own = {id(each) for each in self._passes.parameters(self._optimizer)}
+        among = [name for name, each in layout.parameters.items() if id(each) in own]
+        return clip(layout, max_norm, among)
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         binding = self._binding
@@ -316,6 +371,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._settle()
         self._generation_group.check()
         self._whole = False
+        self._passes.aim(self._optimizer)
         if not overflowed:
             local_step.step(self._optimizer)
         layout.stepped()

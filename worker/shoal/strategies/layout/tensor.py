@@ -30,6 +30,7 @@ class TensorParallel(LayoutStrategy):
     """
 
     name = "tensor"
+    shares_samples = True
 
     def __init__(
         self,

@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 
 from torch import nn
+from torch.optim import Optimizer
 
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
+from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.layouts import replicated
 from shoal.layouts.base import Layout, World
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
-from shoal.strategies.synchronous.strategy import refuse_compressed_weights
 
 
 class Zero1(LayoutStrategy):
@@ -27,6 +28,8 @@ class Zero1(LayoutStrategy):
     """
 
     name = "zero1"
+    trains_several = True
+    syncs_batchnorm = True
 
     def __init__(
         self,
@@ -43,6 +46,9 @@ class Zero1(LayoutStrategy):
         self._find_unused_parameters = find_unused_parameters
         self._compression = None if compression is None else find_compression(compression)
         self._compressor = self._compression.compressor() if self._compression else None
+
+    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
+        refuse_compressed_models(self._compression, model)
 
     @property
     def unscales(self) -> bool:

@@ -153,6 +153,7 @@ class OuterLoop:
                 raise _not_finite(name, step, "the mean of all members' changes")
         self._apply(parameters, buffers, means)
         self.traffic.end_step()
+        self.traffic.begin_step()
         self.agree(step)
 
     def _parameters(self) -> dict[str, Tensor]:

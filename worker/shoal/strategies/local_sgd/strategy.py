@@ -24,6 +24,7 @@ from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
+from shoal.model.elementwise_optimizers import refuse_lbfgs
 from shoal.model.gradients import refuse_sparse, watch_parameters
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.state.transfer import receive, send
@@ -32,7 +33,7 @@ from shoal.strategies.local_sgd.outer_loop import OuterLoop
 from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal.strategies.local_sgd.round import Round
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
-from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of, refuse_lbfgs
+from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 from shoal_proto.v1 import membership_pb2 as pb
 

@@ -12,6 +12,7 @@ from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
+from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World
 from shoal.layouts.gradients import not_reduced
@@ -19,8 +20,9 @@ from shoal.layouts.optimizer_binding import MetaModel
 from shoal.layouts.replicated import ReplicatedLayout, meets_in_forward
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
+from shoal.model.elementwise_optimizers import refuse_lbfgs
 from shoal.model.gradients import refuse_sparse
-from shoal.model.module_proxy import proxy_of
+from shoal.model.several import models_of, proxies_of
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.state.registered.objects import into_shard, into_state, of_shard, of_state
@@ -30,13 +32,8 @@ from shoal.state.transfer import receive, send
 from shoal.state.whole_model import on_host
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.model_replica import ModelReplica
-from shoal.strategies.synchronous.strategy import (
-    SynchronousStrategy,
-    check_same_step,
-    receivers_of,
-    refuse_compressed_weights,
-    refuse_lbfgs,
-)
+from shoal.strategies.synchronous.step_agreement import Deed
+from shoal.strategies.synchronous.strategy import SynchronousStrategy, check_same_step, receivers_of
 from shoal.torch_private.tensors import foreach_mul_
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
@@ -53,6 +50,10 @@ class DDP(SynchronousStrategy):
 
     name = "ddp"
     carries = True
+    trains_own_model = True
+    trains_several = True
+    syncs_batchnorm = True
+    changes_batch_size = True
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class DDP(SynchronousStrategy):
         # Lives over all generations: what it holds back is this member's own.
         self._compressor = self._compression.compressor() if self._compression else None
         self._traffic = Traffic()
-        self._replica: ModelReplica | None = None
+        self._replicas: dict[str, ModelReplica] = {}
         self._rank = 0
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -80,6 +81,7 @@ class DDP(SynchronousStrategy):
             raise InvalidSpec(
                 "the model has nothing to train", expected="a parameter that requires a gradient"
             )
+        refuse_compressed_models(self._compression, model)
         self._state = ReplicatedState(model, optimizer)
         self._fields = {
             "schema": schema_digest(model),
@@ -90,7 +92,8 @@ class DDP(SynchronousStrategy):
         self._model, self._optimizer = model, optimizer
         self._registered.follow(optimizer)
         self._hyperparameters = Hyperparameters(optimizer)
-        return proxy_of(model, lambda: self.module), optimizer
+        self._passes.train(model, optimizer)
+        return proxies_of(model, self._module_of), optimizer
 
     def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
         refuse_lbfgs(self.name, optimizer)
@@ -126,8 +129,8 @@ class DDP(SynchronousStrategy):
 
     def _let_go(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        replica, self._replica = self._replica, None
-        if replica is not None:
+        replicas, self._replicas = self._replicas, {}
+        for replica in replicas.values():
             replica.release()
 
     @torch.no_grad()
@@ -135,8 +138,8 @@ class DDP(SynchronousStrategy):
         """Give every member the state of the source. Also the generation's first collective."""
         source, receivers = receivers_of(generation)
         if generation.rank == source and receivers:
-            state = self._state.collect(self._step)
-            send(into_state(state, self._registered.current()), receivers, group)
+            state = into_state(self._state.collect(self._step), self._registered.current())
+            send(self._checkpoints.samples.carried(state), receivers, group)
         elif generation.rank in receivers:
             state = receive(source, group)
             held, self._has_state = self._has_state, False
@@ -146,49 +149,81 @@ class DDP(SynchronousStrategy):
         check_same_step(generation.number, self._step, group)
 
     def _wrap(self, group: dist.ProcessGroup) -> None:
-        # Everybody has the source's state already: DDP need not compare and send it once more.
-        ddp = DistributedDataParallel(
-            self._model,
-            process_group=group,
-            init_sync=False,
-            bucket_cap_mb=self._bucket_mb,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=self._find_unused_parameters,
-        )
-        exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
-        self._replica = ModelReplica(ddp, exchange)
-        self._replica.watch(self._passes.ours)
+        for name, model in models_of(self._model).items():
+            # Everybody has the source's state already: DDP need not compare and send it once more.
+            ddp = DistributedDataParallel(
+                model,
+                process_group=group,
+                init_sync=False,
+                bucket_cap_mb=self._bucket_mb,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=self._find_unused_parameters,
+            )
+            exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
+            self._replicas[name] = ModelReplica(ddp, exchange)
+            self._replicas[name].watch(self._passes.ours)
 
     # --- steps ---
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         self._open_step(self._model)
-        if self._replica is not None:
-            self._replica.exchange.begin(self._step)
+        for replica in self._replicas.values():
+            replica.exchange.begin(self._step)
 
     @property
     def module(self) -> nn.Module:
+        return self._module_of("")
+
+    def _module_of(self, name: str) -> nn.Module:
         """DDP within a step; else the plain model, so that evaluating needs no other member."""
-        replica = self._replica
+        replica = self._replicas.get(name)
         if self._passes.in_step and replica is not None and torch.is_grad_enabled():
             self._tell_parts()
             first = self._agreement is not None and self._agreement.is_first_step
             if meets_in_forward(replica.ddp, is_first_step=first):
                 self._announce()
             return replica.ddp
-        return self._model
+        return models_of(self._model)[name]
 
     def _reduce_in_backward(self, reduces: bool) -> None:
-        if self._replica is not None:
+        for replica in self._replicas.values():
             # What DDP's `no_sync` sets; it has to be so in the forward pass too.
-            self._replica.ddp.require_backward_grad_sync = reduces
+            replica.ddp.require_backward_grad_sync = reduces
 
     def backward(self, loss: Tensor, weight: float) -> None:
         with self._weighing():
-            if self._replica is not None:
-                self._replica.exchange.begin_pass()
-            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            replicas = self._replicas_of(self._passes.chosen)
+            for replica in replicas:
+                replica.exchange.begin_pass()
+            # Of several models those that the pass trains; the others' gradients stay as they are.
+            inputs = self._passes.training and [
+                parameter
+                for replica in replicas
+                for parameter in replica.ddp.module.parameters()
+                if parameter.requires_grad
+            ]
+            loss = loss if weight == 1.0 else loss * weight
+            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+
+    def _replicas_of(self, optimizers: frozenset[str]) -> list[ModelReplica]:
+        """Of the models that these train."""
+        names = self._passes.models(optimizers)
+        return [replica for name, replica in self._replicas.items() if name in names]
+
+    def update(self) -> None:
+        if self._passes.training is None:
+            super().update()
+        optimizers = self._passes.take("session.update")
+        replicas = self._replicas_of(optimizers)
+        if not all(replica.exchange.complete for replica in replicas):
+            raise self._not_averaged()
+        for replica in replicas:
+            replica.exchange.check(self._step)
+        self._agree_on(Deed.UPDATE)
+        self._generation_group.check()
+        held = [each for replica in replicas for each in replica.ddp.module.parameters()]
+        self._passes.update(self._optimizer, optimizers, held)
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         refuse_compressed_weights(self._compression)
@@ -208,27 +243,38 @@ class DDP(SynchronousStrategy):
         if own or self._registered.scaler is not None:
             # Until all have said what theirs weigh, gradients are sums and no means.
             self._settle()
-        norm: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+        if self._passes.training is None:
+            whole: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+            return whole
+        self._passes.take("session.clip_grad_norm")
+        self._agree_on(Deed.CLIP)
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(
+            self._passes.parameters(self._optimizer), max_norm
+        )
         return norm
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        group, replica = self._process_group, self._replica
-        if replica is None or group is None:
+        group = self._process_group
+        if not self._replicas or group is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
         self._check_weighted()
-        if not replica.exchange.complete:
+        replicas = self._replicas_of(self._passes.due)
+        if not all(replica.exchange.complete for replica in replicas):
             raise self._not_averaged()
         # On its way while this member looks at its gradients.
         self._propose()
         overflowed = False
-        if self._registered.scaler is None:
-            replica.exchange.check(self._step)
-        else:
-            overflowed = not replica.exchange.has_finite_averages()
+        for replica in replicas:
+            if self._registered.scaler is None:
+                replica.exchange.check(self._step)
+            else:
+                overflowed = overflowed or not replica.exchange.has_finite_averages()
         self._settle()
         # Before the optimizer steps: what fails here leaves the state of the last step.
-        replica.running.share(group)
+        for replica in self._replicas.values():
+            replica.running.share(group)
         self._generation_group.check()
+        self._passes.aim(self._optimizer)
         if not overflowed:
             self._optimizer.step()
         self._update_scale(overflowed=overflowed)
@@ -247,7 +293,8 @@ class DDP(SynchronousStrategy):
         """Why some gradients are this member's alone: the step would let the members drift."""
         names = [
             self._state.name_of(parameter)
-            for parameter in self._model.parameters()
+            for replica in self._replicas_of(self._passes.due)
+            for parameter in replica.ddp.module.parameters()
             if parameter.requires_grad and parameter.grad is None
         ]
         return not_reduced(self._step, names, type(self).__name__)
@@ -266,4 +313,5 @@ class DDP(SynchronousStrategy):
         own, registered = of_state(state)
         self._state.restore(own)
         self._registered.adopt(registered)
+        self._checkpoints.samples.adopt(state)
         self._step = state.step

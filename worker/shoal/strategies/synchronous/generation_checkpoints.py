@@ -1,18 +1,18 @@
 """The checkpoints of members that step together: whether to start from one, and when to write."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import structlog
 import torch.distributed as dist
 
 from shoal.checkpoint.background import Checkpoints
-from shoal.checkpoint.directory import complete
+from shoal.checkpoint.bucket_paths import CheckpointPath
 from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
 from shoal.checkpoint.reading import Needs
 from shoal.checkpoint.reading import read as read_state
-from shoal.checkpoint.samples import check_samples, with_samples
+from shoal.checkpoint.samples import TrainedSamples
+from shoal.checkpoint.storage import check, complete
 from shoal.membership.generation import Generation
 from shoal.state.resharding import gather
 from shoal.state.shards import StateShard
@@ -32,17 +32,19 @@ class GenerationCheckpoints:
     def __init__(self) -> None:
         self._checkpoints: Checkpoints | None = None
         self._writers: Peers | None = None
-        self._samples: Mapping[str, str] = {}
+        self.samples = TrainedSamples({}, None, moves=False)
         self.owed = False
         """Whether one is due of the last step, as soon as the script is done with that."""
 
     def keep(self, checkpoints: Checkpoints) -> None:
-        """Write these, and start from one of them. Called before all else."""
+        """Write these, and start from one of them. Called before all else. Raises InvalidSpec where
+        nothing can be kept."""
+        check(checkpoints.directory)
         self._checkpoints = checkpoints
 
-    def trains_on(self, samples: Mapping[str, str]) -> None:
+    def trains_on(self, samples: TrainedSamples) -> None:
         """What the order of samples follows from: kept in each checkpoint."""
-        self._samples = samples
+        self.samples = samples
 
     def join_writers(self, world_size: int) -> None:
         """Collective: form the group in which the members write checkpoints, if they do."""
@@ -55,7 +57,7 @@ class GenerationCheckpoints:
             return ()
         return sorted(complete(self._checkpoints.directory))[-MAX_CHECKPOINTS_NAMED:]
 
-    def newest(self, generation: Generation, group: dist.ProcessGroup) -> Path | None:
+    def newest(self, generation: Generation, group: dist.ProcessGroup) -> CheckpointPath | None:
         """Collective: the newest complete checkpoint that every member sees; None without any.
 
         Raises StateLost on all alike where the generation has nothing else to start from.
@@ -78,10 +80,10 @@ class GenerationCheckpoints:
             )
         return None
 
-    def read(self, path: Path, needs: Needs) -> StateShard:
+    def read(self, path: CheckpointPath, needs: Needs) -> StateShard:
         """What is needed of it. Raises InvalidSpec if its step stands for other samples."""
         state_shard = read_state(path, needs)
-        check_samples(path, state_shard, self._samples)
+        self.samples.resume(path, state_shard)
         log.info("checkpoint_read", path=str(path), step=state_shard.step)
         return state_shard
 
@@ -98,7 +100,7 @@ class GenerationCheckpoints:
                 log.error("checkpoint_failed", step=step, reason=str(error))
                 if checkpoints.is_writing:
                     return
-            checkpoints.offer(with_samples(state_shard(), self._samples), self._writers, writes)
+            checkpoints.offer(self.samples.told(state_shard()), self._writers, writes)
 
     def due(self, step: int) -> bool:
         """Whether one is to be written of the state after so many steps."""

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import waiters_of
 from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
+from shoal.membership.alone import LoneStore
 from shoal.membership.generation import Generation
 from shoal.membership.rendezvous_store import RendezvousStore
 from shoal_client.connection.coordinators import Coordinators
@@ -32,9 +33,16 @@ class GenerationGroup:
         """Also while what trains over it is brought up."""
 
     def connect(
-        self, backend: Backend, coordinators: Coordinators, generation: Generation, limits: Limits
+        self,
+        backend: Backend,
+        coordinators: Coordinators | None,
+        generation: Generation,
+        limits: Limits,
     ) -> Group:
-        """The group of a generation, not opened yet; cut already if its generation is over."""
+        """The group of a generation, not opened yet; cut already if its generation is over.
+
+        Without coordinators it is that of a member which trains alone.
+        """
         me = generation.me
         peers = generation.record.roster.entries
         watched = backend.is_watched
@@ -47,7 +55,11 @@ class GenerationGroup:
             bring_up_s=LONGEST_S if watched else limits.bring_up_s,
             collective_s=LONGEST_S if watched else limits.collective_s,
         )
-        store = RendezvousStore(coordinators, generation.token, timeout_s=seat.bring_up_s)
+        store = (
+            LoneStore()
+            if coordinators is None
+            else RendezvousStore(coordinators, generation.token, timeout_s=seat.bring_up_s)
+        )
         with self._lock:
             self._group = group = backend.group(seat, store)
             self.number = generation.number

@@ -63,8 +63,11 @@ class HangWatchConfig:
     """Up to when no limit ran, by `time.monotonic`: now, while somebody is paused."""
     does: Callable[[Doing], None]
     """Takes what the trainer does, for the heartbeats."""
-    hung: Callable[[int, str], None]
-    """(generation, reason): cuts the group of the generation."""
+    hung: Callable[[int], None]
+    """Cuts the group of the generation."""
+    stands: Callable[[float], None] = lambda waited_s: None
+    """The trainer waits for others in a step or between two, and has for so many seconds in which
+    a limit ran; 0: it does not wait. Called at each look."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +94,14 @@ class HangWatch:
         self._place = TrainerPlace()
         """Replaced as a whole, so that the watch's thread sees one that fits together."""
         self._inside = 0
+        self._loads = False
         self._sign_s = time.monotonic()
         # What only the watch's own thread touches.
         self._pending: dict[int, tuple[object, float]] = {}
         self._blocked: tuple[int, float] | None = None
         self._counted: tuple[int, ...] = ()
         self._moved = 0
+        self._hang = (0, "")
         self._leaderless_since_s: float | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shoal-watch", daemon=True)
@@ -132,6 +137,16 @@ class HangWatch:
         self._inside += 1 if begins else -1
         self.sign()
 
+    def loads(self, *, begins: bool) -> None:
+        """The trainer waits for a batch to be loaded, or has it. Free to call."""
+        self._loads = begins
+        self.sign()
+
+    def hang_in(self, generation: int) -> str:
+        """What hung in the generation, if that was found here; else nothing. Any thread."""
+        number, reason = self._hang
+        return reason if number == generation else ""
+
     # --- the watch's thread ---
 
     def _watch(self) -> None:
@@ -147,20 +162,34 @@ class HangWatch:
         if waits:
             self._sign_s = max(self._sign_s, now_s)
         own_code_ns = 0 if waits or stage is TrainerStage.AWAY else int(self._sign_s * 1e9)
-        self._config.does(Doing(moved=self._moved, waits=waits, own_code_since_ns=own_code_ns))
+        self._config.does(
+            Doing(
+                moved=self._moved,
+                waits=waits,
+                own_code_since_ns=own_code_ns,
+                loads=self._loads and bool(own_code_ns),
+            )
+        )
         if stage is TrainerStage.BRINGING_UP:
             self._check_leader(generation, now_s)
-        if stage is not TrainerStage.TRAINING or since_s is None:
+        if stage is not TrainerStage.TRAINING:
             return
-        waited_s = now_s - max(since_s, self._config.held_until_s())
+        held_until_s = self._config.held_until_s()
+        waited_s = 0.0 if since_s is None else now_s - max(since_s, held_until_s)
+        self._config.stands(max(waited_s, 0.0))
         if waited_s > self._config.limit_s:
             self._pending.clear()
             self._blocked = None
-            self._config.hung(
+            self._hung(
                 generation,
                 f"nothing came of a collective for {waited_s:.3g} s; expected the other members in"
                 f" it within {self._config.limit_s:g} s (collective_s)",
             )
+
+    def _hung(self, generation: int, reason: str) -> None:
+        log.warning("collective_hung", generation=generation, reason=reason)
+        self._hang = (generation, reason)
+        self._config.hung(generation)
 
     def _check_leader(self, generation: int, now_s: float) -> None:
         """A bring-up is ended by the coordinator; without one, by this member."""
@@ -171,7 +200,7 @@ class HangWatch:
         if now_s - self._leaderless_since_s > self._config.leaderless_s:
             self._leaderless_since_s = None
             limit = f"{self._config.leaderless_s:g} s"
-            self._config.hung(generation, f"no coordinator was there for {limit} of the bring-up")
+            self._hung(generation, f"no coordinator was there for {limit} of the bring-up")
 
     def _waits_since_s(self, place: TrainerPlace, now_s: float) -> float | None:
         """Since when the trainer has waited for others; None: it does not wait."""

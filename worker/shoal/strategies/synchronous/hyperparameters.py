@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.model.several import optimizers_of
+
 Values = tuple[Mapping[str, Any], ...]
 """The hyperparameters of each group, by name."""
 
@@ -33,6 +35,11 @@ class Hyperparameters:
         self._conflict = ""
         self._now: Values = ()
         self._digest = 0
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the optimizers; the empty name of one that is alone."""
+        return list(optimizers_of(self._optimizer))
 
     def now(self) -> Values:
         """As they are; the same object for as long as nothing changes."""

@@ -9,12 +9,13 @@ A script that wishes to stop says so in the agreement on the next step, or when 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.strategies.synchronous.script_places import Place
 
 NUM_WORDS = 5
 NO_STATE = -1
@@ -46,6 +47,19 @@ class ScriptPosition:
     """The step behind which all members do."""
     reason: str = ""
     """Why, in the words of whoever wished it."""
+    _place: Place | None = None
+    """Where the script waits for others, but for the step."""
+
+    def stands(self, what: str, *, is_call: bool = False) -> None:
+        """The script waits for others there from now on, if it waits."""
+        self._place = Place(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
+
+    def place(self, step: int) -> Place:
+        """Where the script waits, if it waits. Any thread."""
+        place = self._place
+        if place is None or self.unconfirmed:
+            return Place(step=step, num_calls=self.num_calls, what="")
+        return replace(place, step=step)
 
     def stop(self, step: int, reason: str) -> None:
         """The script wishes that no step behind this one is taken."""
@@ -58,16 +72,19 @@ class ScriptPosition:
 
     def undo(self, step: int) -> None:
         """What was wished within a step that did not happen is not wished any more."""
+        self._place = None
         if self.wish is not None and self.wish > step:
             self.wish = None
 
     def stepped(self) -> None:
         """A step is committed."""
+        self._place = None
         self.num_calls, self.unconfirmed = 0, False
 
     def returns(self, *, confirmed: bool) -> None:
         """The call that is under way has a result."""
         self.in_call = False
+        self._place = None
         self.num_calls += int(confirmed)
         self.unconfirmed = not confirmed
 

@@ -7,8 +7,9 @@ begun, whether these were all, and a digest of its hyperparameters. Whoever says
 the others is met by them there, and by nothing else.
 """
 
+import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,14 @@ NUM_WORDS = 4
 step comes again otherwise; what the losses weigh."""
 
 
+class Deed(enum.IntEnum):
+    """What is done with some of several optimizers."""
+
+    PASS = 0
+    UPDATE = 1
+    CLIP = 2
+
+
 class StepCut:
     """Into how many parts a step is cut, all of whose gradients are reduced with the last one.
 
@@ -41,10 +50,12 @@ class StepCut:
     would reduce and another would not. So each step begins as the last one did, and whoever wants
     another way says so where all listen. Behind a step without parts nobody says anything before
     the first pass, which is then reduced on its own, also that of a part; behind one with parts all
-    do.
+    do. Where members work on the same samples all always do: what they send each other in the first
+    forward pass has the shape of a part.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_samples: bool = False) -> None:
+        self.shares_samples = shares_samples
         self._last = 1
         """Parts of the last step that was committed; 1 for one that was not cut."""
         self.begin()
@@ -58,7 +69,8 @@ class StepCut:
     def begin_part(self, index: int, num_parts: int) -> bool:
         """The next pass is that of one of so many parts; whether it is to be reduced."""
         self.num_parts = num_parts
-        return index == num_parts - 1 or (index == 0 and self._last == 1)
+        is_alone = index == 0 and self._last == 1 and not self.shares_samples
+        return index == num_parts - 1 or is_alone
 
     @property
     def word(self) -> int:
@@ -68,7 +80,7 @@ class StepCut:
     @property
     def is_told_first(self) -> bool:
         """Whether it is still to be told, before the first backward pass."""
-        return self._last > 1 and not self.is_agreed
+        return (self._last > 1 or self.shares_samples) and not self.is_agreed
 
     @property
     def says_all_passes(self) -> bool:
@@ -79,6 +91,11 @@ class StepCut:
         """The step is taken by all members."""
         self._last = self.num_parts
 
+
+_NAMED = 1 << 40
+"""A word from here on names optimizers, and what is done with them."""
+_DEEDS = ("a backward pass for", "an update of", "clipping for")
+_BITS = 16
 
 _CONFLICT, _STOP_BEFORE, _STOP_BEHIND = 1, 2, 4
 """In the third word."""
@@ -93,8 +110,10 @@ class StepAgreement:
         members: Sequence[str],
         hyperparameters: Hyperparameters,
         position: ScriptPosition,
+        *,
+        shares_samples: bool = False,
     ) -> None:
-        """`members` by rank."""
+        """`members` by rank. `shares_samples`: whether some of them work on the same ones."""
         self._group = group
         self._members = members
         self._hyper = hyperparameters
@@ -103,7 +122,7 @@ class StepAgreement:
         self._steps = 0
         self._step = 0
         self._passes = 0
-        self._cut = StepCut()
+        self._cut = StepCut(shares_samples=shares_samples)
         self.weights = StepWeights()
         self._announced = False
         self._settled = False
@@ -139,9 +158,13 @@ class StepAgreement:
 
     def tell_parts(self) -> None:
         """A forward pass begins. Behind a step that was cut into parts, members say before the
-        first backward pass into how many this one is cut."""
+        first backward pass into how many this one is cut; members with the same samples always do,
+        and before the first forward pass. Raises UnequalPasses, on all of those, if it differs."""
         if self._cut.is_told_first and self._message is None:
             self._send(self._cut.word, 0, conflict=False)
+            if self._cut.shares_samples:
+                self._compare_passes(self._heard())
+                self._cut.is_agreed = True
 
     def announce(self) -> None:
         """A forward pass begins that communicates. Behind a backward pass it is one of a further
@@ -162,6 +185,19 @@ class StepAgreement:
         self.announce()
         self._announced = False
         self._passes += 1
+
+    def meet(self, deed: Deed, optimizers: Collection[str]) -> None:
+        """Return if all members do this now with the same ones of several optimizers.
+
+        Raises UnequalPasses on all of them if not; for an update also HyperparametersDiffer.
+        """
+        mask = sum(1 << self._hyper.names.index(name) for name in optimizers)
+        digest = self._hyper.digest() if deed is Deed.UPDATE else 0
+        self._send(_NAMED + (deed << _BITS) + mask, digest, conflict=False)
+        rows = self._heard()
+        self._compare_passes(rows)
+        if any(row[1] != rows[0][1] for row in rows):
+            self._compare_values([(self._step, self._hyper.now())])
 
     def propose(self) -> None:
         """All passes of the step were made: say so, and with what it is to be applied."""
@@ -218,7 +254,7 @@ class StepAgreement:
             )
         said = dict(zip(self._members, weights, strict=True))
         raise InvalidSpec(
-            f"the losses of step {self._step} are weighted in two ways",
+            f"some losses of step {self._step} have a weight, others have none",
             seen=by_value({k: "by samples" if v is None else "weight=" for k, v in said.items()}),
             expected="session.backward(loss, weight=...) on every member, or on none",
         )
@@ -262,8 +298,16 @@ class StepAgreement:
         words = [row[0] for row in rows]
         if len(set(words)) == 1:
             return
-        counts = {name: _in_words(word) for name, word in zip(self._members, words, strict=True)}
+        said = zip(self._members, words, strict=True)
+        counts = {name: self._in_words(word) for name, word in said}
         let_all_hear(self._group)
+        if any(word >= _NAMED for word in words):
+            raise UnequalPasses(
+                f"the members do different things with their optimizers in step {self._step}",
+                seen=by_value(counts),
+                expected="the same backward passes and updates in the same order on every member",
+                details=counts,
+            )
         raise UnequalPasses(
             f"the members make different numbers of backward passes in step {self._step}",
             seen=by_value(counts),
@@ -273,6 +317,14 @@ class StepAgreement:
             " (inputs.split(11) cuts 34 samples into 4 and 33 into 3, tensor_split(4) does not).",
             details=counts,
         )
+
+    def _in_words(self, word: int) -> str:
+        """What a member has said of its passes."""
+        if word < _NAMED:
+            return _in_words(word)
+        deed, mask = divmod(word - _NAMED, 1 << _BITS)
+        named = (name for bit, name in enumerate(self._hyper.names) if mask >> bit & 1)
+        return f"{_DEEDS[deed]} {' and '.join(named)}"
 
     def _compare_values(self, applied: Sequence[tuple[int, Values]]) -> None:
         """Collective; returns if what differs are last bits."""
@@ -325,7 +377,7 @@ def _differ(what: str, **parts: Any) -> HyperparametersDiffer:
         what,
         expected="the same on every member in every step, also when it is taken again",
         fix="Let session.register carry what they come from, as it does torch's schedulers, or set"
-        " them from batch.step before each step. What counts its own calls begins anew on a member"
+        " them from batch.step before each step. What counts its own calls starts over on a member"
         " that joins, and counts a step that is taken again twice (docs/strategies.md).",
         **parts,
     )

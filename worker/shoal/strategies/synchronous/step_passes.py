@@ -1,11 +1,22 @@
 """The passes of the step under way: which gradients count, and what is undone if it fails."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from shoal.layouts import local_step
+from shoal.model.several import (
+    SeveralModels,
+    SeveralOptimizers,
+    Training,
+    optimizers_of,
+    parts_due,
+)
 from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
+from shoal.strategies.synchronous.early_updates import EarlyUpdates
+from shoal_proto.errors import InvalidSpec
 
 
 class StepPasses:
@@ -15,24 +26,80 @@ class StepPasses:
         self.in_step = False
         self.weighted = False
         """Whether the step had a backward pass that weighs this member's share."""
+        self.training: Training | None = None
+        """Who trains what, where there are several optimizers."""
+        self.chosen: frozenset[str] = frozenset()
+        """The optimizers that the pass trains, or the clipping is for, that comes next."""
+        self.due: frozenset[str] = frozenset()
+        """Those that have gradients."""
+        self.updates = EarlyUpdates()
         self._computes = False
         self._buffers = BufferSnapshot()
+
+    def train(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """This is what passes train, in all generations."""
+        if isinstance(model, SeveralModels) and isinstance(optimizer, SeveralOptimizers):
+            self.training = Training(model, optimizer)
+
+    def models(self, optimizers: frozenset[str]) -> frozenset[str]:
+        """The models that these train; one that is alone has the empty name."""
+        return frozenset([""]) if self.training is None else self.training.models_of(optimizers)
+
+    def take(self, call: str) -> frozenset[str]:
+        """The chosen optimizers, for an update. Raises InvalidSpec if one has no gradients."""
+        if missing := self.chosen - self.due:
+            raise InvalidSpec(
+                f"{call} of an optimizer that has no gradients in this step",
+                seen=", ".join(sorted(missing)),
+                expected="session.backward(loss, optimizer=...) of it before",
+            )
+        return self.chosen
+
+    def update(self, optimizer: Optimizer, names: frozenset[str], held: Sequence[Tensor]) -> None:
+        """Step these within the step, with gradients that are all there; `held`: whatever of their
+        models changes with it on this member."""
+        assert isinstance(optimizer, SeveralOptimizers), "one that is alone is not updated early"
+        optimizer.due = names
+        self.updates.keep(parts_due(optimizer), held)
+        local_step.step(optimizer)
+        for each in parts_due(optimizer):
+            each.zero_grad(set_to_none=True)
+        self.due -= names
+
+    def aim(self, optimizer: Optimizer) -> None:
+        """The step is committed with a step of those of several optimizers that have gradients."""
+        if isinstance(optimizer, SeveralOptimizers):
+            optimizer.due = self.due
+
+    def parameters(self, optimizer: Optimizer) -> list[Tensor]:
+        """Those that the chosen optimizers hold."""
+        return [
+            one
+            for name, each in optimizers_of(optimizer).items()
+            if name in self.chosen
+            for group in each.param_groups
+            for one in group["params"]
+        ]
 
     def begin(self, model: nn.Module | None = None) -> None:
         """A step begins; the buffers of `model` are remembered, so that it can be undone."""
         if model is not None:
             self._buffers.keep(model)
         self.in_step, self.weighted = True, False
+        self.due = frozenset()
+        self.updates.forget()
 
     def commit(self) -> None:
         """The step happened."""
         self.in_step = False
         self._buffers.clear()
+        self.updates.forget()
 
     def undo(self) -> bool:
         """A step under way does not happen, if there is one; whether there was."""
         was_in_step, self.in_step = self.in_step, False
         if was_in_step:
+            self.updates.restore()
             self._buffers.restore()
         return was_in_step
 
@@ -48,6 +115,7 @@ class StepPasses:
     def weighing(self) -> Iterator[None]:
         """Within, gradients come of a loss that is weighed with this member's share."""
         self.weighted = self._computes = True
+        self.due |= self.chosen
         try:
             yield
         finally:

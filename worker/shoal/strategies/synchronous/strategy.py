@@ -10,14 +10,17 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.choice import backend_for
 from shoal.backends.network.gloo import GlooBackend
 from shoal.backends.process_group.interface import Backend, Group
 from shoal.checkpoint.background import Checkpoints
+from shoal.checkpoint.samples import TrainedSamples
+from shoal.data.batches import Order, Position
+from shoal.layouts.synced_batchnorm import Members
 from shoal.membership.generation import Context, Generation
+from shoal.membership.rendezvous_store import RendezvousStore
 from shoal.state.registered.comparison import UNTRAINED, compare
 from shoal.state.registered.objects import RegisteredState
 from shoal.state.resharding import gather
@@ -27,19 +30,22 @@ from shoal.strategies.synchronous.generation_group import GenerationGroup
 from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import update
+from shoal.strategies.synchronous.script_places import ScriptPlaces
 from shoal.strategies.synchronous.script_position import ScriptPosition
-from shoal.strategies.synchronous.step_agreement import StepAgreement
+from shoal.strategies.synchronous.step_agreement import Deed, StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import (
     GenerationBroken,
     InternalError,
     InvalidSpec,
-    UnsupportedOptimizer,
 )
 from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
+
+STORE_S = 2.0
+"""What a member may take to ask the coordinator where the others stand."""
 
 
 class SynchronousStrategy(Strategy):
@@ -64,8 +70,7 @@ class SynchronousStrategy(Strategy):
         self._reduces = True
         """Whether the passes of the step are reduced as they are made."""
         self._watch: HangWatch | None = None
-        self._hang = (0, "")
-        """The newest generation in which a collective hung, and how."""
+        self._places: ScriptPlaces | None = None
         self._hyperparameters: Hyperparameters | None = None
         self._agreement: StepAgreement | None = None
 
@@ -92,7 +97,8 @@ class SynchronousStrategy(Strategy):
 
     def attach(self, context: Context) -> None:
         super().attach(context)
-        self._coordinators = Coordinators(context.coordinators)
+        if context.coordinators:
+            self._coordinators = Coordinators(context.coordinators)
         if self._backend.is_watched:
             self._watch = HangWatch(
                 HangWatchConfig(
@@ -102,7 +108,8 @@ class SynchronousStrategy(Strategy):
                     num_moved=self.num_moved,
                     held_until_s=context.held_until_s,
                     does=context.does,
-                    hung=self._hung,
+                    hung=self.cut,
+                    stands=self._stands,
                 )
             )
             self._watch.start()
@@ -111,18 +118,25 @@ class SynchronousStrategy(Strategy):
         """Counts what moves between members beside the group's collectives. Any thread."""
         return 0
 
-    def _hung(self, generation: int, reason: str) -> None:
-        log.warning("collective_hung", generation=generation, reason=reason)
-        self._hang = (generation, reason)
-        self.cut(generation)
+    def _stands(self, waited_s: float) -> None:
+        """On the watch's thread: the trainer waits for others, and has for so long."""
+        places = self._places
+        if places is not None and places.look(self.position.place(self._step), waited_s):
+            self.cut(self._generation_group.number)
 
     def hang_in(self, generation: int) -> str:
-        number, reason = self._hang
-        return reason if number == generation else ""
+        return self._watch.hang_in(generation) if self._watch is not None else ""
+
+    def refusal_in(self, generation: int) -> InvalidSpec | None:
+        return self._places.refusal(generation) if self._places is not None else None
 
     def asks(self, *, begins: bool) -> None:
         if self._watch is not None:
             self._watch.waits_inside(begins=begins)
+
+    def loads(self, *, begins: bool) -> None:
+        if self._watch is not None:
+            self._watch.loads(begins=begins)
 
     def _set_stage(
         self, stage: TrainerStage, number: int = 0, group: dist.ProcessGroup | None = None
@@ -155,14 +169,19 @@ class SynchronousStrategy(Strategy):
             raise
         self._registered.keep()
         self._process_group = process_group
+        self._places = self._new_places(generation)
         self._set_stage(TrainerStage.TRAINING, generation.number, process_group)
         self._has_state = True
         if self._hyperparameters is not None:
             members = [entry.member_id for entry in generation.entries]
             self._agreement = StepAgreement(
-                process_group, members, self._hyperparameters, self.position
+                process_group,
+                members,
+                self._hyperparameters,
+                self.position,
+                shares_samples=self.shares_samples,
             )
-        log.info(
+        log.debug(
             "generation_entered",
             generation=generation.number,
             rank=generation.rank,
@@ -172,15 +191,27 @@ class SynchronousStrategy(Strategy):
             state_s=round(time.perf_counter() - opened_s, 4),
         )
 
+    def members(self, *, has_samples: bool) -> Members | None:
+        """With whose samples BatchNorm normalises those of this member's passes, if with any."""
+        if not self.syncs_batchnorm or self._process_group is None:
+            return None
+        return Members(self._process_group, has_samples)
+
     @property
     def group(self) -> dist.ProcessGroup:
         """That of the generation, between two steps. Raises GenerationBroken if it is over."""
         if self._process_group is None:
-            raise GenerationBroken("there is no generation that stands")
+            raise GenerationBroken("there is no running generation")
         return self._process_group
 
+    def _new_places(self, generation: Generation) -> ScriptPlaces | None:
+        if self._watch is None or self._coordinators is None or generation.world_size == 1:
+            return None
+        store = RendezvousStore(self._coordinators, generation.token, timeout_s=STORE_S)
+        members = [entry.member_id for entry in generation.entries]
+        return ScriptPlaces(store, generation.number, generation.rank, members)
+
     def _new_group(self, generation: Generation) -> Group:
-        assert self._coordinators is not None, "attach comes before enter"
         return self._generation_group.connect(
             self._backend, self._coordinators, generation, self.context.limits
         )
@@ -241,8 +272,14 @@ class SynchronousStrategy(Strategy):
     def keep_checkpoints(self, checkpoints: Checkpoints) -> None:
         self._checkpoints.keep(checkpoints)
 
-    def trains_on(self, samples: Mapping[str, str]) -> None:
-        self._checkpoints.trains_on(samples)
+    def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
+        trained = TrainedSamples(samples, order, moves=self.changes_batch_size)
+        self._checkpoints.trains_on(trained)
+
+    @property
+    def origin(self) -> Position:
+        """From where on batches have their present size."""
+        return self._checkpoints.samples.origin
 
     def _checkpoint(self) -> None:
         """A step is committed: write a checkpoint, if one is due.
@@ -264,6 +301,7 @@ class SynchronousStrategy(Strategy):
         if self._watch is not None:
             self._watch.sign()
         self._registered.attempt()
+        self.position.stands(f"session.step() behind {self._step} steps")
         self._passes.begin(model)
         if self._agreement is not None:
             self._agreement.begin(self._step)
@@ -271,7 +309,32 @@ class SynchronousStrategy(Strategy):
             self._reduces = True
             self._reduce_in_backward(True)
 
+    def choose(self, optimizers: frozenset[str]) -> None:
+        """Of several optimizers, those that the next call is for: a pass, an update, clipping.
+
+        Raises InvalidSpec where they train a part of a model only.
+        """
+        self._passes.models(optimizers)
+        self._passes.chosen = optimizers
+
+    def update(self) -> None:
+        """Step the chosen ones of several optimizers now, as far as the step comes to its end."""
+        raise InvalidSpec(
+            "an update within a step, of the session's only optimizer",
+            expected="session.step() alone, which steps the optimizer when its block ends",
+        )
+
+    def _agree_on(self, deed: Deed) -> None:
+        """See `StepAgreement.meet`, of the chosen ones of several optimizers."""
+        if self._agreement is not None and self._passes.training is not None:
+            self._agreement.meet(deed, self._passes.chosen)
+
     def begin_part(self, index: int, num_parts: int) -> None:
+        if self._passes.training is not None:
+            raise InvalidSpec(
+                "batch.parts with several optimizers",
+                expected="one session.backward for each loss, of the whole batch",
+            )
         reduces = self._agreement is None or self._agreement.begin_part(index, num_parts)
         if reduces != self._reduces:
             self._reduces = reduces
@@ -292,6 +355,7 @@ class SynchronousStrategy(Strategy):
         """
         if self._agreement is not None and self.passes_meet:
             self._agreement.passing()
+            self._agree_on(Deed.PASS)
         return self._passes.weighing()
 
     def _announce(self) -> None:
@@ -353,11 +417,13 @@ class SynchronousStrategy(Strategy):
         """The step under way is not taken, and neither is any behind it."""
         self._passes.undo()
         self._registered.undo()
+        self.position.stands("")
 
     def finish(self) -> None:
         if self._process_group is None:
             raise GenerationBroken("the last step was taken in a generation that is over")
         group = self._process_group
+        self.position.stands("the end of its batches")
         if self.position.stop_at is not None:
             reasons = [word.decode() for word in gather(self.position.reason.encode(), group)]
             self.position.reason = next((reason for reason in reasons if reason), "")
@@ -415,25 +481,4 @@ def check_same_step(generation: int, step: int, group: dist.ProcessGroup) -> Non
         raise InternalError(
             f"the members of generation {generation} stand at different steps",
             seen=f"{steps.tolist()} by rank",
-        )
-
-
-def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
-    """Raise UnsupportedOptimizer for one that computes the loss several times a step."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedOptimizer(
-            f"{name} cannot run LBFGS",
-            seen="an optimizer that calls the loss several times a step",
-            expected="one that uses each gradient once, such as SGD or AdamW",
-        )
-
-
-def refuse_compressed_weights(compression: object) -> None:
-    """Raise InvalidSpec for losses of weights of their own where gradients are compressed."""
-    if compression is not None:
-        raise InvalidSpec(
-            "losses with weights of their own are not trained with compressed gradients",
-            seen=f"session.backward(loss, weight=...) and compression {compression}",
-            expected="one of the two: what a step's compression leaves out is added to the next"
-            " one's, which is divided by another sum of weights",
         )

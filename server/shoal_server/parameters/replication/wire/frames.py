@@ -1,12 +1,12 @@
 """What servers tell each other as messages of a stream, and back; what is large goes in checked
 pieces."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from shoal_proto import pieces
-from shoal_proto.checksum import crc32
-from shoal_proto.errors import ChecksumMismatch, MalformedMessage
+from shoal_proto.checksum import crc32, verify
+from shoal_proto.errors import MalformedMessage, Overloaded
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.replication.protocol.messages import (
     Chunk,
@@ -19,6 +19,7 @@ from shoal_server.core.replication.protocol.messages import (
 )
 from shoal_server.parameters.comparison import digest as comparison
 from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.memory import Memory
 
 PIECE_BYTES = 2 * 1024 * 1024
 INLINE_BYTES = 128 * 1024
@@ -148,15 +149,8 @@ def serialize(frame: Frame) -> bytes:
 
 def checked(message: pb.Bytes | pieces.AnyPiece) -> pieces.Buffer:
     """The bytes. Raises ChecksumMismatch if they are not those that were sent."""
-    data = message.data
-    seen = crc32(data)
-    if seen != message.checksum:
-        raise ChecksumMismatch(
-            "a piece of a shard changed on its way to the backup",
-            seen=f"CRC-32 {seen:#010x} of {len(data)} bytes",
-            expected=f"{message.checksum:#010x}",
-        )
-    return data
+    verify("a piece of a shard for its backup", message.checksum, message.data)
+    return message.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +164,8 @@ class Arrived:
     """Of an image."""
     parts: Sequence[pieces.Buffer] = ()
     """The data of a record or of a chunk."""
+    why_dropped: str = ""
+    """Why the data that came are not kept: there was no memory for them, or nobody wants them."""
 
     def record(self) -> UpdateRecord:
         """The push with its gradient; what came in pieces is joined."""
@@ -182,24 +178,59 @@ class Arrived:
 class _Unfinished:
     arrived: Arrived
     left_bytes: int
+    memory: Memory | None
+    """That it is counted in, but for what has been reserved before."""
     parts: list[pieces.Buffer] = field(default_factory=list)
+    held_bytes: int = 0
+    """Of them, what counts as memory of this server."""
+    why_dropped: str = ""
 
     def add(self, data: pieces.Buffer) -> None:
+        """Counted as they come: what a start announces may never be sent."""
         self.left_bytes -= len(data)
-        if data:
-            self.parts.append(data)
+        if not data or self.why_dropped:
+            return
+        if self.memory is not None and (len(data) > INLINE_BYTES or self.held_bytes):
+            try:
+                self.memory.reserve(len(data), "what another server tells of its shards")
+            except Overloaded as error:
+                self.drop(str(error))
+                return
+            self.held_bytes += len(data)
+        self.parts.append(data)
+
+    def drop(self, why: str) -> None:
+        """Keep nothing of it, and let the rest of it go by."""
+        self.parts.clear()
+        self.why_dropped = why
+        self.give_back()
+
+    def give_back(self) -> None:
+        """It is whole, or nobody waits for it any more."""
+        if self.memory is not None:
+            self.memory.settle(self.held_bytes, is_held=False)
+        self.held_bytes = 0
 
     def whole(self) -> Arrived:
-        arrived = self.arrived
-        return Arrived(arrived.request, arrived.push, arrived.header, self.parts or [b""])
+        self.give_back()
+        return replace(self.arrived, parts=self.parts or [b""], why_dropped=self.why_dropped)
 
 
 class Assembly:
     """Puts the messages of one stream together again, never holding more than one record or chunk
-    of the size that its start gave."""
+    of the size that its start gave, nor more than there is memory for."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory, is_coming: Callable[[Key, int], bool]) -> None:
+        """`is_coming`: whether an image of a shard, by its number, is being received. Memory for
+        all of it is reserved then; chunks of others are let go by."""
+        self._memory = memory
+        self._is_coming = is_coming
         self._open: _Unfinished | None = None
+
+    def close(self) -> None:
+        """The stream is over, in the middle of something or not."""
+        if self._open is not None:
+            self._open.drop("the stream is over")
 
     def take(self, request: Arriving) -> Arrived | None:
         """What has become whole with this message. Raises MalformedMessage, ChecksumMismatch."""
@@ -224,13 +255,15 @@ class Assembly:
         _check_size(start.num_bytes, MAX_RECORD_BYTES)
         key = start.job, start.shard_id
         record = Record(key, start.epoch, start.record.version)
-        self._open = _Unfinished(Arrived(record, push=start.record), start.num_bytes)
+        self._open = _Unfinished(Arrived(record, push=start.record), start.num_bytes, self._memory)
         return self._add(checked(start.first))
 
     def _begin_chunk(self, start: pb.ChunkStart) -> Arrived | None:
         _check_size(start.num_bytes, MAX_CHUNK_BYTES)
         chunk = Chunk((start.job, start.shard_id), start.image, start.index)
-        self._open = _Unfinished(Arrived(chunk), start.num_bytes)
+        self._open = _Unfinished(Arrived(chunk), start.num_bytes, memory=None)
+        if not self._is_coming(chunk.key, chunk.image):
+            self._open.drop("no such image is being received")
         return self._add(b"")
 
     def _add(self, data: pieces.Buffer) -> Arrived | None:

@@ -17,6 +17,9 @@ from shoal_proto.bulk import Kind
 from shoal_proto.bulk_opening import greet, reach
 from shoal_proto.errors import MalformedMessage, ShoalError, Unavailable
 from shoal_proto.status import from_detail
+from shoal_proto.tls.channels import open_aio_channel
+from shoal_proto.tls.names import SERVER_NAME
+from shoal_proto.tls.sockets import secured
 from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, OpenFollowRequest
@@ -49,7 +52,7 @@ class PeerStream(Protocol):
 @asynccontextmanager
 async def open_stream(address: str) -> AsyncIterator[PeerStream]:
     """A stream to the server there, for as long as the block runs. Raises grpc.RpcError."""
-    async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
+    async with open_aio_channel(address, SERVER_NAME, PEER_OPTIONS) as channel:
         stream = await _connect(channel, address)
         if stream is not None:
             with closing(stream):
@@ -190,14 +193,14 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
 
 
 def _open(offer: OpenBulkReply, address: str) -> tuple[socket.socket, mmap.mmap | None]:
-    connected = reach(offer, address)
+    connected = secured(reach(offer, address))
     try:
         shared = greet(connected, offer.key, NUM_PLACES * PLACE_BYTES)
         connected.setblocking(False)
     except BaseException:
         connected.close()
         raise
-    return connected, shared
+    return connected, None if shared is None else shared.mapped
 
 
 def _discard(opening: "asyncio.Future[tuple[socket.socket, mmap.mmap | None]]") -> None:

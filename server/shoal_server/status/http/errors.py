@@ -1,5 +1,6 @@
 """Errors over HTTP: always JSON with `kind`, `what`, `seen`, `expected` and `fix`."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal_proto.errors import (
+    AccessDenied,
     DeadlineExceeded,
     Fenced,
     InternalError,
@@ -39,6 +41,7 @@ _STATUSES: tuple[tuple[type[ShoalError], int], ...] = (
     (UnknownMember, 404),
     (UnknownGeneration, 404),
     (UnknownShard, 404),
+    (AccessDenied, 403),
     (Fenced, 409),
     (JobFinished, 409),
     (JobStopped, 409),
@@ -77,7 +80,9 @@ class ErrorBody(BaseModel):
     fix: str = ""
 
 
-def answer(error: ShoalError, status: int | None = None) -> JSONResponse:
+def answer(
+    error: ShoalError, status: int | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
     """The HTTP answer that tells of an error."""
     if status is None:
         status = next(code for kind, code in _STATUSES if isinstance(error, kind))
@@ -88,11 +93,12 @@ def answer(error: ShoalError, status: int | None = None) -> JSONResponse:
         expected=error.expected,
         fix=error.fix,
     )
-    return JSONResponse(body.model_dump(), status_code=status)
+    return JSONResponse(body.model_dump(), status_code=status, headers=headers)
 
 
-def install(app: FastAPI) -> None:
-    """Make the app answer every failure in this form, and refuse bodies above 64 KiB."""
+def install(app: FastAPI, body_s: float) -> None:
+    """Make the app answer every failure in this form, and refuse bodies above 64 KiB, and those
+    that have not come after `body_s` seconds."""
 
     @app.exception_handler(ShoalError)
     async def refused(request: Request, error: ShoalError) -> JSONResponse:
@@ -104,19 +110,22 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:
+            # So FastAPI says that it cannot decode a body.
+            return answer(_no_json(request.url.path, error.detail))
         if error.status_code == 404:
             what = f"there is nothing at {request.url.path}"
         else:
             what = f"{request.method} {request.url.path}: {error.detail}"
         refusal = RefusedError(what, fix="GET /openapi.json lists what there is.")
-        return answer(refusal, error.status_code)
+        return answer(refusal, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
         log.error("http_request_failed", path=request.url.path, exc_info=error)
         return answer(InternalError("the coordinator failed on this request", seen=repr(error)))
 
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, within_s=body_s)
 
 
 def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
@@ -124,9 +133,7 @@ def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
     wrong = [e for e in errors[:8] if e["type"] != "json_invalid"]
     if not wrong:
         reason = errors[0].get("ctx", {}).get("error", "")
-        return MalformedMessage(
-            f"the body of {path} is not JSON", seen=reason, expected="a JSON object"
-        )
+        return _no_json(path, reason)
     fields = [".".join(str(part) for part in e["loc"][1:]) or str(e["loc"][0]) for e in wrong]
     seen = [
         f"no {field}" if e["type"] == "missing" else f"{field} = {_brief(e['input'])}"
@@ -137,6 +144,12 @@ def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
         seen="; ".join(seen),
         expected="; ".join(f"{f}: {_rule(e)}" for f, e in zip(fields, wrong, strict=True)),
         fix="GET /openapi.json describes every field.",
+    )
+
+
+def _no_json(path: str, reason: str) -> MalformedMessage:
+    return MalformedMessage(
+        f"the body of {path} is not JSON", seen=reason, expected="a JSON object"
     )
 
 
@@ -152,23 +165,45 @@ def _brief(value: object) -> str:
 
 
 class BodyLimit:
-    """Answers 413 as soon as a body grows beyond 64 KiB, before anything holds it in memory."""
+    """Answers 413 as soon as a body grows beyond 64 KiB, before anything holds it in memory, and
+    408 for one that has not come in time."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, within_s: float) -> None:
         self._app = app
+        self._within_s = within_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        seen_bytes = 0
+        seen_bytes, is_whole, has_begun = 0, False, False
+        due_s = asyncio.get_running_loop().time() + self._within_s
 
         async def limited() -> Message:
-            nonlocal seen_bytes
-            message = await receive()
+            nonlocal seen_bytes, is_whole
+            if is_whole:
+                # What comes behind it is that the client hangs up.
+                return await receive()
+            try:
+                async with asyncio.timeout_at(due_s):
+                    message = await receive()
+            except TimeoutError:
+                return refused(408, f"the body did not come within {self._within_s:g} s")
             seen_bytes += len(message.get("body", b""))
             if seen_bytes > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+                return refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+            is_whole = not message.get("more_body", False)
             return message
 
-        await self._app(scope, limited, send)
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        def refused(status: int, what: str) -> Message:
+            if not has_begun:
+                raise HTTPException(status, what)
+            # It is answered already, and cannot be answered otherwise.
+            return {"type": "http.disconnect"}
+
+        await self._app(scope, limited, sending)

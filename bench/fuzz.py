@@ -1,0 +1,53 @@
+"""What a cluster does with inputs that nobody of ours would send, in bench/results/fuzz.json.
+
+    make bench NAME=fuzz
+    .venv/bin/python bench/fuzz.py --inputs 20000 --seed 7     # a piece of it
+
+Real processes on one machine: etcd, a coordinator, a parameter server with a journal. Every gRPC
+call, the bulk transport, HTTP, records in etcd and files on disk get messages that are drawn from
+the descriptors of the real ones, and changed. `fuzz_inputs` counts them; `fuzz_unhandled` answers
+INTERNAL or UNKNOWN, tracebacks in logs, dead processes and exceptions that are no refusal;
+`fuzz_depositions` leaders that lost their term; `fuzz_rss_growth` is the memory by which a process
+has grown since its first rounds.
+"""
+
+import argparse
+import secrets
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# The fuzzer is that of the tests.
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+from fuzzing.campaign import run, tell
+from rows import Row, publish
+
+NUM_INPUTS = 200_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--inputs", type=int, default=NUM_INPUTS)
+    parser.add_argument("--seed", type=int, default=secrets.randbits(32))
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}")
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="shoal-fuzz-") as folder:
+        outcome = run(
+            arguments.seed, seconds=0, num_inputs=arguments.inputs, directory=Path(folder)
+        )
+    tell(outcome)
+    figures = (
+        ("fuzz_inputs", outcome.num_inputs, "inputs"),
+        ("fuzz_unhandled", len(outcome.findings.unhandled), "inputs"),
+        ("fuzz_depositions", outcome.num_depositions, "terms"),
+        ("fuzz_rss_growth", outcome.rss_growth_bytes / 2**20, "MiB"),
+        ("fuzz_duration", time.monotonic() - began_s, "s"),
+    )
+    publish("fuzz", [Row(metric=m, value=value, unit=unit, runs=1) for m, value, unit in figures])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Writes docs/benchmarks.md and its plots from bench/results: every benchmark that was run here.
+
+make report
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from rows import RESULTS
+
+DOCS = Path(__file__).parents[1] / "docs"
+WIDTH, BAR, LABEL, FIGURE = 720, 18, 250, 110
+SHOAL, PEER = "#00796b", "#9e9e9e"
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def main() -> None:
+    """Write the page, and a plot for each benchmark that has figures of others beside Shoal's."""
+    found = {path.stem: path for path in sorted(RESULTS.glob("*.json"))}
+    if not found:
+        raise SystemExit(f"no results in {RESULTS}; run one first: make bench NAME=recovery")
+    sections = []
+    for name, path in found.items():
+        rows: Rows = json.loads(path.read_text())
+        compared = [row for row in rows if row.get("peer_value") is not None]
+        if compared:
+            target = DOCS / "benchmarks" / f"{name}.svg"
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(plot(compared))
+        sections.append(section(name, rows, path.stat().st_mtime, plotted=bool(compared)))
+    page = DOCS / "benchmarks.md"
+    page.write_text("\n".join([introduction(), *sections]))
+    print(f"written to {page}: {', '.join(found)}")
+
+
+def introduction() -> str:
+    cores = len(os.sched_getaffinity(0))
+    return f"""# Benchmarks
+
+Written by `make report` from what `make bench NAME=...` measured. Each benchmark says at the head
+of its file in `bench/` what it does and how it measures. Peers were measured on the same machine in
+the same run. A figure of several runs is their median, if its name does not say `p99`.
+
+Machine: {cores} cores ({platform.machine()}), {memory_gib():.0f} GiB of memory, no GPU. It was
+shared with other work, so read ratios rather than times.
+"""
+
+
+def memory_gib() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2**30
+
+
+def section(name: str, rows: Rows, measured_unix_s: float, *, plotted: bool) -> str:
+    """A table of all figures, behind the plot if there is one."""
+    day = time.strftime("%Y-%m-%d", time.gmtime(measured_unix_s))
+    parts = [f"## {name}\n", f"`make bench NAME={name}`, {day}.\n"]
+    if plotted:
+        parts.append(f"![{name}: Shoal beside others](benchmarks/{name}.svg)\n")
+    parts += ["| figure | Shoal | unit | runs | other | value |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        peer = row.get("peer_value")
+        theirs = (row["peer"], f"{peer:.4g}") if peer is not None else ("", "")
+        own = f"{row['value']:.4g}"
+        parts.append(
+            f"| {' | '.join([row['metric'], own, row['unit'], str(row['runs']), *theirs])} |"
+        )
+    return "\n".join([*parts, ""])
+
+
+def plot(rows: Rows) -> str:
+    """Two bars for each figure, each pair to its own scale, as units differ."""
+    height = len(rows) * (2 * BAR + 16) + 10
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
+        ' font-family="sans-serif" font-size="12" fill="#808080">'
+    ]
+    room = WIDTH - LABEL - FIGURE
+    for index, row in enumerate(rows):
+        top = 10 + index * (2 * BAR + 16)
+        most = max(row["value"], row["peer_value"]) or 1.0
+        parts.append(f'<text x="0" y="{top + BAR + 4}">{escape(row["metric"])}</text>')
+        bars = (("Shoal", row["value"], SHOAL), (row["peer"], row["peer_value"], PEER))
+        for place, (who, value, colour) in enumerate(bars):
+            y, length = top + place * BAR, max(1.0, room * value / most)
+            parts.append(
+                f'<rect x="{LABEL}" y="{y}" width="{length:.1f}"'
+                f' height="{BAR - 4}" fill="{colour}"/>'
+            )
+            told = escape(f"{who}: {value:.3g} {row['unit']}")
+            parts.append(f'<text x="{LABEL + length + 6:.1f}" y="{y + BAR - 7}">{told}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    main()

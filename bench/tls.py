@@ -1,0 +1,120 @@
+"""What mutual TLS costs, beside the same without it in the same run.
+
+    make bench NAME=tls
+    .venv/bin/python bench/tls.py 16    # kills instead of the default
+
+- `step_overhead_tls`: median step of DDP, two ranks on Gloo in processes of their own, with a
+  cluster that speaks TLS over that with one that does not; by turns, the median of the ratios.
+- `pull_push_100mb_tls` (GB/s, both directions): pushing 100 MB of gradients and taking 100 MB of
+  values back by a TLS socket, beside a plain one (`tcp`) and, with TLS on, shared memory, by turns.
+- `ddp_kill_recovery_tls`: as `ddp_kill_recovery` of bench/recovery.py, with TLS on.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+from exchange.by_turns import by_turns, ratio
+from recovery import strikes
+from rows import Row, publish
+from strategies import block
+from training.jobs import NUM_WORKERS, ShoalJob
+
+from shoal_client.bulk.way import TRANSPORT_VARIABLE
+from shoal_client.certificates.folder import CertificateFolder
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_proto.tls.identity import FOLDER_VARIABLE
+
+TURNS, NUM_EXCHANGES, NUM_KILLS = 5, 9, 16
+NUM_RANKS = 2
+OWN = "parameter_client"
+
+
+def cluster_in(place: Path, certificates: Path | None) -> LocalCluster:
+    return LocalCluster(
+        LocalClusterConfig(directory=place, num_parameter_servers=0, certificates=certificates)
+    )
+
+
+def steps(place: Path, certificates: Path) -> list[Row]:
+    ratios, encrypted_s, plain_s = [], [], []
+    with ExitStack() as stack:
+        clusters = {
+            name: stack.enter_context(cluster_in(place / name, folder))
+            for name, folder in (("tls", certificates), ("plain", None))
+        }
+        for turn in range(TURNS):
+            taken = {}
+            for name, cluster in clusters.items():
+                session = {
+                    "SHOAL_COORDINATOR": cluster.coordinator,
+                    "SHOAL_JOB": f"steps-{turn}",
+                    "SHOAL_DESIRED_MEMBERS": str(NUM_RANKS),
+                    FOLDER_VARIABLE: str(certificates) if name == "tls" else "",
+                }
+                taken[name] = block("shoal", "ddp", place / name, session, NUM_RANKS)
+            encrypted_s.append(taken["tls"])
+            plain_s.append(taken["plain"])
+            ratios.append(taken["tls"] / taken["plain"])
+    print(f"step: {median(encrypted_s) * 1e3:.2f} ms, without {median(plain_s) * 1e3:.2f} ms")
+    return [Row(metric="step_overhead_tls", value=median(ratios), unit="", runs=TURNS)]
+
+
+def exchanges(certificates: Path) -> list[Row]:
+    folder = {FOLDER_VARIABLE: str(certificates)}
+    entrants = {
+        "tls": (OWN, {TRANSPORT_VARIABLE: "tcp", **folder}),
+        "tcp": (OWN, {TRANSPORT_VARIABLE: "tcp"}),
+        "shared_memory": (OWN, {TRANSPORT_VARIABLE: "auto", **folder}),
+        "shared_memory_plain": (OWN, {TRANSPORT_VARIABLE: "auto"}),
+    }
+    turns = by_turns(entrants, 1, NUM_EXCHANGES)
+    rows = []
+    for name, ours, peer in (
+        ("pull_push_100mb_tls", "tls", "tcp"),
+        ("pull_push_100mb_shared_memory_with_tls", "shared_memory", "shared_memory_plain"),
+    ):
+        own, theirs = turns[ours], turns[peer]
+        row = Row(
+            metric=name,
+            value=median(own),
+            unit="GB/s",
+            runs=len(own),
+            peer=peer,
+            peer_value=median(theirs),
+        )
+        over = Row(metric=f"{name}_over_{peer}", value=ratio(own, theirs), unit="", runs=len(own))
+        rows += [row, over]
+    return rows
+
+
+def kills(place: Path, certificates: Path, num_kills: int) -> list[Row]:
+    os.environ[FOLDER_VARIABLE] = str(certificates)
+    try:
+        with cluster_in(place / "cluster", certificates) as cluster:
+            job = place / "shoal"
+            with ShoalJob(cluster, job, max_members=NUM_WORKERS) as running:
+                seen = strikes(running.steps, job, signal.SIGKILL, num_kills)
+    finally:
+        del os.environ[FOLDER_VARIABLE]
+    return [Row(metric="ddp_kill_recovery_tls", value=median(seen), unit="s", runs=len(seen))]
+
+
+def main() -> None:
+    num_kills = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_KILLS
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        folder = CertificateFolder(place / "certs")
+        folder.init()
+        rows = steps(place / "steps", folder.path)
+        rows += exchanges(folder.path)
+        rows += kills(place / "kills", folder.path, num_kills)
+    publish("tls", rows)
+
+
+if __name__ == "__main__":
+    main()

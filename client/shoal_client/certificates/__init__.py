@@ -1,0 +1,1 @@
+"""A certificate authority of a cluster's own."""

@@ -1,0 +1,190 @@
+"""Makes certificates as `shoal_proto.tls` reads them: who the holder is stands in a URI.
+
+Keys are of the curve P-256. A certificate begins five minutes before it is made, for clocks that go
+slow, and names no address unless it is asked to: the other end is known by its role.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls.names import SERVES_AS, Caller, caller_among
+
+CLOCK_SKEW = timedelta(minutes=5)
+CA_VALID = timedelta(days=3650)
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A certificate and its key, as PEM."""
+
+    cert: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Whom a certificate is for, and for how long."""
+
+    caller: Caller
+    hosts: Sequence[str] = ()
+    """Names and IP addresses that are looked at by who does not know Shoal's roles: a browser."""
+    valid: timedelta
+
+
+class Authority:
+    """Signs with a key of its own."""
+
+    def __init__(self, cert: bytes, key: bytes) -> None:
+        """Raises InvalidSpec for what is not PEM, or does not fit together."""
+        self._cert = read(cert)
+        try:
+            found = serialization.load_pem_private_key(key, password=None)
+        except (ValueError, TypeError) as error:
+            raise InvalidSpec(
+                "the authority's key cannot be read", seen=str(error), expected="PEM"
+            ) from error
+        if not isinstance(found, ec.EllipticCurvePrivateKey) or (
+            found.public_key() != self._cert.public_key()
+        ):
+            raise InvalidSpec(
+                "the authority's key is not that of its certificate",
+                seen=type(found).__name__,
+                expected="the two files that `shoal certs init` made",
+            )
+        self._key = found
+
+    @classmethod
+    def new(cls, name: str, valid: timedelta = CA_VALID) -> tuple["Authority", Issued]:
+        """An authority of this name that signs itself, and what to keep of it."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        built = (
+            _builder(subject, subject, key, valid)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+            .sign(key, hashes.SHA256())
+        )
+        issued = _pem(built, key)
+        return cls(issued.cert, issued.key), issued
+
+    def issue(self, holder: Holder) -> Issued:
+        """A certificate with a key of its own. Raises InvalidSpec for one that outlives this
+        authority."""
+        if datetime.now(UTC) + holder.valid > self._cert.not_valid_after_utc:
+            raise InvalidSpec(
+                "a certificate would outlive its authority",
+                seen=f"valid for {holder.valid}",
+                expected=f"until {self._cert.not_valid_after_utc:%Y-%m-%d %H:%M} UTC at most",
+            )
+        caller = holder.caller
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name(
+            [
+                x509.NameAttribute(NameOID.COMMON_NAME, caller.name[:64]),
+                x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, caller.role.value),
+            ]
+        )
+        serves = SERVES_AS.get(caller.role)
+        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if serves:
+            purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        names = [x509.UniformResourceIdentifier(caller.uri), *_general([serves] if serves else [])]
+        names += _general(holder.hosts)
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        built = (
+            _builder(subject, self._cert.subject, key, holder.valid)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+            .add_extension(signer, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        return _pem(built, key)
+
+
+def read(cert: bytes) -> x509.Certificate:
+    """The first certificate of a PEM file. Raises InvalidSpec."""
+    try:
+        return x509.load_pem_x509_certificate(cert)
+    except ValueError as error:
+        raise InvalidSpec(
+            "a certificate cannot be read", seen=str(error), expected="PEM"
+        ) from error
+
+
+def holder_of(cert: x509.Certificate) -> Holder | None:
+    """Whom it was issued for, to issue it again; None for one that is not of Shoal's form."""
+    try:
+        found = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+    uris = found.get_values_for_type(x509.UniformResourceIdentifier)
+    caller = caller_among(uri.encode() for uri in uris)
+    if caller is None:
+        return None
+    names = [*found.get_values_for_type(x509.DNSName)]
+    names += [str(each) for each in found.get_values_for_type(x509.IPAddress)]
+    hosts = [name for name in names if name != SERVES_AS.get(caller.role)]
+    valid = cert.not_valid_after_utc - cert.not_valid_before_utc - CLOCK_SKEW
+    return Holder(caller=caller, hosts=hosts, valid=valid)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, valid: timedelta
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(now + valid)
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _general(hosts: Iterable[str]) -> list[x509.GeneralName]:
+    found: list[x509.GeneralName] = []
+    for host in hosts:
+        try:
+            found.append(x509.IPAddress(ip_address(host)))
+        except ValueError:
+            found.append(x509.DNSName(host))
+    return found
+
+
+def _pem(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Issued:
+    return Issued(
+        cert=cert.public_bytes(serialization.Encoding.PEM),
+        key=key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+    )

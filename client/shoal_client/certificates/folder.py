@@ -1,0 +1,168 @@
+"""An authority and the certificates that it issued, as files that only their owner can read."""
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from shoal_client.certificates.authority import Authority, Holder, Issued, holder_of, read
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls.identity import CA_FILE
+from shoal_proto.tls.names import Caller, Role
+
+CA_KEY_FILE = "ca.key"
+DEFAULT_VALID = timedelta(hours=24)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """One certificate of the folder."""
+
+    path: Path
+    caller: Caller
+    hosts: Sequence[str]
+    not_after: datetime
+
+
+class CertificateFolder:
+    """`ca.crt` and `ca.key`, and NAME.crt with NAME.key for each holder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def is_made(self) -> bool:
+        """Whether an authority is there."""
+        return (self.path / CA_FILE).exists() or (self.path / CA_KEY_FILE).exists()
+
+    def init(self, valid: timedelta = DEFAULT_VALID, hosts: Sequence[str] = ()) -> None:
+        """Make the authority, and a certificate for each role. The hosts are the coordinator's.
+
+        Raises InvalidSpec where there is an authority already, or others may read the folder.
+        """
+        if self.is_made:
+            raise InvalidSpec(
+                "there is an authority already",
+                seen=str(self.path / CA_FILE),
+                expected="a folder without one",
+                fix="`shoal certs issue` and `renew` use it. A new one would make all certificates"
+                " of this one worthless: remove the folder first, if that is meant.",
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise InvalidSpec(
+                "the folder for certificates cannot be made", seen=str(error), expected="a folder"
+            ) from error
+        self._check_private()
+        authority, own = Authority.new(f"shoal {secrets.token_hex(4)}")
+        _write_new(self.path / CA_KEY_FILE, own.key)
+        _write_new(self.path / CA_FILE, own.cert)
+        for role in Role:
+            named = hosts if role is Role.COORDINATOR else ()
+            holder = Holder(caller=Caller(role, role.value), hosts=named, valid=valid)
+            self._keep_new(authority, holder)
+
+    def issue(self, holder: Holder) -> Path:
+        """Make one more certificate; its file. Raises InvalidSpec for a name that is taken."""
+        self._check_private()
+        return self._keep_new(self._authority(), holder)
+
+    def renew(self) -> list[Path]:
+        """Issue every certificate of the folder again, for as long as it was for, with a new key;
+        their files. Raises InvalidSpec."""
+        self._check_private()
+        authority, done = self._authority(), []
+        for path, holder in self._holders():
+            issued = authority.issue(holder)
+            # Between the two they do not fit: who reads them then takes them a moment later.
+            _replace(path.with_suffix(".key"), issued.key)
+            _replace(path, issued.cert)
+            done.append(path)
+        return done
+
+    def listed(self) -> list[Listed]:
+        """The certificates, by file. Raises InvalidSpec."""
+        return [
+            Listed(
+                path=path,
+                caller=holder.caller,
+                hosts=holder.hosts,
+                not_after=read(_bytes_of(path)).not_valid_after_utc,
+            )
+            for path, holder in self._holders()
+        ]
+
+    def _holders(self) -> Iterator[tuple[Path, Holder]]:
+        for path in sorted(self.path.glob("*.crt")):
+            if path.name == CA_FILE:
+                continue
+            holder = holder_of(read(_bytes_of(path)))
+            if holder is not None:
+                yield path, holder
+
+    def _authority(self) -> Authority:
+        return Authority(_bytes_of(self.path / CA_FILE), _bytes_of(self.path / CA_KEY_FILE))
+
+    def _keep_new(self, authority: Authority, holder: Holder) -> Path:
+        path = self.path / f"{holder.caller.name}.crt"
+        for each in (path, path.with_suffix(".key")):
+            if each.exists():
+                raise InvalidSpec(
+                    "there is a certificate of that name already",
+                    seen=str(each),
+                    expected="another --name",
+                    fix="`shoal certs renew` issues those that are there again.",
+                )
+        issued: Issued = authority.issue(holder)
+        _write_new(path.with_suffix(".key"), issued.key)
+        _write_new(path, issued.cert)
+        return path
+
+    def _check_private(self) -> None:
+        try:
+            mode = self.path.stat().st_mode
+        except OSError as error:
+            raise _no_authority(error) from error
+        if mode & 0o077:
+            raise InvalidSpec(
+                "others may look into the folder with the authority's key",
+                seen=f"{self.path} with mode {mode & 0o777:o}",
+                expected="mode 700",
+                fix=f"Run: chmod 700 {self.path}",
+            )
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _no_authority(error) from error
+
+
+def _no_authority(error: OSError) -> InvalidSpec:
+    return InvalidSpec(
+        "there is no authority here",
+        seen=str(error),
+        expected="a folder that `shoal certs init` made, with --dir",
+    )
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Whole or not at all, and never over another file. Raises InvalidSpec."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise InvalidSpec(
+            "a certificate's file cannot be made", seen=str(error), expected="a new file"
+        ) from error
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    _write_new(part, data)
+    part.replace(path)

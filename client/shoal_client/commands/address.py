@@ -1,0 +1,61 @@
+"""Where a cluster is: one address of it is enough, of its gRPC or of its status page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import grpc
+from cyclopts import Parameter
+
+from shoal_client.connection.addresses import CoordinatorAddresses
+from shoal_client.connection.coordinators import Coordinators, Method
+from shoal_proto.errors import MalformedMessage
+from shoal_proto.tls.options import TlsOptions
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+DEFAULT_URL = "http://127.0.0.1:7780"
+ASK_WITHIN_S = 5.0
+
+HttpUrl = Annotated[
+    str,
+    Parameter(
+        env_var="SHOAL_HTTP",
+        metavar="URL,...",
+        help="Base URL of the coordinator's status page; of each, where there are several. By"
+        " default the coordinator says it, where that is given, else http://127.0.0.1:7780.",
+    ),
+]
+"""The option --http."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusAddress(TlsOptions):
+    """Where a command finds the status page, and with which certificate."""
+
+    http: HttpUrl = ""
+    coordinators: CoordinatorAddresses = ()
+
+    def urls(self) -> str:
+        """Of the page, with commas between several. Raises what the coordinator raises that is
+        asked for it."""
+        return self.http or http_url_of(self.coordinators) or DEFAULT_URL
+
+
+def http_url_of(coordinators: Sequence[str]) -> str:
+    """The page of the coordinator that leads, as it says; empty where none is given, or it does
+    not say."""
+    if not coordinators:
+        return ""
+    connection = Coordinators(coordinators)
+    try:
+        found = connection.call(_get_cluster, pb.GetClusterRequest(), timeout_s=ASK_WITHIN_S)
+    except MalformedMessage:
+        return ""  # of release 0.1.0, which does not say
+    finally:
+        connection.close()
+    return found.http_url
+
+
+def _get_cluster(channel: grpc.Channel) -> Method[pb.Cluster]:
+    return MembershipStub(channel).GetCluster

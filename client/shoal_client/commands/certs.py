@@ -1,0 +1,126 @@
+"""`shoal certs`: the certificates of a cluster."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from shoal_client.certificates.authority import Holder
+from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.tls.names import Caller, Role
+
+DEFAULT_FOLDER = Path("shoal-certs")
+MAX_VALID_H = 24.0 * 3650
+_ROLES = ", ".join(role.value for role in Role)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertsConfig:
+    """Makes the certificates by which the processes of a cluster know each other.
+
+    init: an authority, and a certificate for each role. issue ROLE: one more. renew: all of the
+    folder again; processes that run take the new ones by themselves. show: what is in it."""
+
+    action: Annotated[Literal["init", "issue", "renew", "show"], Parameter(show_default=False)] = (
+        field(kw_only=False)
+    )
+    """What to do."""
+    role: Annotated[str, Parameter(show_default=False)] = field(default="", kw_only=False)
+    """For issue: operator, viewer, worker, server (a parameter server) or coordinator."""
+    folder: Annotated[Path, Parameter(name="--dir", metavar="DIRECTORY", env_var="SHOAL_TLS")] = (
+        DEFAULT_FOLDER
+    )
+    """Where the files are. Only you may read them; ca.key is the authority's, to be kept apart from
+    the machines that it makes certificates for."""
+    name: Annotated[str, Parameter(metavar="NAME")] = ""
+    """For issue: the holder's name, and the file's. By default the role's."""
+    job: Annotated[str, Parameter(metavar="NAME")] = ""
+    """For issue worker: the only job that the holder may act in. By default any."""
+    hosts: Annotated[
+        Sequence[str], Parameter(name="--host", metavar="NAME", allow_repeating=True)
+    ] = ()
+    """For issue and init: names and addresses by which browsers reach the coordinator. Shoal's own
+    processes need none. Can be repeated."""
+    valid_h: Annotated[float, Parameter(metavar="HOURS")] = DEFAULT_VALID.total_seconds() / 3600
+    """For issue and init: how long certificates are valid. Renewed ones are so for as long."""
+    if_absent: bool = False
+    """For init: where an authority is there already, renew its certificates instead of refusing."""
+    every_h: Annotated[float, Parameter(metavar="HOURS")] = 0.0
+    """For renew: go on, and do so again every so many hours. 0: once."""
+
+    def __post_init__(self) -> None:
+        if (self.action == "issue") != bool(self.role):
+            raise InvalidSpec(
+                "issue takes a role, and nothing else does",
+                seen=f"{self.action} {self.role}".rstrip(),
+                expected=f"shoal certs issue ROLE, with one of {_ROLES}",
+            )
+        if self.role and self.role not in {role.value for role in Role}:
+            raise InvalidSpec("no such role", seen=repr(self.role), expected=f"one of {_ROLES}")
+        if self.job and self.role != Role.WORKER.value:
+            raise InvalidSpec(
+                "only a worker is bound to a job",
+                seen=f"--job with {self.role or self.action}",
+                expected="shoal certs issue worker --job NAME",
+            )
+        for option, name in (("--name", self.name), ("--job", self.job)):
+            if name and not is_name(name):
+                raise InvalidSpec(f"bad {option}", seen=repr(name), expected=NAME_RULE)
+        if not 0 < self.valid_h <= MAX_VALID_H:
+            raise InvalidSpec(
+                "bad --valid-h",
+                seen=f"{self.valid_h:g}",
+                expected=f"above 0, {MAX_VALID_H:g} at most",
+            )
+        if not self.every_h >= 0:
+            raise InvalidSpec("bad --every-h", seen=f"{self.every_h:g}", expected="0 or more")
+
+
+def certs(config: CertsConfig) -> int:
+    """Make, renew or show certificates. Raises InvalidSpec."""
+    folder = CertificateFolder(config.folder)
+    valid = timedelta(hours=config.valid_h)
+    match config.action:
+        case "init" if config.if_absent and folder.is_made:
+            _renew(folder)
+        case "init":
+            folder.init(valid, config.hosts)
+            print(
+                f"{folder.path}: an authority, and a certificate for each role, valid for {valid}"
+            )
+            print(
+                f"Have the parts of the cluster use them: export SHOAL_TLS={folder.path.resolve()}"
+            )
+        case "issue":
+            caller = Caller(Role(config.role), config.name or config.role, config.job)
+            path = folder.issue(Holder(caller=caller, hosts=config.hosts, valid=valid))
+            print(f"{path} and {path.with_suffix('.key')}: {caller}, valid for {valid}")
+        case "renew":
+            _renew(folder)
+            while config.every_h:
+                time.sleep(config.every_h * 3600)
+                _renew(folder)
+        case "show":
+            _show(folder)
+    return 0
+
+
+def _renew(folder: CertificateFolder) -> None:
+    done = folder.renew()
+    print(f"{folder.path}: renewed {', '.join(path.name for path in done)}", flush=True)
+
+
+def _show(folder: CertificateFolder) -> None:
+    now = datetime.now(UTC)
+    for each in folder.listed():
+        left = each.not_after - now
+        until = f"until {each.not_after:%Y-%m-%d %H:%M} UTC"
+        state = until if left > timedelta() else f"expired, {until}"
+        hosts = f", reached as {', '.join(each.hosts)}" if each.hosts else ""
+        print(f"{each.path.name}: {each.caller}{hosts}; {state}")

@@ -1,0 +1,157 @@
+"""`shoal top`: how jobs stand, over and over, on one screen."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from shoal_client.commands.address import StatusAddress
+from shoal_client.commands.events import line_of
+from shoal_client.commands.status import Json, StatusClient, duration
+from shoal_proto.errors import NotLeader, Unavailable
+
+MAX_EVENTS = 5
+NAME_WIDTH = 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopConfig:
+    """Shows how jobs stand, again and again until Ctrl-C: those that run, or the members of one."""
+
+    job: str = field(kw_only=False, default="")
+    """Name of a job. By default all that run."""
+    every_s: Annotated[float, Parameter(name=["-d", "--every-s"], metavar="SECONDS")] = 1.0
+    """Between two looks."""
+    once: Annotated[bool, Parameter(negative=())] = False
+    """Look once, print, and end."""
+    address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.every_s <= 3600:
+            raise ValueError(f"bad --every-s; saw {self.every_s:g}; expected 0.1 to 3600 seconds")
+
+
+def top(config: TopConfig) -> int:
+    """Look and show until Ctrl-C."""
+    console = Console(highlight=False)
+    with StatusClient(config.address.urls()) as client:
+        if config.once or not console.is_terminal:
+            console.print(_look(client, config.job, console.size.height))
+            return 0
+        shown = _look(client, config.job, console.size.height)
+        with Live(shown, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(config.every_s)
+                try:
+                    shown = _look(client, config.job, console.size.height)
+                except (NotLeader, Unavailable) as error:
+                    shown = Group(Text(str(error), style="red"), shown)
+                live.update(shown, refresh=True)
+
+
+def _look(client: StatusClient, job: str, height: int) -> RenderableType:
+    if job:
+        events = client.events(job, 0, details=False, newest=MAX_EVENTS)["events"]
+        return _of_job(client.job(job), events, max(3, height - MAX_EVENTS - 6))
+    running = [each for each in client.jobs() if each["state"] == "running"]
+    return _of_jobs(running, max(3, height - 3))
+
+
+def _of_jobs(jobs: Json, height: int) -> RenderableType:
+    jobs = sorted(jobs, key=lambda job: -job["begun_unix_s"])
+    table = _table("job", "phase", "members>", "step>", "loss>", "goodput>", "restarts>")
+    for job in jobs[:height]:
+        table.add_row(
+            escape(job["job"]),
+            job["phase"],
+            f"{job['num_training']}/{job['num_members']}",
+            str(job["step"]),
+            _figure(job["loss"], ".4g"),
+            _share(job.get("goodput")),
+            str(job["num_restarts"]),
+        )
+    more = len(jobs) - height
+    parts: list[RenderableType] = [Text(f"{len(jobs)} jobs run"), table]
+    return Group(*parts, *([Text(f"and {more} more", style="dim")] if more > 0 else []))
+
+
+def _of_job(job: Json, events: Json, height: int) -> RenderableType:
+    summary = job["summary"]
+    speeds = [_said(each, "samples_per_s") for each in job["members"]]
+    total = sum(each for each in speeds if isinstance(each, int | float))
+    head = Text.assemble(
+        (summary["job"], "bold"),
+        f"  {summary['phase']}, step {summary['step']}, {total:.0f} samples/s,"
+        f" goodput {_share(summary.get('goodput'))}",
+    )
+    slow = slowest(job["members"])
+    table = _table("member", "rank>", "state", "step>", "loss>", "ms/step>", "seen>")
+    now_s = time.time()
+    for entry in job["members"][:height]:
+        member = entry["member"]
+        step_s = _said(entry, "step_time_s")
+        name = escape(member["member_id"])
+        table.add_row(
+            f"[yellow]{name} (slow)[/yellow]" if member["member_id"] in slow else name,
+            "-" if member["rank"] is None else str(member["rank"]),
+            member["state"],
+            str(max(member["step"], _said(entry, "step") or 0)),
+            _figure(_said(entry, "loss"), ".4g"),
+            "-" if step_s is None else f"{1000 * step_s:.1f}",
+            duration(now_s - member["last_seen_unix_s"]),
+        )
+    more = len(job["members"]) - height
+    parts: list[RenderableType] = [head, Text(summary["reason"], style="dim"), table]
+    if more > 0:
+        parts.append(Text(f"and {more} more", style="dim"))
+    return Group(*parts, Text(""), *(line_of(event) for event in events))
+
+
+def slowest(members: Json) -> set[str]:
+    """Who takes half as long again for a step as the one in the middle: stragglers, where members
+    go at their own pace."""
+    times = {
+        entry["member"]["member_id"]: step_s
+        for entry in members
+        if isinstance(step_s := _said(entry, "step_time_s"), int | float)
+    }
+    if len(times) < 3:
+        return set()
+    middle_s = sorted(times.values())[len(times) // 2]
+    return {name for name, step_s in times.items() if step_s > 1.5 * middle_s}
+
+
+def _said(entry: Json, figure: str) -> Json:
+    return (entry["health"] or {}).get(figure)
+
+
+def _figure(value: float | str | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else format(value, form)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        name = column.removesuffix(">")
+        # Names may be of any length: figures are not to give way to them.
+        longest = None if name != columns[0] else NAME_WIDTH
+        table.add_column(
+            name,
+            justify="right" if name != column else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            max_width=longest,
+        )
+    return table

@@ -1,0 +1,149 @@
+"""Whether a server that gave no answer refuses this process' certificate, or only one side speaks
+TLS.
+
+gRPC says `UNAVAILABLE` of all of these and of a server that is not there, and the same call would
+be made again and again. So after a failure of that kind one TLS handshake is made by hand: it names
+what is wrong, and by which side.
+"""
+
+import socket
+import ssl
+from datetime import UTC, datetime
+
+import structlog
+
+from shoal_proto.errors import CertificateRefused, ShoalError, Unavailable
+from shoal_proto.tls import identity
+
+log = structlog.get_logger(__name__)
+
+ANSWER_WITHIN_S = 0.5
+MAX_ANSWERED = 1024
+ATTEMPTS = 2
+_SIGNS = ("handshake", "closed", "reset", "eof", "hang", "broken pipe")
+"""In gRPC's words of what a refused handshake looks like; not those of a port where nobody is."""
+_answered: set[str] = set()
+"""Addresses that have answered a call without TLS: they will not begin to speak it."""
+
+
+def note_answer(address: str) -> None:
+    """A server at host:port has answered: nothing kept it from doing so."""
+    if address not in _answered and identity.own() is None:
+        if len(_answered) >= MAX_ANSWERED:
+            _answered.clear()
+        _answered.add(address)
+
+
+def explained(error: ShoalError, address: str, name: str) -> ShoalError:
+    """CertificateRefused in place of an Unavailable that comes of it, else the error as it is.
+
+    `name`: COORDINATOR_NAME or SERVER_NAME, whichever was called at host:port.
+    """
+    if type(error) is not Unavailable or not any(s in error.seen.lower() for s in _SIGNS):
+        return error
+    if identity.own() is None and address in _answered:
+        # One that hangs would be waited for, and another one may lead by now.
+        return error
+    return why_refused(address, name) or error
+
+
+def why_refused(address: str, name: str) -> CertificateRefused | None:
+    """What keeps this process and the server at host:port from a TLS connection; None if nothing
+    does, or nobody is there. Blocks for a second at most."""
+    try:
+        if identity.own() is None:
+            return _needs_tls(address) if _speaks_tls(address) else None
+        return _own_refusal(address, name)
+    except OSError as error:
+        log.debug("no_tls_handshake", address=address, reason=repr(error))
+        return None
+
+
+def _own_refusal(address: str, name: str) -> CertificateRefused | None:
+    """Raises OSError where nobody is."""
+    context = _as_grpc()
+    for _ in range(ATTEMPTS):
+        with _connected(address) as plain:
+            try:
+                with context.wrap_socket(plain, server_hostname=name) as connected:
+                    # What the server says of the certificate comes behind the handshake; one that
+                    # takes it begins with HTTP/2's settings.
+                    if connected.recv(1):
+                        return None
+            except ssl.SSLCertVerificationError as error:
+                seen = f"its certificate is not accepted here: {error.verify_message}"
+                return _refused(address, seen)
+            except (ssl.SSLEOFError, ConnectionError) as error:
+                log.debug("tls_connection_ended", address=address, reason=repr(error))
+            except ssl.SSLError as error:
+                return _refused(address, _in_words(error))
+    # gRPC hangs up without a word. So does a server that ends, but it is not there the next time.
+    return _refused(address, "it hangs up once it has seen this process' certificate")
+
+
+def _as_grpc() -> ssl.SSLContext:
+    """With this process' certificate, for HTTP/2, without which gRPC hangs up."""
+    own = identity.own()
+    assert own is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    context.load_verify_locations(own.files.ca)
+    context.load_cert_chain(own.files.cert, own.files.key)
+    return context
+
+
+def _speaks_tls(address: str) -> bool:
+    """Whose certificate it is does not matter, nor that it wants one of this process. Raises
+    OSError where nobody is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with _connected(address) as plain:
+        try:
+            context.wrap_socket(plain).close()
+        except ssl.SSLError as error:
+            return "ALERT" in (error.reason or "")
+    return True
+
+
+def _connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), ANSWER_WITHIN_S)
+
+
+def _in_words(error: ssl.SSLError) -> str:
+    reason = (error.reason or str(error)).replace("_", " ").lower()
+    if "alert" in reason:
+        said = reason.partition("alert")[2].strip()
+        return f"it does not accept this process' certificate: {said}"
+    return f"it does not speak TLS: {reason}"
+
+
+def _refused(address: str, seen: str) -> CertificateRefused:
+    own = identity.own()
+    assert own is not None
+    return CertificateRefused(
+        f"no TLS connection to {address}",
+        seen=seen,
+        expected=f"certificates of one authority, valid now, on both sides; this process has"
+        f" {own.files.cert}, {_validity(own.material.cert)}, and trusts {own.files.ca}",
+        fix="`shoal certs show` tells what certificates say; `shoal certs renew` makes new ones.",
+    )
+
+
+def _validity(cert: bytes) -> str:
+    # Read here alone: to load it takes every other process 30 ms.
+    from cryptography.x509 import load_pem_x509_certificate  # noqa: PLC0415
+
+    until = load_pem_x509_certificate(cert).not_valid_after_utc
+    state = "expired at" if until < datetime.now(UTC) else "valid until"
+    return f"{state} {until:%Y-%m-%d %H:%M} UTC"
+
+
+def _needs_tls(address: str) -> CertificateRefused:
+    return CertificateRefused(
+        f"{address} speaks TLS, and this process has no certificate",
+        seen="a TLS handshake",
+        expected="--tls DIRECTORY, or --tls-ca, --tls-cert and --tls-key",
+        fix="Set SHOAL_TLS to a folder of `shoal certs`, or issue a certificate with it.",
+    )

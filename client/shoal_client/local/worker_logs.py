@@ -1,0 +1,67 @@
+"""What workers printed, where their launcher keeps it on its host: the newest of it, in two files a
+worker at most."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+MAX_BYTES = 8 << 20
+"""Of one file; then it becomes the older of the two."""
+
+
+def log_root(environment: Mapping[str, str]) -> Path:
+    """SHOAL_LOG_DIR, or a directory of this user's below the system's for temporary files."""
+    if given := environment.get("SHOAL_LOG_DIR"):
+        return Path(given)
+    return Path(tempfile.gettempdir()) / f"shoal-logs-{os.getuid()}"
+
+
+def log_path(root: Path, job: str, member_id: str) -> Path:
+    """The newer file of a member's. Names have no slashes."""
+    return root / job / f"{member_id}.log"
+
+
+def older(path: Path) -> Path:
+    """The other one."""
+    return path.with_suffix(".log.1")
+
+
+class WorkerLog:
+    """Appends lines of one worker, over its restarts too. A disk that is full or gone costs the
+    lines, and never the run: `problem` says what was wrong first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problem = ""
+        self._file: int | None = None
+        self._num_bytes = 0
+
+    def write(self, line: str) -> None:
+        """Append a line."""
+        if self.problem:
+            return
+        data = f"{line}\n".encode(errors="replace")
+        try:
+            if self._file is None or self._num_bytes + len(data) > MAX_BYTES:
+                self._open()
+            assert self._file is not None
+            self._num_bytes += os.write(self._file, data)
+        except OSError as error:
+            self.problem = f"{self.path}: {error.strerror or error}"
+
+    def _open(self) -> None:
+        self.close()
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size + 1024 > MAX_BYTES:
+            self.path.replace(older(self.path))
+        # Nobody else's to read, and no link of somebody else's to follow.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(self.path, flags, 0o600)
+        self._num_bytes = os.fstat(self._file).st_size
+
+    def close(self) -> None:
+        """Let the file go."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

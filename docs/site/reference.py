@@ -1,0 +1,152 @@
+"""The reference pages, made from the source: only headings are written by hand."""
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STUB = ROOT / "worker" / "shoal" / "__init__.pyi"
+GROUPS = {
+    "A session": ("join", "Session", "Batch", "Drained"),
+    "Synchronous strategies": (
+        *("DDP", "Zero1", "Zero2", "Zero3", "FSDP", "HSDP"),
+        *("TensorParallel", "Pipeline", "Hybrid", "LocalSGD", "DiLoCo"),
+    ),
+    "Asynchronous strategies": ("AsyncSGD", "SSP", "BSP", "AsyncDiLoCo"),
+    "Checkpoints and data": ("Checkpoints", "Shards"),
+    "Embedding tables": (
+        *("EmbeddingTable", "EmbeddingBagTable", "RowSGD", "RowAdagrad", "RowAdam"),
+        *("RowNormal", "RowUniform", "RowConstant", "Admission", "Eviction"),
+    ),
+    "Compression": ("FP16", "BF16", "Int8", "OneBit", "TopK", "PowerSGD"),
+    "Conditions of your own": ("validator", "Roster", "RosterMember", "Reject"),
+    "Planning": ("plan",),
+    "Without a session": (
+        *("distribute", "data_share", "forward_backward", "clip_grad_norm", "state_dict"),
+        *("run_in_memory", "init_mpi"),
+    ),
+}
+"""What `shoal` exports, in the order of the page; the rest stands at its end."""
+
+
+OTHER_VARIABLES = {
+    "SHOAL_LOG_LEVEL": "`debug`, `info` (default), `warning` or `error`: from which level on"
+    " coordinators and parameter servers log",
+    "SHOAL_TRANSPORT": "`tcp`: tensors do not travel in shared memory, even on one machine; `grpc`:"
+    " nor over a bulk connection",
+}
+
+
+def pages() -> Mapping[str, str]:
+    """Each page's text by its file name."""
+    return {"api.md": api(), "commands.md": commands(), "configuration.md": configuration()}
+
+
+def exports() -> Mapping[str, str]:
+    """The module of each name that `shoal` exports."""
+    imports = [
+        node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.ImportFrom)
+    ]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
+
+
+def api() -> str:
+    """One entry for each export, by groups."""
+    homes = exports()
+    grouped = {name for names in GROUPS.values() for name in names}
+    groups = {**GROUPS, "More": tuple(sorted(homes.keys() - grouped))}
+    parts = [
+        "# Python API\n\nWhat `import shoal` offers."
+        " Errors are in [troubleshooting](../troubleshooting.md).\n"
+    ]
+    for title, names in groups.items():
+        parts += [f"## {title}\n"] if names else []
+        for name in names:
+            options = f"    options:\n      heading: shoal.{name}\n      toc_label: {name}\n"
+            parts.append(f"::: {homes[name]}.{name}\n{options}")
+    return "\n".join(parts)
+
+
+def commands() -> str:
+    """Every option of every command, from the config classes that define them."""
+    from shoal_client.cli import build_app, installed_commands  # noqa: PLC0415
+
+    text = build_app(installed_commands()).generate_docs(heading_level=1, flatten_commands=True)
+    introduction = (
+        "\nMade from the classes that the options are read into;"
+        " `shoal COMMAND --help` shows the same.\n"
+    )
+    title, _, rest = text.partition("\n")
+    return f"# Commands\n{introduction}\n{rest}" if title.startswith("# ") else text
+
+
+def configuration() -> str:
+    """Settings that are no options of a command: the environment of a worker, and time limits."""
+    from shoal.membership import join_config  # noqa: PLC0415
+    from shoal_server.config_command import meanings  # noqa: PLC0415
+    from shoal_server.core.limits import Limits  # noqa: PLC0415
+
+    documented = field_docs(inspect.getsource(join_config), "JoinConfig")
+    variables = environment(inspect.getsource(join_config))
+    fields = {field.name: field for field in dataclasses.fields(join_config.JoinConfig)}
+    names = {"coordinators": "coordinator"}
+    rows = [
+        (f"`{names.get(name, name)}`", f"`{variables[name]}`", _default(field), documented[name])
+        for name, field in fields.items()
+        if name in variables
+    ]
+    limits = Limits()
+    times = [(f"`{name}`", f"{getattr(limits, name):g}", text) for name, text in meanings()]
+    return "\n".join(
+        [
+            "# Configuration\n",
+            "Options of commands are in [commands](commands.md), those of strategies in the"
+            " [API](api.md).\n",
+            "## A worker\n",
+            "Arguments of `shoal.join`, and the variables that stand in for them."
+            " `shoal run` sets these for its workers.\n",
+            *table(("argument", "variable", "default", "what it is"), rows),
+            "\n## Other variables\n",
+            *table(("variable", "what it is"), [(f"`{k}`", v) for k, v in OTHER_VARIABLES.items()]),
+            "\n## Time limits\n",
+            "Of a coordinator with its defaults, in seconds. Three are chosen (`--heartbeat-s`,"
+            " `--join-s`, `--collective-s`), the others follow; `shoal config` prints them for"
+            " other choices.\n",
+            *table(("limit", "seconds", "what it is"), times),
+            "",
+        ]
+    )
+
+
+def field_docs(source: str, name: str) -> Mapping[str, str]:
+    """What stands under each field of a class."""
+    tree = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
+    found = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if is_field and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return found
+
+
+def environment(source: str) -> Mapping[str, str]:
+    """The variable that each field of JoinConfig is read from."""
+    found = dict(re.findall(r'(?:text|number)\(\s*"(\w+)", "(SHOAL_\w+)"', source))
+    if "coordinator" in found:
+        found["coordinators"] = found.pop("coordinator")
+    return found
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(titles)} |"
+    yield f"|{'---|' * len(titles)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+def _default(field: "dataclasses.Field[object]") -> str:
+    known = field.default is not dataclasses.MISSING and field.default not in ("", ())
+    return f"`{field.default}`" if known else ""

@@ -1,0 +1,138 @@
+"""A certificate with its key, and the authority that it trusts, as files that are read anew."""
+
+import ssl
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+
+from shoal_proto.errors import InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+LOOK_EVERY_S = 1.0
+"""How often it is looked whether the files have changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """Where the three PEM files are."""
+
+    ca: Path
+    """Certificates of the authorities that signed those of the other processes."""
+    cert: Path
+    """This process' certificate, and those between it and the authority."""
+    key: Path
+    """The certificate's private key, without a passphrase."""
+
+    def environment(self) -> dict[str, str]:
+        """The variables by which another process finds them."""
+        return {
+            "SHOAL_TLS_CA": str(self.ca.resolve()),
+            "SHOAL_TLS_CERT": str(self.cert.resolve()),
+            "SHOAL_TLS_KEY": str(self.key.resolve()),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """What was in the files at one time; they fit each other. Equal to itself alone."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes
+    server: ssl.SSLContext
+    """For taking connections: the other end must have a certificate."""
+    client: ssl.SSLContext
+    """For making connections, to a name of `shoal_proto.tls.names`. The same object always."""
+
+
+class TlsIdentity:
+    """The files of one process. Thread-safe.
+
+    Files that change are read anew, at most a second later, for all connections from then on. What
+    does not fit together, as while one of them is not written yet, is left until it does.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises InvalidSpec for files that cannot be read, or do not fit each other."""
+        self.files = files
+        self._lock = threading.Lock()
+        self._seen = self._stamps()
+        self._material = _read(files)
+        self._looked_s = time.monotonic()
+
+    @property
+    def material(self) -> Material:
+        """As of now. The same object as long as the files have not changed."""
+        with self._lock:
+            if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
+                self._looked_s = time.monotonic()
+                self._look()
+            return self._material
+
+    def _look(self) -> None:
+        try:
+            stamps = self._stamps()
+            if stamps == self._seen:
+                return
+            found = _read(self.files)
+        except InvalidSpec as error:
+            log.warning("certificate_not_renewed", cert=str(self.files.cert), reason=str(error))
+            return
+        self._seen = stamps
+        # The context that clients hold is the same for good: it is told of the new certificate.
+        client = self._material.client
+        client.load_verify_locations(cadata=found.ca.decode("ascii"))
+        client.load_cert_chain(self.files.cert, self.files.key)
+        self._material = replace(found, client=client)
+        log.info("certificate_read_anew", cert=str(self.files.cert))
+
+    def _stamps(self) -> list[tuple[int, int, int]]:
+        try:
+            found = [each.stat() for each in (self.files.ca, self.files.cert, self.files.key)]
+        except OSError as error:
+            raise _unreadable(error) from error
+        return [(each.st_mtime_ns, each.st_ino, each.st_size) for each in found]
+
+
+def _read(files: TlsFiles) -> Material:
+    try:
+        ca, cert, key = (each.read_bytes() for each in (files.ca, files.cert, files.key))
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.verify_mode = ssl.CERT_REQUIRED
+        # A connection is for long: nothing is gained by tickets, and each is a message more.
+        server.num_tickets = 0
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        for context in (server, client):
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.load_verify_locations(cadata=ca.decode("ascii"))
+            context.load_cert_chain(files.cert, files.key)
+    except ssl.SSLError as error:
+        raise InvalidSpec(
+            "the TLS files are no certificate with its key",
+            seen=f"{error.reason or error} with {files.cert}, {files.key}, {files.ca}",
+            expected="PEM files: a certificate, its own private key without a passphrase, and the"
+            " authority",
+            fix="`shoal certs issue` makes them.",
+        ) from error
+    except OSError as error:
+        raise _unreadable(error) from error
+    except ValueError as error:
+        raise InvalidSpec(
+            "the authority's file holds no certificate",
+            seen=f"{files.ca}: {error}",
+            expected="PEM",
+        ) from error
+    return Material(ca=ca, cert=cert, key=key, server=server, client=client)
+
+
+def _unreadable(error: OSError) -> InvalidSpec:
+    return InvalidSpec(
+        "a TLS file cannot be read",
+        seen=str(error),
+        expected="a readable file",
+        fix="`shoal certs init` and `shoal certs issue` make them.",
+    )

@@ -1,0 +1,74 @@
+"""What a certificate says of its holder: a role, a name, and for some workers a job.
+
+The role stands in a URI, as SPIFFE has it: `spiffe://shoal/worker/NAME`, or with the job that the
+holder is bound to, `spiffe://shoal/worker/NAME/job/JOB`. A process that serves has a DNS name of
+its role besides, by which its callers know it, whatever address they reach it at: certificates need
+no addresses, and a worker's certificate is not taken for a server's.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+from shoal_proto.names import is_name
+
+COORDINATOR_NAME = "coordinator.shoal"
+SERVER_NAME = "server.shoal"
+URI_START = "spiffe://shoal/"
+
+
+class Role(Enum):
+    """What the holder of a certificate is, and so what it may call."""
+
+    OPERATOR = "operator"
+    VIEWER = "viewer"
+    WORKER = "worker"
+    SERVER = "server"
+    COORDINATOR = "coordinator"
+
+
+SERVES_AS = {Role.COORDINATOR: COORDINATOR_NAME, Role.SERVER: SERVER_NAME}
+"""The DNS name in the certificates of a role that serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is at the other end of a connection, as its certificate says."""
+
+    role: Role
+    name: str
+    job: str = ""
+    """The only job that it may act in; empty: any."""
+
+    def __str__(self) -> str:
+        bound = f" of job {self.job}" if self.job else ""
+        return f"{self.role.value} {self.name}{bound}"
+
+    @property
+    def uri(self) -> str:
+        """As it stands in the certificate."""
+        bound = f"/job/{self.job}" if self.job else ""
+        return f"{URI_START}{self.role.value}/{self.name}{bound}"
+
+
+def caller_among(names: Iterable[bytes]) -> Caller | None:
+    """The holder of a certificate with these alternative names; None if none of them, or more than
+    one, is of Shoal's form."""
+    found = [name for name in names if name.startswith(URI_START.encode())]
+    return _read(found[0]) if len(found) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def _read(uri: bytes) -> Caller | None:
+    try:
+        parts = uri.decode("ascii").removeprefix(URI_START).split("/")
+        role = Role(parts[0])
+    except ValueError:
+        return None
+    match parts[1:]:
+        case [name] if is_name(name):
+            return Caller(role, name)
+        case [name, "job", job] if is_name(name) and is_name(job):
+            return Caller(role, name, job)
+    return None

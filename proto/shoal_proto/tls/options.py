@@ -1,0 +1,58 @@
+"""The options of a command by which its process speaks TLS."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from cyclopts import Group, Parameter
+
+from shoal_proto.tls.files import TlsFiles
+from shoal_proto.tls.identity import FOLDER_VARIABLE, VARIABLES, chosen
+from shoal_proto.tls.names import Role
+
+_GROUP = Group("TLS")
+_CA, _CERT, _KEY = VARIABLES
+
+
+def _option(name: str, metavar: str, variable: str) -> Parameter:
+    return Parameter(name=name, metavar=metavar, env_var=variable, group=_GROUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions:
+    """What the certificate of this process is. Without any of it there is no TLS."""
+
+    folder: Annotated[Path | None, _option("--tls", "DIRECTORY", FOLDER_VARIABLE)] = None
+    """Speak TLS, with the certificate for this command's role among those that `shoal certs` made
+    in this folder."""
+    ca: Annotated[Path | None, _option("--tls-ca", "FILE", _CA)] = None
+    """Instead of --tls: PEM file of the authority that signed the other processes' certificates."""
+    cert: Annotated[Path | None, _option("--tls-cert", "FILE", _CERT)] = None
+    """PEM file of this process' certificate. Read anew when it changes."""
+    key: Annotated[Path | None, _option("--tls-key", "FILE", _KEY)] = None
+    """PEM file of the certificate's key."""
+
+    roles: ClassVar[tuple[Role, ...]] = (Role.OPERATOR, Role.VIEWER)
+    """Whose certificate is taken from the folder: the first that is there."""
+
+    @property
+    def files(self) -> TlsFiles | None:
+        """The files that were given, or those in the folder; None without TLS. Raises
+        InvalidSpec."""
+        return self.files_of(*self.roles)
+
+    def files_of(self, *roles: Role) -> TlsFiles | None:
+        """As `files`, for other roles where a folder was given."""
+        return chosen(self.folder, self.ca, self.cert, self.key, *roles)
+
+
+class LauncherTls(TlsOptions):
+    """Those of `shoal run`, whose workers get the certificate of a worker."""
+
+    roles: ClassVar[tuple[Role, ...]] = (Role.OPERATOR, Role.WORKER)
+
+
+_FLAT = Parameter(name="*")
+TlsOption = Annotated[TlsOptions, _FLAT]
+"""The field of a command's config that has them."""
+LauncherTlsOption = Annotated[LauncherTls, _FLAT]

@@ -1,0 +1,195 @@
+"""What is charted of jobs: how they stand, second by second, kept for the leader that comes next.
+
+While it leads, the coordinator notes each second what members of running jobs said last. Of each
+job that is at most a few hundred intervals and a hundred changes; twice a minute it is written to
+etcd, compressed, a few kilobytes in a key of the job's. A leader that takes over goes on from
+there: what is missing is the last half minute at the most.
+"""
+
+import asyncio
+import math
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+from pydantic import TypeAdapter, ValidationError
+
+from shoal_proto.errors import RetryError, ShoalError
+from shoal_proto.incarnation import public_id
+from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.core.generations.roster import Roster
+from shoal_server.core.membership.phases import OVER
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Put, unchanged_since
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.serving.tasks import gather_bounded
+from shoal_server.status.board import StatusBoard
+from shoal_server.status.history.records import ChangeView, SeriesView
+from shoal_server.status.history.series import Reading
+from shoal_server.status.views import HealthView
+
+log = structlog.get_logger(__name__)
+
+READ_EACH_S = 1.0
+KEEP_EACH_S = 30.0
+MAX_SHARE = 0.02
+"""Of the event loop's time, for looking at members: of ten thousand it is done less often."""
+FRESH_S = 10.0
+"""What a member said longer ago is not how it stands now."""
+AT_ONCE = 16
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptHistory:
+    """A job's history as it lies in etcd. Fields are only ever added."""
+
+    begun_unix_s: float
+    """Of the run of the job that it is of."""
+    series: SeriesView
+    changes: tuple[ChangeView, ...] = ()
+    extra_s: float = 0.0
+
+
+_KEPT = TypeAdapter(KeptHistory)
+
+
+class HistoryKeeper:
+    """Works while its coordinator leads: see `run`."""
+
+    def __init__(self, store: LeaderStore, registry: Registry, board: StatusBoard) -> None:
+        self._store = store
+        self._registry = registry
+        self._board = board
+        self._taken_up: set[str] = set()
+        """Jobs of which it is known what etcd has."""
+        self._kept: dict[str, bytes] = {}
+        """By job: what lies in etcd now."""
+
+    async def run(self) -> None:
+        """Note how jobs stand, and keep it, until cancelled."""
+        self._taken_up.clear()
+        self._kept.clear()
+        keep_s = time.monotonic() + KEEP_EACH_S
+        while True:
+            await self._take_up()
+            began_s = time.monotonic()
+            self.read()
+            if began_s >= keep_s:
+                keep_s = began_s + KEEP_EACH_S
+                await self.keep()
+            await asyncio.sleep(max(READ_EACH_S, (time.monotonic() - began_s) / MAX_SHARE))
+
+    def read(self) -> None:
+        """Note how each job stands in which somebody trains."""
+        for actor in self._registry.actors():
+            roster, job = actor.job.running, actor.job.spec.job
+            if roster is not None:
+                known = self._board.reports(job)
+                reading = _reading(roster, known, self._board.highest_step(job), time.time())
+                if reading is not None:
+                    self._board.measured(job, reading)
+
+    async def keep(self) -> None:
+        """Write what has changed of each job's history."""
+        await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
+
+    async def _take_up(self) -> None:
+        """Go on from what another leader kept of jobs that this one has read by now."""
+        new = [a for a in self._registry.actors() if a.job.spec.job not in self._taken_up]
+        await gather_bounded(self._take_up_one, new, AT_ONCE)
+
+    async def _take_up_one(self, actor: JobActor) -> None:
+        job = actor.job.spec.job
+        try:
+            found = await self._store.get(keys.history(job))
+        except RetryError as error:
+            log.debug("history_not_read", job=job, reason=str(error))
+            return
+        self._taken_up.add(job)
+        if found is None:
+            return
+        try:
+            kept = _read(found.value)
+        except (zlib.error, ValidationError, ValueError) as error:
+            # It is shown to people, and decides nothing: the job goes on without.
+            log.warning("history_unreadable", job=job, key=found.key, reason=str(error)[:300])
+            return
+        if kept.begun_unix_s == actor.job.tally.begun_s:
+            self._board.restore_history(job, kept.series, kept.changes, kept.extra_s)
+            self._kept[job] = found.value
+
+    async def _keep_one(self, actor: JobActor) -> None:
+        job = actor.job.spec.job
+        known = self._board.history(job)
+        is_over = actor.job.phase in OVER and actor.job.tally.is_cleared
+        if known is None or is_over or job not in self._taken_up:
+            return
+        stories, series = known
+        value = _written(
+            KeptHistory(
+                begun_unix_s=actor.job.tally.begun_s,
+                series=series.view(),
+                changes=tuple(stories.changes),
+                extra_s=stories.extra_s,
+            )
+        )
+        if value == self._kept.get(job) or len(value) > MAX_BYTES:
+            return
+        try:
+            state = await self._store.get(keys.job_state(job))
+            if state is None:
+                return  # nothing of it is kept yet, or any more
+            still = unchanged_since(state.key, state.mod_revision)
+            written = await self._store.transact([still], [Put(keys.history(job), value)])
+        except ShoalError as error:
+            log.debug("history_not_kept", job=job, reason=str(error))
+            return
+        if written.succeeded:
+            self._kept[job] = value
+
+
+def _written(kept: KeptHistory) -> bytes:
+    return zlib.compress(_KEPT.dump_json(kept), 6)
+
+
+def _read(value: bytes) -> KeptHistory:
+    """Raises zlib.error, ValueError."""
+    inflated = zlib.decompressobj()
+    data = inflated.decompress(value, 16 * MAX_BYTES)
+    if inflated.unconsumed_tail:
+        raise ValueError(f"more than {16 * MAX_BYTES} bytes")
+    return _KEPT.validate_json(data)
+
+
+def _reading(
+    roster: Roster, known: Mapping[str, HealthView], step: int, now_unix_s: float
+) -> Reading | None:
+    """What those say who train; None where nobody has said anything lately."""
+    found = {
+        entry.rank: health
+        for entry in roster.entries
+        if (health := known.get(entry.member_id)) is not None
+        and health.received_unix_s > now_unix_s - FRESH_S
+        and health.public_id == public_id(entry.incarnation)
+    }
+    if not found:
+        return None
+    figures = found.values()
+    return Reading(
+        generation=roster.generation,
+        step=step,
+        losses=[x for each in figures if (x := _finite(each.loss)) is not None],
+        samples_per_s=[x for each in figures if (x := _finite(each.samples_per_s)) is not None],
+        staleness=[x for each in figures if (x := _finite(each.staleness_steps)) is not None],
+        step_s={
+            rank: x for rank, each in found.items() if (x := _finite(each.step_time_s)) is not None
+        },
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

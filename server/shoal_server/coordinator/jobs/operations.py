@@ -1,0 +1,45 @@
+"""What an operator may have done with a job: the same for gRPC and HTTP."""
+
+from shoal_proto.errors import UnknownMember
+from shoal_proto.incarnation import public_id
+from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.jobs.requests import MAX_ERROR
+from shoal_server.core.membership import events
+
+
+class JobOperations:
+    """All of them raise UnknownJob, NotLeader, and what the job refuses them with."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def stop(self, job: str, reason: str) -> JobActor:
+        """Have a job's members end at a step boundary."""
+        actor = self._registry.find(job)
+        await actor.stop(reason[:MAX_ERROR] or "an operator stopped it")
+        return actor
+
+    async def retry(self, job: str, *, from_scratch: bool = False) -> JobActor:
+        """Let a job be joined again that failed, was stopped or is lost."""
+        return await self._registry.retry(job, from_scratch=from_scratch)
+
+    async def drain(self, job: str, member_id: str, reason: str, *, process: str = "") -> JobActor:
+        """Let a member finish its step, hand over and leave; with `process`, a public id, only that
+        very one. Raises UnknownMember too."""
+        actor = self._registry.find(job)
+        member = actor.job.members.get(member_id)
+        if member is None or process not in ("", public_id(member.incarnation)):
+            known = sorted(actor.job.members)
+            raise UnknownMember(
+                f"job {job} has no member {member_id!r} that could be drained",
+                seen=f"process {process}" if member else member_id,
+                expected=", ".join(known[:10]) + (" ..." if len(known) > 10 else "") or "none",
+            )
+        asked = events.DrainAsked(
+            member_id=member_id,
+            incarnation=member.incarnation,
+            reason=reason[:MAX_ERROR] or "asked to",
+        )
+        await actor.submit(asked)
+        return actor

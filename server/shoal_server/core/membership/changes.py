@@ -1,0 +1,154 @@
+"""Why one generation follows another: who went and for what cause, who came, what went wrong.
+
+Kept from the moment that a generation runs until the next one does, and told in a line:
+"lost vm-2 (SIGKILL); 3 go on".
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shoal_server.core.generations.roster import NO_GENERATION, Generation, Roster, Step
+
+MAX_NAMES = 10
+MAX_CAUSE = 160
+MAX_LINE = 600
+UNSEEN = "gone while nobody led"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """A member that went."""
+
+    member_id: str
+    cause: str
+    """SIGKILL, exit code 1, connection lost ...; what it was drained for."""
+    lost: bool
+    """Whether it went without leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """How a generation came to run in place of the one before."""
+
+    generation: Generation
+    cause: str
+    """Who was lost, left or came, and how many go on: "lost vm-2 (SIGKILL); 3 go on"."""
+    lost: tuple[Departure, ...]
+    left: tuple[Departure, ...]
+    joined: tuple[str, ...]
+    stayed: tuple[str, ...]
+    """Who trained before and trains on: they know for how long they did not."""
+    synchronous: bool
+    start: Step
+    """The first step that it takes."""
+    steps_lost: int
+    """Steps that had been committed before, and are taken again."""
+    down_s: float
+    """Seconds for which no generation ran; 0 where the one before trained on meanwhile."""
+
+
+@dataclass(kw_only=True)
+class Changes:
+    """What happened since a generation last came to run."""
+
+    before: Roster | None = None
+    """The newest that ran."""
+    departures: dict[str, Departure] = field(default_factory=dict)
+    trouble: str = ""
+    """What broke the running generation, where nobody was lost."""
+    broke_s: float | None = None
+    """Since when none runs; None: one does, or none ever did."""
+
+    def gone(self, member_id: str, cause: str, *, lost: bool) -> None:
+        """Note that a member went. What it first went for counts: a process of its name that came
+        and went since was never trained with."""
+        departure = Departure(member_id=member_id, cause=shortened(cause, MAX_CAUSE), lost=lost)
+        if self.before is not None and member_id in self.before.ranks:
+            self.departures.setdefault(member_id, departure)
+
+    def broke(self, trouble: str, now_s: float) -> None:
+        """The generation that ran is over."""
+        if self.broke_s is None:
+            self.broke_s = now_s
+        self.trouble = self.trouble or trouble
+
+    def cause(self, roster: Roster) -> str:
+        """Why this roster follows, in words."""
+        lost, left, joined, _ = self._sorted(roster)
+        parts = [f"lost {text}" for text in _grouped(lost)]
+        parts += [f"{text} left" for text in _grouped(left)]
+        if not lost and self.trouble:
+            parts.append(shortened(self.trouble, MAX_CAUSE))
+        if self.before is not None and joined:
+            parts.append(f"{_names(joined)} joined")
+        num = len(roster.entries)
+        begin = " begin from a checkpoint" if roster.from_checkpoint else " begin"
+        how = begin if self.before is None else " train" if joined else " go on"
+        if num == 1:
+            how = how.replace(" begin", " begins").replace(" train", " trains")
+            how = how.replace(" go on", " goes on")
+        return "; ".join([*([", ".join(parts)] if parts else []), f"{num}{how}"])[:MAX_LINE]
+
+    def story(
+        self, roster: Roster, cause: str, *, start: Step, reached: Step, now_s: float
+    ) -> Story:
+        """What there is to tell once the roster runs. `cause`: as its record has it."""
+        lost, left, joined, stayed = self._sorted(roster)
+        return Story(
+            generation=roster.generation,
+            cause=cause,
+            lost=lost,
+            left=left,
+            joined=joined,
+            stayed=stayed,
+            synchronous=roster.synchronous,
+            start=start,
+            steps_lost=max(0, reached - start) if roster.synchronous else 0,
+            down_s=0.0 if self.broke_s is None else max(0.0, now_s - self.broke_s),
+        )
+
+    def runs(self, roster: Roster) -> None:
+        """The roster runs: what happened until now is told."""
+        self.before, self.departures = roster, {}
+        self.trouble, self.broke_s = "", None
+
+    @property
+    def newest_ran(self) -> Generation:
+        return NO_GENERATION if self.before is None else self.before.generation
+
+    def _sorted(
+        self, roster: Roster
+    ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
+        """Who was lost, left, joined and stayed. A process that took another's place joined."""
+        before = self.before.member_ids if self.before is not None else ()
+        old = set(before)
+        again = {name for name in roster.member_ids if name in self.departures}
+        gone = [name for name in before if name in again or name not in roster.ranks]
+        unseen = {name: Departure(member_id=name, cause=UNSEEN, lost=True) for name in gone}
+        departures = [self.departures.get(name, unseen[name]) for name in gone]
+        return (
+            tuple(each for each in departures if each.lost),
+            tuple(each for each in departures if not each.lost),
+            tuple(name for name in roster.member_ids if name not in old or name in again),
+            tuple(name for name in roster.member_ids if name in old and name not in again),
+        )
+
+
+def shortened(text: str, length: int) -> str:
+    """The first line of a text, and no more of it than that."""
+    line = text.strip().partition("\n")[0].strip()
+    return line if len(line) <= length else f"{line[: length - 1]}…"
+
+
+def _grouped(departures: Iterable[Departure]) -> list[str]:
+    """Those of one cause together: "vm-1, vm-2 (SIGKILL)"."""
+    by_cause: dict[str, list[str]] = {}
+    for each in departures:
+        by_cause.setdefault(each.cause, []).append(each.member_id)
+    return [f"{_names(names)} ({cause})" for cause, names in by_cause.items()]
+
+
+def _names(names: Iterable[str]) -> str:
+    known = list(names)
+    more = len(known) - MAX_NAMES
+    return ", ".join(known[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

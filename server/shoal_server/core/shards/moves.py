@@ -1,0 +1,59 @@
+"""What became of shards between two records, in a line for each server that it concerns. Pure."""
+
+from collections import Counter
+from collections.abc import Collection
+
+from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardContent
+
+
+def told(
+    before: JobAssignments, after: JobAssignments, present: Collection[Holder]
+) -> list[tuple[str, str]]:
+    """Kinds and texts of what happened. `present`: the servers that there are now.
+
+    "lost ps-1: ps-0 leads 4 shards in its place, with every update that was acknowledged".
+    """
+    promoted: dict[str, Counter[str]] = {}
+    copies: Counter[str] = Counter()
+    moved: Counter[tuple[str, str]] = Counter()
+    gained: Counter[str] = Counter()
+    for old, new in zip(before.shards, after.shards, strict=False):
+        if old.shard_id != new.shard_id or new.content is ShardContent.LOST:
+            continue
+        from_id, to_id = old.primary.server_id, new.primary.server_id
+        if old.primary != new.primary and old.primary not in present:
+            promoted.setdefault(from_id, Counter())[to_id] += 1
+        elif old.primary != new.primary:
+            moved[from_id, to_id] += 1
+        for holder in old.backups:
+            if holder not in new.holders and holder not in present:
+                copies[holder.server_id] += 1
+        for holder in new.backups:
+            if not old.holds(holder):
+                gained[holder.server_id] += 1
+    lines = [
+        ("server_lost", _lost(server_id, promoted.get(server_id, Counter()), copies[server_id]))
+        for server_id in sorted(promoted.keys() | copies.keys())
+    ]
+    lines += [
+        ("shards_moved", f"{_shards(num)} moved from {from_id} to {to_id}")
+        for (from_id, to_id), num in sorted(moved.items())
+    ]
+    lines += [
+        ("shards_copied", f"{server_id} keeps copies of {_shards(num)} more")
+        for server_id, num in sorted(gained.items())
+    ]
+    return lines
+
+
+def _lost(server_id: str, leaders: Counter[str], num_copies: int) -> str:
+    parts = [f"{leader} leads {_shards(num)} in its place" for leader, num in leaders.items()]
+    if parts:
+        parts[-1] += ", with every update that was acknowledged"
+    if num_copies:
+        parts.append(f"copies of {_shards(num_copies)} are to be made anew")
+    return f"lost {server_id}: {'; '.join(parts)}"
+
+
+def _shards(num: int) -> str:
+    return f"{num} shard{'' if num == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""Who may call what, by the certificates of mutual TLS."""

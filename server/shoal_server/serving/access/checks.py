@@ -1,0 +1,128 @@
+"""Whether a caller may make a call, and in which job."""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, cast
+
+import grpc.aio
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from shoal_proto.errors import AccessDenied, CertificateRefused
+from shoal_proto.tls import identity
+from shoal_proto.tls.names import URI_START, Caller, Role, caller_among
+from shoal_proto.v1.membership_pb2 import DrainRequest
+from shoal_server.serving.access.roles import MAY_CALL
+
+MAX_DEPTH = 3
+"""How deep in a request a job is named: header, token, job."""
+
+Path = tuple[str, ...]
+
+
+def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+    """Who is at the other end of a call over TLS. Raises CertificateRefused for a certificate that
+    says nothing of a role."""
+    found = context.auth_context()
+    names = [*found.get("x509_subject_alternative_name", ())]
+    caller = caller_among(names)
+    if caller is None:
+        raise CertificateRefused(
+            "the caller's certificate names no role",
+            seen=", ".join(repr(name.decode("utf-8", "replace")) for name in names)[:500],
+            expected=f"one URI {URI_START}ROLE/NAME among its alternative names",
+            fix="Issue certificates with `shoal certs issue ROLE`.",
+        )
+    return caller
+
+
+def check_role(caller: Caller, method: str) -> None:
+    """Raise AccessDenied for a call that is not for the caller's role."""
+    allowed = MAY_CALL.get(method, frozenset())
+    if caller.role not in allowed:
+        raise AccessDenied(
+            f"{method} is not for a {caller.role.value}",
+            seen=f"the certificate of {caller}",
+            expected=f"one of the role {' or '.join(sorted(r.value for r in allowed)) or 'none'}",
+            fix="docs/security.md has the table of roles and calls.",
+        )
+
+
+def check_request(caller: Caller, message: Message) -> None:
+    """Raise AccessDenied for a request about another job than the one that the caller is bound to,
+    and for what a worker may ask only for itself."""
+    if isinstance(message, DrainRequest) and caller.role is Role.WORKER:
+        _check_own_drain(caller, message)
+    if not caller.job:
+        return
+    for job in _jobs_of(message):
+        if job != caller.job:
+            raise AccessDenied(
+                "the certificate is for another job",
+                seen=f"job {job}, by {caller}",
+                expected=f"job {caller.job}",
+                fix="Issue a certificate for that job: shoal certs issue worker --job JOB.",
+            )
+
+
+def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
+    if request.public_id or not request.incarnation:
+        raise AccessDenied(
+            "a worker drains itself alone",
+            seen=f"a drain of {request.member_id} without its incarnation, by {caller}",
+            expected="the incarnation of the member, or an operator's certificate",
+        )
+
+
+def _jobs_of(message: Message) -> Iterator[str]:
+    descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
+    for path in _paths(descriptor):
+        yield from filter(None, _at(message, path))
+
+
+def _at(message: Any, path: Path) -> Iterator[str]:
+    name, rest = path[0], path[1:]
+    value = getattr(message, name)
+    if not rest:
+        yield value
+    elif isinstance(value, Message):
+        if message.HasField(name):
+            yield from _at(value, rest)
+    else:
+        for each in value:
+            yield from _at(each, rest)
+
+
+@lru_cache(maxsize=256)
+def _paths(descriptor: Descriptor, depth: int = MAX_DEPTH) -> tuple[Path, ...]:
+    """Where in a message of this type jobs are named."""
+    found: list[Path] = []
+    for field in descriptor.fields:
+        if field.name == "job" and field.type == FieldDescriptor.TYPE_STRING:
+            found.append((field.name,))
+        elif (inner := field.message_type) is not None and depth > 1 and not _is_map(inner):
+            found += [(field.name, *path) for path in _paths(inner, depth - 1)]
+    return tuple(found)
+
+
+def _is_map(descriptor: Descriptor) -> bool:
+    return bool(descriptor.GetOptions().map_entry)
+
+
+def known_caller(context: grpc.aio.ServicerContext[Any, Any]) -> Caller | None:
+    """Who is at the other end of a call; None where this process speaks without TLS."""
+    return None if identity.own() is None else caller_of(context)
+
+
+Admit = Callable[[Any], Caller | None]
+
+
+def admission(method: str) -> Admit:
+    """What decides, from a call's context, who makes it: it raises for who may not."""
+
+    def admit(context: Any) -> Caller:
+        caller = caller_of(context)
+        check_role(caller, method)
+        return caller
+
+    return admit

@@ -1,0 +1,95 @@
+"""Which roles may make which gRPC call: the one table, from which servers decide.
+
+A call that is not in it is refused to everybody. `docs/security.md` shows it; a test compares the
+two, and another makes each call in each role.
+"""
+
+from collections.abc import Mapping
+
+from shoal_proto.tls.names import Role
+
+OPERATOR, VIEWER, WORKER = Role.OPERATOR, Role.VIEWER, Role.WORKER
+SERVER, COORDINATOR = Role.SERVER, Role.COORDINATOR
+
+Roles = frozenset[Role]
+
+_READ: Roles = frozenset({OPERATOR, VIEWER, WORKER})
+_MEMBER: Roles = frozenset({WORKER})
+_LAUNCHER: Roles = frozenset({OPERATOR, WORKER})
+"""`shoal run` reports on its workers with the certificate of who runs it, or with theirs."""
+_COMMAND: Roles = frozenset({OPERATOR})
+_LISTING: Roles = frozenset({OPERATOR, VIEWER})
+_ANY: Roles = frozenset(Role)
+
+_BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
+    "shoal.v1.Membership": {
+        "Attend": _MEMBER,
+        "Propose": _MEMBER,
+        "Answer": _MEMBER,
+        "Settle": _MEMBER,
+        "Offer": _MEMBER,
+        "Ready": _MEMBER,
+        "ReportBroken": _MEMBER,
+        "Pause": _MEMBER,
+        "Leave": _MEMBER,
+        "GetRosterChunks": _MEMBER,
+        "Heartbeat": _LAUNCHER,
+        "ReportExit": _LAUNCHER,
+        "ReportHalt": _LAUNCHER,
+        # Of itself only, which a worker proves by its incarnation; an operator of any member.
+        "Drain": _LAUNCHER,
+        "GetCluster": _READ,
+        "GetGeneration": _READ,
+        "GetJob": _READ,
+        "ResetJob": _COMMAND,
+        "StopJob": _COMMAND,
+        "RetryJob": _COMMAND,
+    },
+    "shoal.v1.Rendezvous": dict.fromkeys(
+        ("Set", "Get", "Add", "CompareSet", "Delete", "Count"), _MEMBER
+    ),
+    "shoal.v1.Samples": {"Lease": _MEMBER},
+    "shoal.v1.Clocks": {"Advance": _MEMBER, "Rest": _MEMBER},
+    "shoal.v1.Shards": {"Place": _MEMBER, "GetMap": _MEMBER, "AcceptLoss": _COMMAND},
+    "shoal.v1.Snapshots": {"Take": _COMMAND, "Restore": _COMMAND, "List": _LISTING},
+    "shoal.v1.Repairs": {"Repair": _COMMAND},
+    "shoal.v1.Parameters": {
+        "Create": _MEMBER,
+        "Pull": _MEMBER,
+        "Push": _MEMBER,
+        "OpenBulk": _MEMBER,
+        "Drop": _COMMAND,
+        "Describe": _READ | {COORDINATOR},
+    },
+    "shoal.v1.Tables": {"Lookup": _MEMBER, "Push": _MEMBER},
+    "shoal.v1.Replication": {
+        "Follow": frozenset({SERVER}),
+        "OpenBulk": frozenset({SERVER}),
+        "Identify": frozenset({SERVER, COORDINATOR}),
+    },
+    "shoal.v1.ShardSnapshots": dict.fromkeys(
+        ("Close", "Freeze", "Write", "Abort", "Load"), frozenset({COORDINATOR})
+    ),
+    "grpc.health.v1.Health": {"Check": _ANY, "Watch": _ANY},
+}
+
+MAY_CALL: Mapping[str, Roles] = {
+    f"/{service}/{method}": roles
+    for service, methods in _BY_SERVICE.items()
+    for method, roles in methods.items()
+}
+"""By the name that gRPC has for a method."""
+
+
+def as_markdown() -> str:
+    """The table as the docs have it: a line for each call, a column for each role."""
+    roles = tuple(Role)
+    lines = [
+        "| call | " + " | ".join(role.value for role in roles) + " |",
+        "|---|" + "---|" * len(roles),
+    ]
+    for method, allowed in MAY_CALL.items():
+        marks = ("yes" if role in allowed else "" for role in roles)
+        name = method.removeprefix("/").removeprefix("shoal.v1.").replace("/", ".")
+        lines.append(f"| `{name}` | " + " | ".join(marks) + " |")
+    return "\n".join(line.replace("|  |", "| |").replace("|  |", "| |") for line in lines)

@@ -1,0 +1,36 @@
+"""Who had what done over gRPC: the calls by which an operator changes jobs, in the log."""
+
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+AUDITED = frozenset(
+    {
+        "/shoal.v1.Membership/Drain",
+        "/shoal.v1.Membership/StopJob",
+        "/shoal.v1.Membership/RetryJob",
+        "/shoal.v1.Membership/ResetJob",
+        "/shoal.v1.Repairs/Repair",
+        "/shoal.v1.Shards/AcceptLoss",
+        "/shoal.v1.Snapshots/Take",
+        "/shoal.v1.Snapshots/Restore",
+    }
+)
+
+
+def note(method: str, request: object, context: Any, outcome: str) -> None:
+    """Log a call of these; `outcome`: OK, or the name of the error. `by`: the name in the caller's
+    certificate; empty where it has none."""
+    if method not in AUDITED:
+        return
+    names = (context.auth_context() or {}).get("x509_common_name", ())
+    log.info(
+        "operator_call",
+        call=method,
+        job=str(getattr(request, "job", ""))[:128],
+        by=names[0].decode(errors="replace") if names else "",
+        peer=context.peer(),
+        outcome=outcome,
+    )

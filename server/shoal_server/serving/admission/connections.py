@@ -1,0 +1,58 @@
+"""Connections that a listening socket takes: at most so many, and at most so many of a peer."""
+
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from shoal_server.serving.admission import descriptors
+
+log = structlog.get_logger(__name__)
+
+
+class ConnectionCounts:
+    """Connections by peer, and how many were refused, by the reason."""
+
+    def __init__(self, port: str, *, most: int, most_per_peer: int) -> None:
+        """`port`: what is served there, for the log."""
+        self._port = port
+        self._most = most
+        self._most_per_peer = most_per_peer
+        self._by_peer: Counter[str] = Counter()
+        self.num_open = 0
+        self.refused: Counter[str] = Counter()
+
+    def refusal(self, connected: socket.socket, peer: str) -> str:
+        """Why there is no room for one more; empty: there is."""
+        if descriptors.is_reserved(connected.fileno()):
+            return self._refused("descriptors", descriptors.limit() - descriptors.RESERVED)
+        if self.num_open >= self._most:
+            return self._refused("connections", self._most)
+        if self._by_peer[peer] >= self._most_per_peer:
+            return self._refused("connections of one peer", self._most_per_peer)
+        return ""
+
+    def _refused(self, kind: str, most: int) -> str:
+        if not self.refused[kind]:
+            log.warning("connections_refused", port=self._port, kind=kind, limit=most)
+        self.refused[kind] += 1
+        return f"too many {kind}; expected at most {most}"
+
+    def hung_up_on(self, reason: str) -> None:
+        """One that was open is closed, for that reason."""
+        self.refused[reason] += 1
+
+    @contextmanager
+    def open(self, peer: str) -> Iterator[None]:
+        """One is open as long as the block runs."""
+        self.num_open += 1
+        self._by_peer[peer] += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+            self._by_peer[peer] -= 1
+            if not self._by_peer[peer]:
+                del self._by_peer[peer]

@@ -1,0 +1,43 @@
+"""File descriptors: how many this process may have, and which it keeps for its own work.
+
+A connection takes one, and so does the link to etcd that everything hangs on. Who opens connections
+without end must not leave none for that.
+"""
+
+import resource
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+RESERVED = 128
+"""Kept for links to etcd and to servers, files and journals."""
+MOST = 1 << 20
+"""Beyond it, tables in the kernel cost more than connections are worth."""
+
+
+def raise_limit() -> int:
+    """Allow as many as the system lets a process without rights have; how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        log.info("descriptors_raised", before=soft, now=wanted)
+    return limit()
+
+
+def limit() -> int:
+    """How many there may be."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
+
+
+def for_strangers(share: float) -> int:
+    """That part of those that are not reserved."""
+    return max(1, int((limit() - RESERVED) * share))
+
+
+def is_reserved(descriptor: int) -> bool:
+    """Whether a descriptor that was just given is one of the last: the system gives the lowest one
+    that is free."""
+    return descriptor >= limit() - RESERVED

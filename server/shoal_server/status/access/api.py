@@ -1,0 +1,139 @@
+"""The endpoints by which the page logs in and out, and those by which operators act."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Protocol
+
+from annotated_types import MaxLen, MinLen
+from fastapi import APIRouter, Path, Request, Response
+from pydantic import ConfigDict
+
+from shoal_proto.errors import AccessDenied
+from shoal_proto.names import MAX_NAME_LENGTH
+from shoal_server.status.access.guard import Guard, session_of
+from shoal_server.status.access.sessions import cookie
+from shoal_server.status.access.tokens import MAX_TOKEN_LENGTH
+from shoal_server.status.http.errors import ErrorBody, answer
+
+MAX_REASON = 1000
+JobName = Annotated[str, Path(max_length=MAX_NAME_LENGTH, description="Name of the job.")]
+MemberId = Annotated[str, Path(max_length=MAX_NAME_LENGTH, description="Id of the member.")]
+REFUSED: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The job is in no state for it."},
+    401: {"model": ErrorBody, "description": "No token, or one that is not known."},
+    403: {"model": ErrorBody, "description": "Not an operator, or a page of another site."},
+    404: {"model": ErrorBody, "description": "No such job or member."},
+    408: {"model": ErrorBody, "description": "The body did not come in time."},
+    409: {"model": ErrorBody, "description": "The job is over, or another process is the member."},
+    413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
+    422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
+    503: {"model": ErrorBody, "description": "Not leading, or etcd is away."},
+}
+
+
+class Operations(Protocol):
+    """What an operator may have done. All raise ShoalError: UnknownJob, NotLeader ..."""
+
+    async def stop(self, job: str, reason: str) -> object:
+        """Have a job's members end at a step boundary."""
+        ...
+
+    async def retry(self, job: str) -> object:
+        """Let a job be joined again that failed, was stopped or is lost."""
+        ...
+
+    async def drain(self, job: str, member_id: str, reason: str) -> object:
+        """Let a member finish its step, hand over and leave."""
+        ...
+
+
+_CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Login:
+    """What the page's form sends."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+    token: Annotated[str, MinLen(1), MaxLen(MAX_TOKEN_LENGTH)]
+    """As `shoal token create` printed it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why an operator acts."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+    reason: Annotated[str, MaxLen(MAX_REASON)] = ""
+    """In words, for the job's events."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionView:
+    """Who asks."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(use_attribute_docstrings=True)
+    name: str
+    """Of the token; empty where none is asked for."""
+    role: str
+    """viewer or operator; empty: the holder of no token."""
+    asks_for_token: bool
+    """Whether this server lets nobody in without one."""
+
+
+def router(guard: Guard, operations: Operations | None) -> APIRouter:
+    """Without `operations` nobody can act."""
+    api = APIRouter(prefix="/api/v1")
+    _add_session(api, guard)
+    if operations is not None:
+        _add_operations(api, operations)
+    return api
+
+
+def _add_session(api: APIRouter, guard: Guard) -> None:
+    @api.get("/session", summary="Who asks?", tags=["access"])
+    async def session(request: Request) -> SessionView:
+        """Whose token or session came with the request."""
+        holder = guard.holder(request.scope)
+        if guard.tokens is None or holder is None:
+            return SessionView(name="", role="", asks_for_token=guard.tokens is not None)
+        return SessionView(name=holder.name, role=holder.role.value, asks_for_token=True)
+
+    @api.post("/session", summary="Log in", tags=["access"], status_code=204, responses=REFUSED)
+    async def log_in(login: Login, request: Request) -> Response:
+        """Begin a session of the page: a cookie that scripts cannot read, for twelve hours."""
+        holder = None if guard.tokens is None else guard.tokens.holder(login.token)
+        if holder is None or guard.sessions is None:
+            return answer(AccessDenied("that token is not known"), 401)
+        secret = guard.sessions.begin(holder)
+        return _with_cookie(secret, request)
+
+    @api.delete("/session", summary="Log out", tags=["access"], status_code=204)
+    async def log_out(request: Request) -> Response:
+        """End the session."""
+        if guard.sessions is not None:
+            guard.sessions.end(session_of(request.scope))
+        return _with_cookie("", request)
+
+
+def _with_cookie(secret: str, request: Request) -> Response:
+    is_https = request.url.scheme == "https"
+    return Response(status_code=204, headers={"Set-Cookie": cookie(secret, is_https=is_https)})
+
+
+def _add_operations(api: APIRouter, operations: Operations) -> None:
+    options: dict[str, Any] = {"tags": ["operations"], "status_code": 204, "responses": REFUSED}
+
+    @api.post("/jobs/{job}/stop", summary="Stop a job", **options)
+    async def stop(job: JobName, reason: Reason) -> None:
+        """Have its members end at a step boundary."""
+        await operations.stop(job, reason.reason)
+
+    @api.post("/jobs/{job}/retry", summary="Let a job go on", **options)
+    async def retry(job: JobName) -> None:
+        """Let a job be joined again that failed, was stopped or is lost."""
+        await operations.retry(job)
+
+    @api.post("/jobs/{job}/members/{member}/drain", summary="Drain a member", **options)
+    async def drain(job: JobName, member: MemberId, reason: Reason) -> None:
+        """Let it finish its step, hand over and leave."""
+        await operations.drain(job, member, reason.reason)

@@ -1,0 +1,150 @@
+"""Every HTTP request before the API sees it: who asks, whether they may, a log of who acted."""
+
+import re
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import urlsplit
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal_proto.errors import AccessDenied, InvalidSpec
+from shoal_server.status.access.sessions import COOKIE, Sessions
+from shoal_server.status.access.tokens import HttpRole, TokenHolder, Tokens
+from shoal_server.status.http.errors import answer
+
+log = structlog.get_logger(__name__)
+
+HOLDER = "shoal_holder"
+"""Where a request's scope has its holder."""
+OPEN = frozenset(
+    {
+        "/",
+        "/page.js",
+        "/charts.js",
+        "/login.js",
+        "/page.css",
+        "/healthz",
+        "/readyz",
+        "/openapi.json",
+        "/api/v1/session",
+    }
+)
+"""Which tell nothing of any job: the page's own files, with its form to log in, and the probes."""
+REPORT = re.compile("/api/v1/jobs/[^/]+/members/[^/]+/health")
+"""Posted by workers, which show the secret of their process in it."""
+READING = ("GET", "HEAD", "OPTIONS")
+_JOB = re.compile("/api/v1/jobs/([^/]+)")
+NOBODY = TokenHolder(name="", role=HttpRole.OPERATOR, digest="")
+"""Whoever reaches a server that asks for no tokens."""
+
+
+class Guard:
+    """`tokens`: None lets everybody do everything, as is right where only this machine's users
+    reach the port, or only holders of a certificate."""
+
+    def __init__(self, tokens: Tokens | None = None) -> None:
+        self.tokens = tokens
+        self.sessions = None if tokens is None else Sessions(tokens)
+
+    def holder(self, scope: Scope) -> TokenHolder | None:
+        """Who asks; None: nobody who is known. Raises InvalidSpec where the tokens cannot be
+        read."""
+        if self.tokens is None or self.sessions is None:
+            return NOBODY
+        kind, _, token = header(scope, b"authorization").partition(" ")
+        if kind:
+            return self.tokens.holder(token.strip()) if kind.lower() == "bearer" else None
+        secret = session_of(scope)
+        return self.sessions.holder(secret) if secret else None
+
+
+def header(scope: Scope, name: bytes) -> str:
+    return next((v.decode("latin-1") for k, v in scope["headers"] if k == name), "")
+
+
+def session_of(scope: Scope) -> str:
+    """The secret in the cookie; empty: there is none."""
+    try:
+        cookies = SimpleCookie(header(scope, b"cookie"))
+    except CookieError:
+        return ""
+    return cookies[COOKIE].value if COOKIE in cookies else ""
+
+
+class AccessControl:
+    """Answers 401 to strangers, 403 to who may not do that, and to pages of other sites."""
+
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app = app
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        acts = scope["method"] not in READING and not REPORT.fullmatch(scope["path"])
+        status = 500
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        holder: TokenHolder | None = None
+        try:
+            holder = self._guard.holder(scope)
+            refusal = self._refusal(scope, holder, acts=acts)
+        except InvalidSpec as error:
+            log.error("http_tokens_not_read", reason=str(error))
+            refusal = AccessDenied("nobody is let in", seen="tokens that cannot be read"), 503
+        if refusal is None:
+            scope[HOLDER] = holder
+            await self._app(scope, receive, sending)
+        else:
+            why, code = refusal
+            headers = {"WWW-Authenticate": 'Bearer realm="shoal"'} if code == 401 else None
+            await answer(why, code, headers)(scope, receive, sending)
+        if acts:
+            _audit(scope, holder, status)
+
+    def _refusal(
+        self, scope: Scope, holder: TokenHolder | None, *, acts: bool
+    ) -> tuple[AccessDenied, int] | None:
+        path, method = scope["path"], scope["method"]
+        # A browser says whose page asks. A cookie or a loopback address proves nothing of that.
+        origin = header(scope, b"origin")
+        if acts and origin and urlsplit(origin).netloc != header(scope, b"host"):
+            expected = "a page of this server, or no browser"
+            return AccessDenied("that page may not act", seen=origin, expected=expected), 403
+        if path in OPEN or REPORT.fullmatch(path) or holder is NOBODY:
+            return None
+        if holder is None:
+            return _unknown(path), 401
+        if acts and not holder.role.may_act():
+            seen = f"the token of {holder.name}, a {holder.role.value}"
+            return AccessDenied(f"{method} {path} is for operators", seen=seen), 403
+        return None
+
+
+def _unknown(path: str) -> AccessDenied:
+    return AccessDenied(
+        f"{path} is for holders of a token",
+        seen="none, or one that is not known",
+        expected="the header Authorization: Bearer TOKEN, or a session of the page",
+        fix="An operator makes one: shoal token create --role viewer --name NAME",
+    )
+
+
+def _audit(scope: Scope, holder: TokenHolder | None, status: int) -> None:
+    job = _JOB.match(scope["path"])
+    client = scope.get("client")
+    log.info(
+        "operator_call",
+        call=f"{scope['method']} {scope['path']}"[:500],
+        job=job[1][:128] if job else "",
+        by="" if holder is None else holder.name,
+        role="" if holder is None or holder is NOBODY else holder.role.value,
+        peer=str(client[0]) if client else "",
+        outcome=status,
+    )

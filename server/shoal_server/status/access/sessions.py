@@ -1,0 +1,62 @@
+"""Sessions of the page: who has shown a token once need not show it again for some hours."""
+
+import hashlib
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal_server.status.access.tokens import TokenHolder, Tokens
+
+VALID_S = 12 * 3600
+MAX_SESSIONS = 1024
+"""The oldest ends for a new one."""
+COOKIE = "shoal_session"
+
+
+@dataclass(frozen=True)
+class _Session:
+    digest: str
+    """Of the token that it began with."""
+    valid_until_s: float
+
+
+class Sessions:
+    """In memory: they end with the process."""
+
+    def __init__(self, tokens: Tokens, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._tokens = tokens
+        self._now_s = now_s
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+
+    def begin(self, holder: TokenHolder) -> str:
+        """The secret of a new one, for a cookie."""
+        while len(self._sessions) >= MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        secret = secrets.token_urlsafe(32)
+        valid_until_s = self._now_s() + VALID_S
+        self._sessions[_key(secret)] = _Session(holder.digest, valid_until_s)
+        return secret
+
+    def holder(self, secret: str) -> TokenHolder | None:
+        """Whose it is; None for one that is over, or whose token was taken away."""
+        session = self._sessions.get(_key(secret))
+        if session is None or self._now_s() >= session.valid_until_s:
+            return None
+        return self._tokens.of_digest(session.digest)
+
+    def end(self, secret: str) -> None:
+        self._sessions.pop(_key(secret), None)
+
+
+def _key(secret: str) -> str:
+    # Looked up by a hash, so that the time of a look-up tells nothing of the secret.
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def cookie(secret: str, *, is_https: bool) -> str:
+    """The header that sets it; an empty secret takes it away."""
+    age_s = VALID_S if secret else 0
+    parts = [f"{COOKIE}={secret}", "Path=/", "HttpOnly", "SameSite=Strict", f"Max-Age={age_s}"]
+    return "; ".join([*parts, "Secure"] if is_https else parts)

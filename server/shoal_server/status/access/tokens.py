@@ -1,0 +1,161 @@
+"""Tokens for the HTTP API, each with a name and a role, in a file that has only their hashes.
+
+A line a token: NAME ROLE SHA256. A token has 256 bits of chance in it, so a plain hash is enough:
+nobody tries them all.
+"""
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import NAME_RULE, is_name
+
+PREFIX = "shoal_"
+"""By which scanners of source and logs find one."""
+NUM_BYTES = 32
+MAX_TOKENS = 1024
+MAX_TOKEN_LENGTH = 256
+_HASH = re.compile("[0-9a-f]{64}")
+
+
+class HttpRole(Enum):
+    """What the holder of a token may do over HTTP."""
+
+    VIEWER = "viewer"
+    """Read."""
+    OPERATOR = "operator"
+    """Read, and act: drain members, stop jobs and let them go on."""
+
+    def may_act(self) -> bool:
+        return self is HttpRole.OPERATOR
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenHolder:
+    """Whose a token is."""
+
+    name: str
+    role: HttpRole
+    digest: str
+    """SHA-256 of the token, in hexadecimal."""
+
+
+def digest_of(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def new_token() -> str:
+    return PREFIX + secrets.token_urlsafe(NUM_BYTES)
+
+
+def add(path: Path, name: str, role: HttpRole) -> str:
+    """A new token, whose hash is in the file from now on; the file is made if there is none.
+
+    Raises InvalidSpec for a bad name, one that is there already, or a file that others may read.
+    """
+    if not is_name(name):
+        raise InvalidSpec("bad name of a token", seen=repr(name), expected=NAME_RULE)
+    holders = read(path) if path.exists() else ()
+    if any(each.name == name for each in holders):
+        raise InvalidSpec(
+            f"{path} has a token of that name",
+            seen=name,
+            expected="another name",
+            fix=f"Take its line out of {path} to make it anew.",
+        )
+    if len(holders) >= MAX_TOKENS:
+        raise InvalidSpec(
+            f"{path} is full", seen=f"{len(holders)} tokens", expected=f"at most {MAX_TOKENS}"
+        )
+    token = new_token()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "a") as file:
+        file.write(f"{name} {role.value} {digest_of(token)}\n")
+    return token
+
+
+def read(path: Path) -> Sequence[TokenHolder]:
+    """Everybody who has a token. Raises InvalidSpec for a file that is missing, that others may
+    read or write, or that has something else in it."""
+    try:
+        with path.open() as file:
+            mode = os.fstat(file.fileno()).st_mode
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSpec(
+            f"the tokens in {path} cannot be read",
+            seen=str(error),
+            expected="a file of lines NAME ROLE SHA256",
+            fix=f"Make one: shoal token create --role viewer --name NAME --file {path}",
+        ) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise InvalidSpec(
+            f"others may read or write {path}",
+            seen=f"mode {stat.S_IMODE(mode):04o}",
+            expected="0600",
+            fix=f"chmod 600 {path}",
+        )
+    return [_holder(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _holder(path: Path, number: int, line: str) -> TokenHolder:
+    parts = line.split()
+    roles = {role.value: role for role in HttpRole}
+    is_good = len(parts) == 3 and is_name(parts[0]) and parts[1] in roles
+    if not is_good or not _HASH.fullmatch(parts[2]):
+        # A line may have a token in it that was put there by mistake: it is not shown.
+        raise InvalidSpec(
+            f"line {number} of {path} is no token's",
+            seen=f"{len(parts)} words",
+            expected=f"NAME ROLE SHA256, with a role of {' or '.join(roles)}",
+        )
+    return TokenHolder(name=parts[0], role=roles[parts[1]], digest=parts[2])
+
+
+class Tokens:
+    """Those of one file, which is read anew when it has changed: a line that is taken out ends its
+    token, and the sessions that began with it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises InvalidSpec."""
+        self._path = path
+        self._seen = _stamp(path)
+        self._holders = read(path)
+
+    def holder(self, token: str) -> TokenHolder | None:
+        """Whose it is; None: nobody's. Raises InvalidSpec for a file that was spoilt meanwhile."""
+        if len(token) > MAX_TOKEN_LENGTH:
+            return None
+        return self.of_digest(digest_of(token))
+
+    def of_digest(self, digest: str) -> TokenHolder | None:
+        """The same by its hash."""
+        self._refresh()
+        found = None
+        # All of them, so that the time tells nothing of how much was right.
+        for each in self._holders:
+            if hmac.compare_digest(each.digest, digest):
+                found = each
+        return found
+
+    def _refresh(self) -> None:
+        stamp = _stamp(self._path)
+        if stamp != self._seen:
+            self._holders = read(self._path)
+            self._seen = stamp
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return found.st_mtime_ns, found.st_ino, found.st_size

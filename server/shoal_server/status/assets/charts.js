@@ -1,0 +1,111 @@
+// A job's figures over time, as small charts: what /api/v1/jobs/JOB/history says, asked for every few
+// seconds. Colours and sizes are the style sheet's.
+"use strict";
+
+const HISTORY_EACH_MS = 5000;
+const CHART = { width: 300, height: 80 };
+const MAX_MARKS = 40;
+
+const charted = { job: "", asked_ms: 0, history: null };
+
+// What is known of the job by now; asks for what is new.
+function historyOf(job) {
+  if (charted.job !== job) Object.assign(charted, { job, asked_ms: 0, history: null });
+  if (Date.now() - charted.asked_ms > HISTORY_EACH_MS) {
+    charted.asked_ms = Date.now();
+    fetch(`/api/v1/jobs/${encodeURIComponent(job)}/history`)
+      .then((response) => (response.ok ? response.json() : null))
+      .then((found) => { if (found && charted.job === job) charted.history = found; })
+      .catch(() => null); // The connection is lost: the head of the page says so.
+  }
+  return charted.history;
+}
+
+// Of each line the runs without a gap, as one path; alone standing points as dots.
+function pathOf(values, x, y) {
+  let path = "";
+  values.forEach((value, i) => {
+    if (!isNumber(value)) return;
+    const joins = i > 0 && isNumber(values[i - 1]);
+    const at = `${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
+    path += joins ? `L${at}` : `M${at}l0.1 0`;
+  });
+  return path;
+}
+
+function chart(title, lines, series, changes, write) {
+  const numbers = lines.flatMap((line) => line.values).filter(isNumber);
+  if (numbers.length < 2) return null;
+  const { width, height } = CHART;
+  const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
+  const first = series.unix_s[0];
+  const last = series.unix_s.at(-1) + series.interval_s;
+  const across = (unix_s) => ((unix_s - first) / (last - first || 1)) * width;
+  const x = (i) => across(series.unix_s[i] + series.interval_s / 2);
+  // What hardly changes is to look so: the scale spans a tenth of the value at least.
+  const span = Math.max(high - low, 0.1 * Math.abs(high)) || 1;
+  const bottom = (low + high - span) / 2;
+  const y = (value) => 3 + (height - 6) * (1 - (value - bottom) / span);
+  const newest = lines[0].values.filter(isNumber).at(-1);
+  const oldest = lines[0].values.find(isNumber);
+  const told = changes.filter((c) => c.unix_s >= first && c.unix_s <= last).slice(-MAX_MARKS);
+  const marks = told.map((c) => h("line", {
+    class: c.lost.length ? "mark lost" : "mark", x1: across(c.unix_s), x2: across(c.unix_s), y1: 0, y2: height,
+  }, h("svg:title", null, c.line)));
+  const label = `${title} from ${write(oldest)} to ${write(newest)} over ${duration(last - first)}, `
+    + `between ${write(low)} and ${write(high)}`;
+  return h("figure", { class: "chart" },
+    h("figcaption", null, h("b", null, title), h("span", null, write(newest))),
+    h("div", { class: "plot" },
+      h("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": label },
+        marks, lines.map((line) => h("path", { class: line.kind, d: pathOf(line.values, x, y) })))),
+    h("div", { class: "axis", "aria-hidden": "true" },
+      h("span", null, `${duration(last - first)} ago`),
+      h("span", { class: "key" }, [...lines.map((line) => line.name), `${write(low)} to ${write(high)}`].filter(Boolean).join(" · ")),
+      h("span", null, "now")));
+}
+
+function stepTimes(series) {
+  const ranks = series.step_s_by_rank;
+  if (ranks.length > 1 && ranks.length <= 8 && !series.slowest_step_s.some((slowest, i) =>
+    isNumber(slowest) && slowest > 1.001 * Math.max(...ranks.map((rank) => rank[i] || 0)))) {
+    return ranks.map((values, rank) => ({ values, kind: `rank r${rank}`, name: rank === 0 ? `ranks 0 to ${ranks.length - 1}` : "" }));
+  }
+  return [{ values: series.step_s, kind: "", name: "median" },
+    { values: series.slowest_step_s, kind: "slowest", name: "slowest" }];
+}
+
+function charts(job) {
+  const history = historyOf(job.summary.job);
+  if (!history || history.series.unix_s.length < 2) return null;
+  const { series, changes } = history;
+  const one = (values) => [{ values, kind: "", name: "" }];
+  const ms = (value) => (isNumber(value) ? `${significant(value * 1000)} ms` : "–");
+  const drawn = [
+    chart("Loss", one(series.loss), series, changes, significant),
+    chart("Samples per second", one(series.samples_per_s), series, changes, count),
+    chart("Step time", stepTimes(series), series, changes, ms),
+    chart("Staleness", one(series.staleness), series, changes, significant),
+    chart("Pauses", one(pauses(series, changes)), series, changes, (s) => (isNumber(s) ? `${significant(s)} s` : "–")),
+  ].filter(Boolean);
+  if (drawn.length === 0) return null;
+  return section("Charts", `since ${new Date(series.unix_s[0] * 1000).toLocaleString()}; a line down marks a change of members`,
+    h("div", { class: "charts" }, drawn));
+}
+
+// Seconds that each change took, at the interval in which it came.
+function pauses(series, changes) {
+  return series.unix_s.map((unix_s) => {
+    const found = changes.filter((c) => c.unix_s >= unix_s && c.unix_s < unix_s + series.interval_s && isNumber(c.paused_s));
+    return found.length ? Math.max(...found.map((c) => c.paused_s)) : null;
+  });
+}
+
+// Who takes half as long again for a step as the one in the middle.
+function stragglers(members) {
+  const times = members.filter((m) => m.health && isNumber(m.health.step_time_s));
+  if (times.length < 3) return new Set();
+  const sorted = times.map((m) => m.health.step_time_s).sort((a, b) => a - b);
+  const middle = sorted[Math.floor(sorted.length / 2)];
+  return new Set(times.filter((m) => m.health.step_time_s > 1.5 * middle).map((m) => m.member.member_id));
+}

@@ -1,0 +1,35 @@
+// Logging in to the page and out of it. The session is a cookie that no script can read.
+"use strict";
+
+const form = document.getElementById("login");
+const told = document.getElementById("login-told");
+
+async function session(method, body) {
+  const headers = body ? { "Content-Type": "application/json" } : {};
+  return fetch("/api/v1/session", { method, headers, body: body && JSON.stringify(body) });
+}
+
+async function lookWhoAsks() {
+  const who = await (await session("GET")).json();
+  form.hidden = !who.asks_for_token || Boolean(who.role);
+  const out = document.getElementById("log-out");
+  out.hidden = !who.asks_for_token || !who.role;
+  out.textContent = who.role ? `Log out ${who.name} (${who.role})` : "";
+  if (!form.hidden) document.getElementById("token").focus();
+}
+
+form.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const field = document.getElementById("token");
+  const answer = await session("POST", { token: field.value.trim() });
+  field.value = "";
+  if (answer.ok) location.reload();
+  else told.textContent = answer.status === 401 ? "That token is not known." : `Refused: ${answer.status}`;
+});
+
+document.getElementById("log-out").addEventListener("click", async () => {
+  await session("DELETE");
+  location.reload();
+});
+
+lookWhoAsks().catch((error) => { told.textContent = String(error); });

@@ -1,0 +1,1 @@
+"""HTTP as strangers may send it: bounded connections, times and hosts, before the API sees it."""

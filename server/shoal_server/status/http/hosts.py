@@ -1,0 +1,73 @@
+"""The Host header: a page of another origin must not read this API through the reader's browser.
+
+A name of an attacker's own may lead to 127.0.0.1 (DNS rebinding); the browser then takes what is
+served there for that attacker's site. It still says in Host whom it means. What nobody outside can
+make lead elsewhere is allowed: addresses, names without a dot, names of this machine and of the
+cluster it is in. Others are named with --http-host.
+"""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from shoal_proto.errors import AccessDenied
+from shoal_server.status.http.errors import answer
+
+PRIVATE_SUFFIXES = (".localhost", ".svc", ".svc.cluster.local", ".internal")
+"""Reserved, or known inside of one cluster alone."""
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class AllowedHosts:
+    """`named`: what an operator names, and the host that is announced; `*`: any."""
+
+    named: Sequence[str] = ()
+
+    def allows(self, host: str) -> bool:
+        """Whether a Host header (with or without a port) is meant for this server."""
+        name = _without_port(host).lower().rstrip(".")
+        if not name:
+            return False
+        return ANY in self.named or _is_private(name) or name in map(str.lower, self.named)
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_private(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        own = socket.gethostname().lower()
+        return "." not in name or name.endswith(PRIVATE_SUFFIXES) or name == own
+    return True
+
+
+class HostCheck:
+    """Answers 421 where the Host header names another site."""
+
+    def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            hosts = [value for key, value in scope["headers"] if key == b"host"]
+            host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
+            if not self._allowed.allows(host):
+                refusal = AccessDenied(
+                    "this server is not that host",
+                    seen=repr(host)[:200],
+                    expected="an address, a name without a dot, or one that the operator named",
+                    fix="Start the coordinator with --http-host NAME to be reached by that name.",
+                )
+                await answer(refusal, 421)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,100 @@
+"""HTTP/1.1 connections that end when their client is silent, slow, or does not read.
+
+uvicorn bounds the time between two requests of a connection. Here are two more: until the head of a
+request is whole, and while nobody takes what is sent. `errors.BodyLimit` has that of bodies.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shoal_proto.errors import DeadlineExceeded, ShoalError
+from shoal_server.serving.admission.config import HttpLimits
+from shoal_server.serving.admission.connections import ConnectionCounts
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection. It closes itself when a limit is passed, and tells `counts` why."""
+
+    def __init__(self, limits: HttpLimits, counts: ConnectionCounts, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._limits = limits
+        self._counts = counts
+        self._head: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self.lost = asyncio.Event()
+        """Set once it is closed."""
+
+    # uvicorn narrows the type of asyncio's transports in the same way.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._head, self._stall):
+            if timer is not None:
+                timer.cancel()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+        self.lost.set()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self._limits.http_stalled_s, self._stalled)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _watch_head(self) -> None:
+        """The time runs from a connection's start, or the first byte of a further request, until
+        the head is whole."""
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering and self._head is not None:
+            self._head.cancel()
+            self._head = None
+        elif not is_answering and self._head is None:
+            self._head = self.loop.call_later(self._limits.http_request_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if self.transport.is_closing():
+            return
+        self._counts.hung_up_on("late requests")
+        late = DeadlineExceeded(
+            "no request came",
+            expected=f"one within {self._limits.http_request_s:g} s of the connection's start",
+        )
+        self.transport.write(raw_answer(408, late))
+        self.transport.close()
+
+    def _stalled(self) -> None:
+        self._counts.hung_up_on("readers that do not read")
+        self.transport.abort()
+
+
+def raw_answer(status: int, error: ShoalError) -> bytes:
+    """A whole answer, for who has not asked anything yet."""
+    body = json.dumps(
+        {
+            "kind": type(error).__name__,
+            "what": error.what,
+            "seen": error.seen,
+            "expected": error.expected,
+            "fix": error.fix,
+        }
+    ).encode()
+    phrase = {408: "Request Timeout", 503: "Service Unavailable"}[status]
+    head = (
+        f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body

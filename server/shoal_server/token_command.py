@@ -1,0 +1,42 @@
+"""`shoal token`: tokens by which people and tools read a coordinator's page, or act."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from shoal_server.status.access import tokens
+from shoal_server.status.access.tokens import HttpRole
+
+DEFAULT_FILE = Path("shoal-tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenConfig:
+    """Makes tokens for the HTTP API: for the header Authorization: Bearer TOKEN, and to log in to
+    the page. create: prints a new one, and adds its hash to the file. list: names and roles.
+
+    The file is for `shoal coordinator --http-tokens FILE`, which reads it anew when it changes:
+    take a line out of it, and that token and its sessions have ended."""
+
+    action: Annotated[Literal["create", "list"], Parameter(show_default=False)] = field(
+        kw_only=False
+    )
+    """What to do."""
+    role: Literal["viewer", "operator"] = "viewer"
+    """For create: viewer reads; operator drains members and stops jobs too."""
+    name: Annotated[str, Parameter(metavar="NAME")] = ""
+    """For create: whose it is, for the log of who did what. By default the role's name."""
+    file: Annotated[Path, Parameter(metavar="FILE")] = DEFAULT_FILE
+    """Where the hashes are; made with mode 0600 if it is not there."""
+
+
+def token(config: TokenConfig) -> int:
+    """Print a new token, or who has one. Raises InvalidSpec."""
+    if config.action == "create":
+        print(tokens.add(config.file, config.name or config.role, HttpRole(config.role)))
+        return 0
+    for holder in tokens.read(config.file):
+        print(f"{holder.name} {holder.role.value}")
+    return 0

@@ -1,0 +1,203 @@
+"""`shoal certs`: files that only their owner reads, never overwritten, renewed in place."""
+
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from shoal_client.certificates.authority import holder_of, read
+from shoal_client.certificates.folder import CertificateFolder
+from shoal_client.cli import parse
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls import identity
+from shoal_proto.tls.files import TlsIdentity
+from shoal_proto.tls.identity import from_environment, in_folder
+from shoal_proto.tls.names import COORDINATOR_NAME, Caller, Role, caller_among
+
+
+def certs(folder: Path, *arguments: str) -> int:
+    return parse(["certs", *arguments, "--dir", str(folder)])()
+
+
+def test_init_makes_an_authority_and_a_certificate_for_each_role(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    assert certs(folder, "init", "--host", "shoal.example", "--host", "10.0.0.7") == 0
+    names = {"ca", *(role.value for role in Role)}
+    assert {path.name for path in folder.iterdir()} == {
+        f"{name}.{kind}" for name in names for kind in ("crt", "key")
+    }
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    for role in Role:
+        holder = holder_of(read((folder / f"{role.value}.crt").read_bytes()))
+        assert holder is not None and holder.caller == Caller(role, role.value)
+        # Short-lived unless asked otherwise.
+        assert holder.valid == timedelta(hours=24)
+        TlsIdentity(in_folder(folder, role))
+    coordinator = holder_of(read((folder / "coordinator.crt").read_bytes()))
+    assert coordinator is not None and list(coordinator.hosts) == ["shoal.example", "10.0.0.7"]
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    certs(folder, "init")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(InvalidSpec, match="an authority already"):
+        certs(folder, "init")
+    with pytest.raises(InvalidSpec, match="of that name already"):
+        certs(folder, "issue", "worker")
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_folder_that_others_read_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(InvalidSpec, match=r"mode 755.*chmod 700"):
+        certs(folder, "init")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    certs(folder, "init")
+    certs(folder, "issue", "worker", "--name", "w-1", "--job", "digits", "--valid-h", "1")
+    holder = holder_of(read((folder / "w-1.crt").read_bytes()))
+    assert holder is not None
+    assert holder.caller == Caller(Role.WORKER, "w-1", "digits")
+    assert holder.valid == timedelta(hours=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("issue",), "issue takes a role"),
+        (("init", "worker"), "issue takes a role"),
+        (("issue", "root"), "no such role"),
+        (("issue", "viewer", "--job", "j"), "only a worker"),
+        (("issue", "viewer", "--name", "a/b"), "bad --name"),
+        (("issue", "viewer", "--valid-h", "0"), "bad --valid-h"),
+        (("issue", "viewer", "--valid-h", "nan"), "bad --valid-h"),
+        (("renew", "--every-h", "-1"), "bad --every-h"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(
+    tmp_path: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        certs(tmp_path, *arguments)
+
+
+def test_renewed_certificates_are_for_the_same_holders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "certs"
+    certs(folder, "init", "--valid-h", "2")
+    certs(folder, "issue", "worker", "--name", "w", "--job", "j")
+    before = {each.path: each for each in CertificateFolder(folder).listed()}
+    bytes_before = {path: path.read_bytes() for path in before}
+    assert certs(folder, "init", "--if-absent") == 0
+    assert certs(folder, "renew") == 0
+    after = {each.path: each for each in CertificateFolder(folder).listed()}
+    assert {p: (e.caller, e.hosts) for p, e in after.items()} == {
+        p: (e.caller, e.hosts) for p, e in before.items()
+    }
+    for path, old in bytes_before.items():
+        assert path.read_bytes() != old and path.stat().st_mode & 0o777 == 0o600
+        new = read(path.read_bytes())
+        assert new.public_key() != read(old).public_key()
+        hours = 24 if path.name == "w.crt" else 2
+        lasts = new.not_valid_after_utc - datetime.now(UTC)
+        assert timedelta(hours=hours) - lasts < timedelta(minutes=5)
+    assert not list(folder.glob("*.part"))
+    capsys.readouterr()
+    assert certs(folder, "show") == 0
+    shown = capsys.readouterr().out
+    assert "w.crt: worker w of job j; until" in shown and "operator.crt" in shown
+
+
+def test_renewed_files_are_taken_and_half_written_ones_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
+    folder = CertificateFolder(tmp_path / "certs")
+    folder.init()
+    files = in_folder(folder.path, Role.SERVER)
+    own = TlsIdentity(files)
+    first = own.material
+    assert own.material is first
+    key = files.key.read_bytes()
+    folder.renew()
+    whole = files.key.read_bytes()
+    files.key.write_bytes(key)
+    assert own.material is first, "a certificate without its key"
+    files.key.write_bytes(whole)
+    renewed = own.material
+    assert renewed is not first and renewed.cert == files.cert.read_bytes()
+    # What a client holds on to has the new one as well.
+    assert renewed.client is first.client
+    files.cert.unlink()
+    assert own.material is renewed
+
+
+def test_what_is_half_set_up_is_refused(tmp_path: Path) -> None:
+    folder = CertificateFolder(tmp_path / "certs")
+    folder.init()
+    assert from_environment({}) is None
+    found = from_environment({"SHOAL_TLS": str(folder.path)})
+    assert found == in_folder(folder.path, Role.WORKER)
+    assert found is not None and from_environment(found.environment()) == found
+    with pytest.raises(InvalidSpec, match="half set up"):
+        from_environment({"SHOAL_TLS_CA": str(folder.path / "ca.crt")})
+    with pytest.raises(
+        InvalidSpec, match=r"no certificate for the role worker.*certs issue worker"
+    ):
+        from_environment({"SHOAL_TLS": str(tmp_path)})
+    with identity.using(None), pytest.raises(InvalidSpec, match="no certificate with its key"):
+        wrong = in_folder(folder.path, Role.VIEWER)
+        identity.use(type(wrong)(ca=wrong.ca, cert=wrong.cert, key=folder.path / "worker.key"))
+
+
+@pytest.mark.parametrize(
+    ("names", "caller"),
+    [
+        ([b"spiffe://shoal/worker/a"], Caller(Role.WORKER, "a")),
+        ([b"x", b"spiffe://shoal/worker/a/job/j"], Caller(Role.WORKER, "a", "j")),
+        ([b"spiffe://shoal/root/a"], None),
+        ([b"spiffe://shoal/worker"], None),
+        ([b"spiffe://shoal/worker/a/job/"], None),
+        ([b"spiffe://shoal/worker/a/b/c"], None),
+        ([b"spiffe://other/worker/a"], None),
+        ([b"spiffe://shoal/worker/a", b"spiffe://shoal/operator/a"], None),
+        ([b"spiffe://shoal/w\xff/a"], None),
+        ([], None),
+    ],
+)
+def test_who_calls_is_read_from_one_uri(names: list[bytes], caller: Caller | None) -> None:
+    assert caller_among(names) == caller
+
+
+def test_only_who_serves_has_a_name_to_serve_under(tmp_path: Path) -> None:
+    """A worker's certificate is none that a client takes for a coordinator's."""
+    folder = CertificateFolder(tmp_path / "certs")
+    folder.init()
+    for role, is_taken in ((Role.COORDINATOR, True), (Role.WORKER, False), (Role.SERVER, False)):
+        server = TlsIdentity(in_folder(folder.path, role)).material.server
+        client = TlsIdentity(in_folder(folder.path, Role.OPERATOR)).material.client
+        into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        calling = client.wrap_bio(into, out, server_hostname=COORDINATOR_NAME)
+        answering = server.wrap_bio(out, into, server_side=True)
+        assert _meet(calling, answering) is is_taken
+
+
+def _meet(calling: ssl.SSLObject, answering: ssl.SSLObject) -> bool:
+    """Whether the handshake comes about."""
+    for _ in range(4):
+        for side in (calling, answering):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError:
+                return False
+    return True

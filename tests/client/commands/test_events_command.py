@@ -1,0 +1,181 @@
+"""`shoal events` and `shoal top` against a real status endpoint."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from support.clusters import status_world
+from support.clusters.status_world import World
+
+from shoal_client.cli import main, parse
+from shoal_client.commands import events, top
+from shoal_server.core.generations.roster import Generation, Step
+from shoal_server.core.membership.changes import Departure, Story
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+
+LINE = "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.put(status_world.job())
+    return world
+
+
+@pytest.fixture
+def url(world: World) -> Iterator[str]:
+    """The endpoint's URL; it runs on an event loop of its own thread."""
+    started, stop = threading.Event(), asyncio.Event()
+    found: list[str] = []
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as server:
+            found.append(server.url)
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert started.wait(10)
+    yield found[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(autouse=True)
+def narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+
+
+def lose_a_member(world: World) -> None:
+    """What a loss leaves on the board: steps on the way, and the line."""
+    world.board.event("digits", "member_removed", "vm-2: its launcher saw it end (SIGKILL)")
+    lost = (Departure(member_id="vm-2", cause="SIGKILL", lost=True),)
+    world.board.runs(
+        "digits",
+        Story(
+            generation=Generation(4),
+            cause="lost vm-2 (SIGKILL); 3 go on",
+            lost=lost,
+            left=(),
+            joined=(),
+            stayed=("w0", "w1", "w2"),
+            synchronous=True,
+            start=Step(9),
+            steps_lost=0,
+            down_s=0.04,
+        ),
+    )
+    pause = {"generation": 4, "paused_s": 0.06, "lost_steps": 0}
+    world.board.report("digits", "w1", status_world.health("w1", **pause))
+
+
+def test_events_tell_the_story_in_a_line(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps on the way to it are there on request."""
+    lose_a_member(world)
+    capsys.readouterr()  # the board's own log
+    assert parse(["events", "digits", "--http", url])() == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith(f" {LINE}")
+    assert parse(["events", "digits", "-v", "--http", url])() == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("member removed: vm-2: its launcher saw it end (SIGKILL)")
+    assert second == line
+
+
+def test_the_newest_events_are_shown_and_as_json_for_scripts(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(30):
+        world.board.event("digits", "snapshot_taken", f"snapshot {number}")
+    assert parse(["events", "digits", "-n", "2", "--json", "--http", url])() == 0
+    shown = [json.loads(line)["reason"] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["snapshot 28", "snapshot 29"]
+
+
+def test_events_that_come_are_followed(world: World, url: str) -> None:
+    """What was there first, then each as it comes, and none twice."""
+    world.board.event("digits", "snapshot_taken", "the first")
+    config = events.EventsConfig(job="digits", follow=True)
+    found: list[str] = []
+    with events.StatusClient(url) as client:
+        for event in events._events(client, config):
+            found.append(event["reason"])
+            if len(found) == 1:
+                world.board.event("digits", "snapshot_taken", "the second")
+                world.board.event("digits", "snapshot_taken", "the third")
+            if len(found) == 3:
+                break
+    assert found == ["the first", "the second", "the third"]
+
+
+@pytest.mark.parametrize("command", ["events", "top"])
+def test_a_job_that_there_is_not_is_refused_by_name(
+    url: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "nojob", "--http", url]) == 1
+    assert "there is no job nojob" in capsys.readouterr().err
+
+
+def test_status_of_a_job_that_there_is_not_is_refused_by_name(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--job", "nojob", "--http", url]) == 1
+    told = capsys.readouterr().err
+    assert "there is no job nojob" in told and "digits" in told
+
+
+def test_top_fits_a_narrow_terminal(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of all jobs, and of one with its members and its newest changes."""
+    lose_a_member(world)
+    capsys.readouterr()  # the board's own log
+    world.put(status_world.job("x" * 60))
+    assert parse(["top", "--once", "--http", url])() == 0
+    of_all = capsys.readouterr().out
+    assert "2 jobs run" in of_all and "digits" in of_all
+    assert of_all.count("running") == 2, "figures do not give way to names"
+    assert parse(["top", "digits", "--once", "--http", url])() == 0
+    of_one = capsys.readouterr().out
+    assert "w1" in of_one and "3 go on; paused 0.06 s" in of_one
+    assert max(map(len, of_all.splitlines())) <= 80
+    table = [line for line in of_one.splitlines() if line.startswith("w")]
+    assert len(table) == 3 and max(map(len, table)) <= 80
+
+
+def test_a_straggler_is_marked(world: World) -> None:
+    """Half as long again as the member in the middle; of two nobody can say who is slow."""
+
+    def entry(name: str, step_time_s: float) -> dict[str, object]:
+        return {"member": {"member_id": name}, "health": {"step_time_s": step_time_s}}
+
+    members = [entry("a", 0.1), entry("b", 0.11), entry("c", 0.2)]
+    assert top.slowest(members) == {"c"}
+    assert top.slowest(members[1:]) == set()
+
+
+def test_jobs_that_are_over_are_counted_and_not_shown(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a cluster with a history, what runs is what somebody looks for."""
+    over = status_world.job("old", phase="finished", state="finished", members=())
+    world.put(replace(over, life=replace(over.life, begun_unix_s=1.0, ended_unix_s=2.0)))
+    assert parse(["status", "--http", url])() == 0
+    shown = capsys.readouterr().out
+    assert "digits" in shown and "old" not in shown
+    assert "1 more that are over: --all shows them" in shown
+    assert parse(["status", "--all", "--http", url])() == 0
+    assert "old" in capsys.readouterr().out

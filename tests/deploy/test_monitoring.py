@@ -1,0 +1,177 @@
+"""The metrics are as Prometheus wants them, and board and alerts name those that are served."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from support.clusters import status_world
+from support.clusters.status_world import World
+
+from shoal.launcher.metrics import _Collector
+from shoal.launcher.worker_slots import Exit, WorkerSlot
+from shoal_client.liveness.beat_board import Ending
+from shoal_server.core.generations.roster import Generation, Step
+from shoal_server.core.membership.changes import Departure, Story
+from shoal_server.serving.durations import BOUNDS_S, Durations
+from shoal_server.serving.process_metrics import histogram
+from shoal_server.status.metrics import ProcessMeasures, render
+from shoal_server.status.reading import StatusQueries
+
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "deploy" / "monitoring"
+PARTS = re.compile(r"_(bucket|count|sum|total)$")
+
+
+async def exposed() -> str:
+    """The metrics of a coordinator with a job of which everything is known."""
+    world = World()
+    world.put(status_world.job())
+    world.shards_of["digits"] = status_world.shards()
+    world.samples_of["digits"] = status_world.samples()
+    world.board.runs("digits", story())
+    figures = {"generation": 4, "paused_s": 0.06, "lost_steps": 2, "staleness_steps": 1.0}
+    figures |= {"step_time_s": 0.01, "samples_per_s": 10.0, "memory_bytes": 1}
+    figures |= {"sent_bytes_per_step": 10, "compression_ratio": 2.0}
+    world.board.report("digits", "w1", status_world.health("w1", **figures))
+    world.board.snapshot_taken("digits", 1.0, "snapshot 1")
+    measures = ProcessMeasures()
+    measures.calls.observe(0.002, "Propose", "OK")
+    return (await render(StatusQueries(world, world.board), measures)).decode()
+
+
+def story() -> Story:
+    return Story(
+        generation=Generation(4),
+        cause="lost w9 (SIGKILL); 3 go on",
+        lost=(Departure(member_id="w9", cause="SIGKILL", lost=True),),
+        left=(),
+        joined=(),
+        stayed=("w0", "w1", "w2"),
+        synchronous=True,
+        start=Step(9),
+        steps_lost=0,
+        down_s=0.04,
+    )
+
+
+def launched() -> str:
+    """The metrics of a launcher of which one worker was killed and started again."""
+    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415
+
+    slots = [WorkerSlot(index=index, member_id=f"w{index}") for index in range(2)]
+    slots[0].exits = [Exit(code=-9, ending=Ending.UNKNOWN), Exit(code=0, ending=Ending.UNKNOWN)]
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(slots))  # type: ignore[arg-type]
+    return generate_latest(registry).decode()
+
+
+def samples(text: str) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+async def test_changes_are_counted_from_zero() -> None:
+    """What is born at 1 has no increase to show: counters are there before anything happened."""
+    world = World()
+    world.put(status_world.job())
+    queries = StatusQueries(world, world.board)
+    before = samples((await render(queries, ProcessMeasures())).decode())
+    assert before["shoal_job_lost_members_total{job=digits}"] == 0
+    assert before["shoal_job_events_total{job=digits,kind=generation_changed}"] == 0
+    assert before["shoal_job_recovery_seconds_count{job=digits}"] == 0
+    after = samples(await exposed())
+    assert after["shoal_job_lost_members_total{job=digits}"] == 1
+    assert after["shoal_job_lost_steps_total{job=digits}"] == 2
+    assert after["shoal_job_events_total{job=digits,kind=generation_changed}"] == 1
+    assert after["shoal_job_recovery_seconds_count{job=digits}"] == 1
+    assert after["shoal_job_recovery_seconds_sum{job=digits}"] == pytest.approx(0.06)
+    assert after["shoal_job_uncopied_shards{job=digits}"] == 0
+    assert after["shoal_coordinator_call_duration_seconds_count{method=Propose,outcome=OK}"] == 1
+
+
+def test_a_launcher_tells_how_its_workers_ended() -> None:
+    found = samples(launched())
+    assert found["shoal_launcher_worker_exits_total{cause=SIGKILL}"] == 1
+    assert found["shoal_launcher_worker_exits_total{cause=completed}"] == 1
+    assert found["shoal_launcher_worker_restarts_total{}"] == 1
+
+
+def test_a_histogram_counts_what_took_no_longer_than_each_bound() -> None:
+    durations = Durations(("what",))
+    for seconds in (0.0005, 0.02, 1000.0):
+        durations.observe(seconds, "x")
+    family = histogram("shoal_test_seconds", "A test.", durations)
+    counts = {s.labels["le"]: s.value for s in family.samples if s.name.endswith("_bucket")}
+    assert len(counts) == len(BOUNDS_S) + 1
+    assert (counts["0.0005"], counts["0.01"], counts["0.025"], counts["+Inf"]) == (1, 1, 2, 3)
+
+
+async def test_names_and_types_follow_the_conventions() -> None:
+    """As `promtool check metrics` judges them: help for all, `_total` for counters alone, base
+    units, and labels that Prometheus gives no meaning of its own."""
+    for family in text_string_to_metric_families(await exposed() + launched()):
+        name = family.name
+        assert name.startswith("shoal_") and name.islower(), name
+        assert family.documentation.endswith("."), name
+        names = {sample.name for sample in family.samples}
+        if family.type == "counter":
+            assert names <= {f"{name}_total"}, names
+        else:
+            assert not name.endswith(("_total", "_count", "_sum", "_bucket")), name
+        assert not re.search(r"_(ms|millis|milliseconds|minutes|kb|mb|percent)(_|$)", name), name
+        for sample in family.samples:
+            assert "quantile" not in sample.labels, name
+            assert "le" not in sample.labels or family.type == "histogram", name
+
+
+def named_in(text: str) -> Iterator[str]:
+    yield from re.findall(r"\bshoal_[a-z0-9_]+", text)
+
+
+async def test_board_and_alerts_name_metrics_that_are_served() -> None:
+    """And each alert has its section in the runbook."""
+    text = await exposed() + launched()
+    served = {PARTS.sub("", name) for name in named_in(text)}
+    served |= {"shoal_ps_push_duration_seconds", "shoal_ps_call_duration_seconds"}
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
+    board = json.loads((MONITORING / "grafana.json").read_text())
+    expressions = [rule["expr"] for rule in rules]
+    expressions += [t["expr"] for panel in board["panels"] for t in panel["targets"]]
+    named = {PARTS.sub("", name) for each in expressions for name in named_in(each)}
+    assert named <= served, named - served
+    runbook = (ROOT / "docs" / "runbook-alerts.md").read_text()
+    sections = set(re.findall(r"^## (\w+)$", runbook, re.MULTILINE))
+    assert {rule["alert"] for rule in rules} == sections
+    for rule in rules:
+        anchor = f"docs/runbook-alerts.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == anchor
+
+
+@pytest.mark.nightly
+async def test_promtool_finds_nothing(tmp_path: Path) -> None:
+    """On Debian: apt-get install prometheus."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.fail("no promtool on PATH; on Debian: apt-get install prometheus")
+
+    def check(*arguments: str, text: str = "") -> None:
+        done = subprocess.run(
+            [promtool, "check", *arguments], input=text, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "shoal" not in done.stderr, done.stderr
+
+    check("metrics", text=await exposed())
+    check("metrics", text=launched())
+    check("rules", str(MONITORING / "alerts.yml"))
+    check("config", "--syntax-only", str(MONITORING / "prometheus.yml"))

@@ -1,0 +1,58 @@
+"""What people are told when members come and go: real workers, real signals, real commands."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from e2e.conftest import Shoal, finish, read_until
+from e2e.test_drain import SCRIPT, await_steps
+
+
+@pytest.mark.long
+def test_a_killed_and_a_drained_worker_are_a_line_each(
+    shoal_command: Shoal, tmp_path: Path
+) -> None:
+    """Cause, who goes on, pause and steps lost; in `shoal events -f`, by the coordinator's gRPC
+    address alone, and in rank 0's log, of which `shoal logs` has the rest; nothing else is said of
+    a change, and Ctrl-C prints no traceback."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    logs = {"SHOAL_LOG_DIR": str(tmp_path / "logs")}
+    run = shoal_command.start(
+        "run", "-n", "3", "--ps", "0", "--max-restarts", "0", str(script), environment=logs
+    )
+    (line,) = [each for each in read_until(run, "coordinator at ") if "coordinator at" in each]
+    found = re.search(r"coordinator at (\S+),", line)
+    assert found is not None
+    address = ("--coordinator", found[1])
+    pids = await_steps(tmp_path, 3)
+    follow = shoal_command.start("events", "train", "-f", *address)
+    assert read_until(follow, "generation 1: ")[-1].endswith(" generation 1: 3 begin")
+
+    rank_0, killed, drained = sorted(pids)
+    os.kill(pids[killed], signal.SIGKILL)
+    told = read_until(follow, "generation ")[-1]
+    lost = rf"lost {killed} \(SIGKILL\); 2 go on; paused [0-9.]+ s; 0 steps lost"
+    assert re.search(rf"generation \d+: {lost}$", told), told
+
+    code, said = finish(shoal_command.start("drain", drained, "--job", "train", *address))
+    assert code == 0, said
+    told = read_until(follow, "generation ")[-1]
+    left = rf"{drained} \(drained: an operator asked for it\) left; 1 goes on;"
+    assert re.search(rf"generation \d+: {left} paused [0-9.]+ s; 0 steps lost$", told), told
+    follow.send_signal(signal.SIGINT)
+    code, output = finish(follow)
+    assert (code, output.strip()) == (130, "")
+
+    code, shown = finish(
+        shoal_command.start("logs", rank_0, "--job", "train", *address, environment=logs)
+    )
+    assert code == 0, shown
+    own = [line for line in shown.splitlines() if "generation " in line]
+    assert len(own) == 2 and re.search(lost, own[0]), shown
+    run.send_signal(signal.SIGINT)
+    code, output = finish(run)
+    assert code == 130, output
+    assert "Traceback" not in output and "KeyboardInterrupt" not in output

@@ -1,0 +1,85 @@
+"""`shoal up --tls`: jobs train, lose a worker and go on; nobody else gets in."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+from e2e.conftest import ANY_PORTS, Shoal, finish, read_until
+
+SCRIPT = """
+import os, pathlib, sys, shoal, torch
+torch.manual_seed(1)
+done = pathlib.Path("done")
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with shoal.join() as session:
+    model, optimizer = session.distribute(model, optimizer, strategy=sys.argv[1])
+    data = torch.ones(64, 64)
+    for batch in session.batches(data, global_batch_size=16, epochs=int(sys.argv[2])):
+        with session.step():
+            session.backward(model(batch.inputs).square().mean())
+        if batch.step == 5:
+            print("trains", os.getpid(), flush=True)
+        if batch.step % 20 == 19:
+            print("goes on in", session.generation, "with", session.world_size, flush=True)
+        if done.exists():
+            session.stop("seen enough")
+"""
+
+
+def variables(welcome: list[str]) -> dict[str, str]:
+    """What `shoal up` says to export."""
+    exported = (line.split("export ")[1] for line in welcome if "export " in line)
+    return dict(line.split("=", 1) for line in exported)
+
+
+@pytest.mark.long
+def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    up = shoal_command.start("up", "--tls", "--dir", str(tmp_path / "up"), *ANY_PORTS)
+    welcome = read_until(up, "Ctrl-C stops the cluster")
+    cluster = {**variables(welcome), "OMP_NUM_THREADS": "1"}
+    assert cluster["SHOAL_TLS"] == str(tmp_path / "up" / "certs")
+    page = cluster["SHOAL_HTTP"]
+    assert page.startswith("https://")
+
+    # A worker is killed; the other goes on, and the launcher starts a new one.
+    run = shoal_command.start(
+        "run", "-n", "2", "--job", "ddp", "train.py", "ddp", "100000", environment=cluster
+    )
+    said = read_until(run, "trains", count=2)
+    (victim, *_) = re.findall(r"trains (\d+)", "\n".join(said))
+    os.kill(int(victim), signal.SIGKILL)
+    said += read_until(run, "with 1")
+    said += read_until(run, "with 2")
+    (tmp_path / "done").touch()
+    code, output = finish(run, said)
+    assert code == 0, output
+    (tmp_path / "done").unlink()
+
+    # Gradients by a socket, as from another machine.
+    by_socket = {**cluster, "SHOAL_TRANSPORT": "tcp"}
+    run = shoal_command.start(
+        "run", "-n", "2", "--job", "async", "train.py", "async-sgd", "50", environment=by_socket
+    )
+    code, output = finish(run)
+    assert code == 0 and "bulk_connection_failed" not in output, output
+
+    status = shoal_command.start("status", "--all", environment=cluster)
+    code, output = finish(status)
+    assert code == 0 and "ddp" in output and "async" in output, output
+    code, output = finish(shoal_command.start("rm", "async", environment=cluster))
+    assert code == 0, output
+
+    # Without a certificate: by name, and at once.
+    without = {key: value for key, value in cluster.items() if key != "SHOAL_TLS"}
+    code, output = finish(shoal_command.start("stop", "ddp", environment=without))
+    assert code == 1 and "speaks TLS, and this process has no certificate" in output, output
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{page}/api/v1/jobs", verify=False, trust_env=False)
+    up.send_signal(signal.SIGINT)
+    code, output = finish(up)
+    assert code == 0, output

@@ -1,0 +1,115 @@
+"""Every gRPC call of a coordinator and of a parameter server, with unexpected messages."""
+
+import asyncio
+import importlib
+import pkgutil
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from fuzzing.findings import Findings, Input
+from fuzzing.messages import MessageMaker
+from google.protobuf.descriptor import Descriptor
+
+import shoal_proto.v1
+
+ANSWER_S = 0.4
+"""Who would wait longer is not waited for."""
+OF_SERVERS = {"Parameters", "Tables", "Replication", "ShardSnapshots"}
+"""Services that a parameter server has; a coordinator has the others."""
+UNHANDLED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+LOST = "Internal error from Core"
+"""What grpc.aio itself says where the server has ended a stream that is still written to: then it
+loses the server's status. A failure of the server's is in its log."""
+AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    path: str
+    request: Descriptor
+    is_stream: bool
+    """Of requests."""
+    of_server: bool
+
+
+def all_calls() -> Sequence[Call]:
+    found = []
+    for module in pkgutil.iter_modules(shoal_proto.v1.__path__):
+        if not module.name.endswith("_pb2"):
+            continue
+        file = importlib.import_module(f"shoal_proto.v1.{module.name}").DESCRIPTOR
+        for service in file.services_by_name.values():
+            for method in service.methods:
+                path = f"/{service.full_name}/{method.name}"
+                stream = bool(method.client_streaming)
+                of_server = service.name in OF_SERVERS
+                found.append(Call(path, method.input_type, stream, of_server))
+    return found
+
+
+class CallFuzzer:
+    """Sends to the coordinator at one address and the parameter server at another."""
+
+    def __init__(
+        self, maker: MessageMaker, draw: random.Random, coordinator: str, server: str
+    ) -> None:
+        self._maker = maker
+        self._draw = draw
+        self._calls = all_calls()
+        options = (("grpc.enable_retries", 0), ("grpc.max_reconnect_backoff_ms", 200))
+        self._channels = {
+            False: grpc.aio.insecure_channel(coordinator, options=options),
+            True: grpc.aio.insecure_channel(server, options=options),
+        }
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    def draw_input(self) -> Input:
+        call = self._draw.choice(self._calls)
+        count = self._draw.choice((1, 1, 2, 3, 6)) if call.is_stream else 1
+        parts = []
+        for _ in range(count):
+            data = self._maker.make(call.request).SerializeToString()
+            parts.append(self._maker.spoilt(data) if self._draw.random() < 0.2 else data)
+        return Input(surface="grpc", to=call.path, parts=parts)
+
+    async def run(self, num: int, findings: Findings) -> None:
+        """So many inputs, some at the same time."""
+        # Drawn in one go: what is answered first must not change what is drawn.
+        left = iter([self.draw_input() for _ in range(num)])
+
+        async def worker() -> None:
+            for sent in left:
+                await self.send(sent, findings)
+
+        await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
+
+    async def send(self, sent: Input, findings: Findings) -> None:
+        call = next(each for each in self._calls if each.path == sent.to)
+        channel = self._channels[call.of_server]
+
+        async def requests() -> AsyncIterator[bytes]:
+            for part in sent.parts:
+                yield part
+
+        stream: Any = channel.stream_stream(sent.to)(requests(), timeout=ANSWER_S)
+        outcome = "OK"
+        try:
+            for _ in range(8):
+                if await stream.read() is grpc.aio.EOF:
+                    break
+        except grpc.aio.AioRpcError as error:
+            outcome = error.code().name
+            if error.details() == LOST:
+                outcome = "refused while it was sent"
+            elif error.code() in UNHANDLED:
+                findings.found(sent, f"{sent.to}: {error.code().name}: {error.details()}")
+        finally:
+            stream.cancel()
+        findings.note(sent, outcome)

@@ -1,0 +1,104 @@
+"""A run of the fuzzer, short in the checks and of minutes at night; and what it found before."""
+
+import asyncio
+import random
+import secrets
+from pathlib import Path
+
+import pytest
+from fuzzing.calls import CallFuzzer, all_calls
+from fuzzing.campaign import run, tell
+from fuzzing.cluster import FuzzedCluster
+from fuzzing.files import FileFuzzer
+from fuzzing.findings import Findings, Input, corpus
+from fuzzing.messages import MessageMaker, spoilt
+
+from shoal_server.serving.message_bounds import MessageBounds
+
+SEED = 20261123
+NIGHTLY_S = 300.0
+
+
+def test_what_a_seed_draws_is_always_the_same() -> None:
+    """Or nobody could look for what was found."""
+
+    def draw(seed: int) -> list[bytes]:
+        source = random.Random(seed)
+        maker = MessageMaker(source, {"job": ["j"]})
+        found = [maker.make(call.request).SerializeToString() for call in all_calls()]
+        return [spoilt(source, data) for data in found]
+
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+
+
+def test_messages_are_of_every_call_and_many_pass_the_bounds() -> None:
+    """What is refused at the door alone tests nothing behind it."""
+    maker, bounds = MessageMaker(random.Random(SEED), {"job": ["digits"]}), MessageBounds()
+    passed = 0
+    for call in all_calls():
+        for _ in range(20):
+            try:
+                bounds.check(maker.make(call.request))
+                passed += 1
+            except ValueError:
+                pass
+    assert len(all_calls()) > 40
+    assert passed > 3 * len(all_calls())
+
+
+def test_files_that_were_found_before_are_refused(tmp_path: Path) -> None:
+    fuzzer, findings = FileFuzzer(random.Random(SEED), tmp_path), Findings()
+    for sent in corpus("files"):
+        fuzzer.read(sent, findings)
+    for _ in range(400):
+        fuzzer.read(fuzzer.draw_input(), findings)
+    assert findings.unhandled == []
+
+
+@pytest.mark.nightly
+def test_nothing_unforeseen_comes_of_any_input(tmp_path: Path) -> None:
+    """A cluster of real processes takes some of every surface, and those that were found before."""
+    outcome = run(SEED, seconds=0, size=0.3, directory=tmp_path, before=replay)
+    tell(outcome)
+    assert outcome.findings.unhandled == []
+    assert outcome.num_depositions == 0
+    assert set(outcome.findings.num_inputs) == {"grpc", "bulk", "http", "files", "etcd"}
+    assert outcome.num_inputs > 500
+
+
+def replay(cluster: FuzzedCluster, findings: Findings) -> None:
+    """What gRPC calls were found with before."""
+
+    async def send() -> None:
+        draw = random.Random(SEED)
+        maker = MessageMaker(draw, {})
+        calls = CallFuzzer(maker, draw, cluster.coordinator.grpc, cluster.server.grpc)
+        try:
+            for sent in corpus("grpc"):
+                await calls.send(sent, findings)
+        finally:
+            await calls.close()
+
+    asyncio.run(send())
+
+
+def test_an_input_is_kept_as_it_was(tmp_path: Path) -> None:
+    sent, findings = Input(surface="grpc", to="/x/Y", parts=[b"\x00\xff", b""]), Findings()
+    findings.found(sent, "why")
+    findings.keep(tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert Input.from_json(path.read_text()) == sent
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_nothing_unforeseen_comes_of_five_minutes(tmp_path: Path) -> None:
+    """By a seed that is told."""
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    outcome = run(seed, seconds=NIGHTLY_S, directory=tmp_path)
+    tell(outcome)
+    assert outcome.findings.unhandled == []
+    assert outcome.num_depositions == 0
+    assert outcome.rss_growth_bytes < 64 << 20

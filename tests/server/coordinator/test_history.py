@@ -1,0 +1,94 @@
+"""What is charted of a job outlives the coordinator that led."""
+
+import time
+
+from support.clusters.coordinator_world import Served, served
+
+from shoal_client.membership.member_session import MemberSession
+from shoal_proto.incarnation import public_id
+from shoal_server.coordinator.history import HistoryKeeper
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Delete, Put
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.status.views import HealthView
+
+
+def keeper(world: Served) -> HistoryKeeper:
+    """Beside the coordinator's own, which keeps nothing so early."""
+    coordinator = world.coordinator
+    return HistoryKeeper(coordinator._store, coordinator.registry, coordinator.board)
+
+
+def report(world: Served, member: MemberSession, **figures: float) -> None:
+    token = member.token
+    health = HealthView(
+        public_id=public_id(token.incarnation),
+        received_unix_s=time.time(),
+        step=int(figures.get("step", 7)),
+        loss=figures.get("loss", 0.5),
+        samples_per_s=100.0,
+        step_time_s=figures.get("step_time_s", 0.01),
+    )
+    world.coordinator.board.report("j", token.member_id, health)
+
+
+async def test_what_members_say_is_charted_and_goes_on_under_the_next_leader() -> None:
+    """Loss, throughput, step times by rank, and how the generations followed one another."""
+    store = MemoryStore()
+    async with served(store) as world:
+        members = await world.training("a", "b")
+        report(world, members[0], step=7, loss=0.25)
+        report(world, members[1], step=8, loss=0.75)
+        own = keeper(world)
+        await own._take_up()
+        own.read()
+        await own.keep()
+    async with served(store) as world:
+        await keeper(world)._take_up()
+        found = world.coordinator.board.history("j")
+        assert found is not None
+        stories, series = found
+        view = series.view()
+        assert (view.step[0], view.loss[0], view.samples_per_s[0]) == (8, 0.5, 200.0)
+        assert [len(rank) for rank in view.step_s_by_rank] == [len(view.step)] * 2
+        assert [each.line for each in stories.changes] == ["generation 1: 2 begin"]
+
+
+async def test_a_record_that_cannot_be_read_costs_the_charts_alone() -> None:
+    store = MemoryStore()
+    async with served(store) as world:
+        await world.training("a")
+        await store.transact((), [Put(keys.history("j"), b"no history")])
+        await keeper(world)._take_up()
+        assert world.coordinator.registry.find("j").job.running is not None
+
+
+async def test_nothing_is_left_of_a_job_that_is_gone() -> None:
+    """Else the next run of its name would go on with the charts of this one."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (member,) = await world.training("a")
+        report(world, member)
+        own = keeper(world)
+        await own._take_up()
+        own.read()
+        await store.transact((), [Delete(keys.job_prefix("j"), prefix=True)])
+        await own.keep()
+        assert await store.get(keys.history("j")) is None
+
+
+async def test_members_that_have_fallen_silent_are_a_gap() -> None:
+    """What they said last is not how they stand now."""
+    async with served(MemoryStore()) as world:
+        (member,) = await world.training("a")
+        token = member.token
+        old = HealthView(
+            public_id=public_id(token.incarnation),
+            received_unix_s=time.time() - 60,
+            step=1,
+            loss=1.0,
+        )
+        world.coordinator.board.report("j", "a", old)
+        keeper(world).read()
+        found = world.coordinator.board.history("j")
+        assert found is not None and found[1].view().unix_s == ()

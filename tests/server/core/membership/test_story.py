@@ -1,0 +1,107 @@
+"""What is told of how one generation follows another."""
+
+import pytest
+from support.members.job_world import World
+
+from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.membership import events
+from shoal_server.core.membership.changes import Story
+
+
+def world(*names: str, low: int = 1) -> tuple[World, list[Story]]:
+    """A world in which these train in generation 1, and the stories that its job tells."""
+    spec = JobSpec(job="j", min_members=low, max_members=8, desired_members=len(names))
+    w = World(spec)
+    stories: list[Story] = []
+    note = w.job.state.do
+
+    def do(effect: events.Effect) -> None:
+        if isinstance(effect, events.Log) and effect.story is not None:
+            stories.append(effect.story)
+        note(effect)
+
+    w.job.state.do = do  # type: ignore[method-assign]
+    for name in names:
+        w.join(name)
+    w.run(1.0)
+    return w, stories
+
+
+def lose(w: World, name: str, cause: str) -> None:
+    """The launcher tells of a process that ended."""
+    member = w.members.pop(name)
+    member.alive = False
+    w.gone.append(member)
+    who = {"member_id": name, "incarnation": member.incarnation}
+    event = events.Lost(**who, reason=f"its launcher saw it end ({cause})", cause=cause)
+    w.later(lambda: w._handle(event))
+
+
+def test_a_first_generation_begins() -> None:
+    """Nobody was lost, and nobody has stood still."""
+    w, (first,) = world("a", "b", "c")
+    assert first.cause == "3 begin"
+    assert w.job.reason == "generation 1: 3 begin"
+    assert (first.stayed, first.down_s, first.steps_lost) == ((), 0.0, 0)
+
+
+def test_a_loss_is_told_with_what_its_launcher_saw() -> None:
+    """And it is the reason of the record that everybody gets, and that etcd keeps."""
+    w, stories = world("a", "b", "c", "d")
+    lose(w, "c", "SIGKILL")
+    w.run(5.0)
+    story = stories[-1]
+    assert story.cause == "lost c (SIGKILL); 3 go on"
+    assert w.job.reason == f"generation {story.generation}: {story.cause}"
+    assert w.written[story.generation][0].reason == story.cause
+    assert story.stayed == ("a", "b", "d")
+    assert story.down_s >= 0.0
+
+
+def test_members_of_one_cause_are_named_together_and_newcomers_too() -> None:
+    w, stories = world("a", "b", "c", "d")
+    lose(w, "a", "exit code 1")
+    lose(w, "b", "SIGKILL")
+    lose(w, "c", "SIGKILL")
+    w.run(3.0)
+    w.join("e")
+    w.run(6.0)
+    told = " | ".join(each.cause for each in stories[1:])
+    assert "b, c (SIGKILL)" in told
+    assert "a (exit code 1)" in told
+    assert stories[-1].cause == "e joined; 2 train"
+    assert stories[-1].down_s == 0.0, "the one before trained on meanwhile"
+
+
+def test_a_drained_member_left_and_was_not_lost() -> None:
+    w, stories = world("a", "b")
+    w.drain("b")
+    w.run(5.0)
+    assert stories[-1].cause == "b (drained: spot notice) left; 1 goes on"
+    assert [each.member_id for each in stories[-1].left] == ["b"]
+    assert stories[-1].lost == ()
+
+
+def test_a_collective_that_failed_without_a_loss_is_the_cause() -> None:
+    w, stories = world("a", "b")
+    for name in ("a", "b"):
+        who = {"member_id": name, "incarnation": w.members[name].incarnation}
+        w._handle(events.Broke(**who, generation=w.job.last_generation, error="out of memory"))
+    w.run(5.0)
+    assert stories[-1].cause.startswith("a collective failed under b: out of memory")
+    assert stories[-1].cause.endswith("; 2 go on")
+
+
+def test_time_without_a_generation_counts_as_idle_time() -> None:
+    """From the first member to the first generation, and from each break to the next one."""
+    w, stories = world("a", "b", low=2)
+    begun_s = w.job.tally.idle_s
+    lose(w, "b", "SIGKILL")
+    w.run(11.0)
+    assert not w.is_running()
+    w.join("b")
+    w.run(12.0)
+    assert w.is_running()
+    assert stories[-1].lost[0].cause == "SIGKILL"
+    assert w.job.tally.idle_s - begun_s == pytest.approx(stories[-1].down_s)
+    assert stories[-1].down_s > 9.0

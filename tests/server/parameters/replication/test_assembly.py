@@ -1,0 +1,92 @@
+"""What another server announces and sends never takes more memory than there is."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import MalformedMessage
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_proto.v1.parameters_pb2 import Piece
+from shoal_server.parameters.replication.wire.frames import Assembly
+from shoal_server.parameters.shard.chunk_assembler import Budget
+from shoal_server.parameters.shard.memory import Memory
+
+LIMIT_BYTES = 8 << 20
+PIECE = bytes(1 << 20)
+
+
+def memory() -> Memory:
+    """Of a server that holds nothing."""
+    return Memory(LIMIT_BYTES, SimpleNamespace(shards=list), Budget(1))  # type: ignore[arg-type]
+
+
+def record(num_bytes: int) -> pb.FollowRequest:
+    start = pb.RecordStart(job="j", shard_id=1, epoch=1, num_bytes=num_bytes)
+    return pb.FollowRequest(record=start)
+
+
+def pieces(num_bytes: int) -> Iterator[pb.FollowRequest]:
+    for _ in range(0, num_bytes, len(PIECE)):
+        yield pb.FollowRequest(bytes=Piece(data=PIECE, checksum=crc32(PIECE)))
+
+
+def test_what_fits_is_counted_until_it_is_whole() -> None:
+    mine = memory()
+    assembly = Assembly(mine, lambda key, image: True)
+    assert assembly.take(record(4 << 20)) is None
+    *first, last = pieces(4 << 20)
+    for piece in first:
+        assert assembly.take(piece) is None
+    assert mine.held_bytes == 3 << 20
+    whole = assembly.take(last)
+    assert whole is not None and not whole.why_dropped
+    assert sum(map(len, whole.parts)) == 4 << 20
+    assert mine.held_bytes == 0
+
+
+def test_a_record_beyond_the_memory_is_let_go_by() -> None:
+    """Nothing of it is kept; what comes behind it is read."""
+    mine = memory()
+    assembly = Assembly(mine, lambda key, image: True)
+    assert assembly.take(record(64 << 20)) is None
+    assert mine.held_bytes == 0, "what is announced and not sent takes nothing"
+    most_bytes = 0
+    for piece in pieces(64 << 20):
+        whole = assembly.take(piece)
+        most_bytes = max(most_bytes, mine.held_bytes)
+    assert most_bytes <= LIMIT_BYTES
+    assert whole is not None and whole.why_dropped and sum(map(len, whole.parts)) == 0
+    assert mine.held_bytes == 0
+    small = pb.RecordStart(job="j", shard_id=1, epoch=1, num_bytes=1)
+    small.first.data, small.first.checksum = b"x", crc32(b"x")
+    after = assembly.take(pb.FollowRequest(record=small))
+    assert after is not None and after.parts == [b"x"]
+
+
+def test_a_stream_that_breaks_off_gives_back_what_it_held() -> None:
+    mine = memory()
+    assembly = Assembly(mine, lambda key, image: True)
+    assembly.take(record(4 << 20))
+    assembly.take(next(pieces(4 << 20)))
+    assert mine.held_bytes == 1 << 20
+    assembly.close()
+    assert mine.held_bytes == 0
+
+
+def test_chunks_of_an_image_that_nobody_receives_are_not_kept() -> None:
+    wanted = {("j", 1): 7}
+    assembly = Assembly(memory(), lambda key, image: wanted.get(key) == image)
+    for image, kept in ((6, 0), (7, 2 << 20)):
+        start = pb.ChunkStart(job="j", shard_id=1, image=image, num_bytes=2 << 20)
+        assert assembly.take(pb.FollowRequest(chunk=start)) is None
+        for piece in pieces(2 << 20):
+            whole = assembly.take(piece)
+        assert whole is not None and sum(map(len, whole.parts)) == kept
+
+
+def test_a_size_that_no_record_has_is_refused() -> None:
+    """Before anything is allocated."""
+    with pytest.raises(MalformedMessage, match="too large"):
+        Assembly(memory(), lambda key, image: True).take(record(2**53 - 1))

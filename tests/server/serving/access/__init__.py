@@ -1,0 +1,1 @@
+"""One cluster with TLS for all tests of this package."""

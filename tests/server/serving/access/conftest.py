@@ -1,0 +1,28 @@
+"""One cluster that speaks TLS, for all tests here, and a member that trains in it."""
+
+from collections.abc import Iterator
+
+import pytest
+from support.clusters.tls_world import TlsWorld, tls_world
+from support.members.scripted_member import Script, ScriptedMember
+
+from shoal_proto.tls import identity
+from shoal_proto.tls.names import Role
+
+
+@pytest.fixture(scope="package")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsWorld]:
+    with tls_world(tmp_path_factory.mktemp("outsiders")) as started:
+        yield started
+
+
+@pytest.fixture(scope="package")
+def member(world: TlsWorld) -> Iterator[ScriptedMember]:
+    """It trains in job j as long as the tests run."""
+    with identity.using(world.files(Role.WORKER)):
+        joined = ScriptedMember(
+            [world.cluster.coordinator], Script(job="j", member_id="a", desired=1)
+        )
+        joined.start().trains_with("a")
+        yield joined
+        joined.close()

@@ -1,0 +1,288 @@
+"""Whoever is not meant to make a call is refused it, by name, and it changes nothing.
+
+Each call of each service is made over the wire: without a certificate, with one of another
+authority, with one that has expired, in each role that it is not for, and by a worker of another
+job. The requests are those of a member that trains, with its incarnation: nothing but the
+certificate stands in the way.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor, MethodDescriptor
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+from support.clusters.tls_world import PAST, TlsWorld, credentials
+from support.members.scripted_member import ScriptedMember
+
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.connection.tls_refusals import why_refused
+from shoal_proto.errors import AccessDenied, CertificateRefused
+from shoal_proto.etcd import etcd_pb2
+from shoal_proto.etcd.etcd_pb2_grpc import KVStub
+from shoal_proto.status import from_rpc_error
+from shoal_proto.tls import identity
+from shoal_proto.tls.files import TlsFiles
+from shoal_proto.tls.names import COORDINATOR_NAME, SERVER_NAME, Caller, Role
+from shoal_proto.v1 import (
+    clocks_pb2,
+    membership_pb2,
+    parameters_pb2,
+    rendezvous_pb2,
+    repair_pb2,
+    replication_pb2,
+    samples_pb2,
+    shards_pb2,
+    snapshots_pb2,
+    tables_pb2,
+)
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_server.serving.access.roles import MAY_CALL, as_markdown
+
+ROOT = Path(__file__).parents[4]
+MODULES = (
+    *(clocks_pb2, membership_pb2, parameters_pb2, rendezvous_pb2, repair_pb2, replication_pb2),
+    *(samples_pb2, shards_pb2, snapshots_pb2, tables_pb2, health_pb2),
+)
+METHODS: Mapping[str, MethodDescriptor] = {
+    f"/{service.full_name}/{method.name}": method
+    for module in MODULES
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+ON_A_SERVER = ("Parameters/", "Tables/", "Replication/", "ShardSnapshots/")
+OF_NO_JOB = (
+    "/shoal.v1.Membership/GetCluster",
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+)
+NOT_SERVED = ("/grpc.health.v1.Health/List",)
+REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+WITHIN_S = 5.0
+
+
+def is_on_a_server(method: str) -> bool:
+    return any(name in method for name in ON_A_SERVER)
+
+
+def filled(kind: Descriptor, token: Token, depth: int = 3) -> Message:
+    """A request of the member with that token, about its job."""
+    message: Any = message_factory.GetMessageClass(kind)()
+    for field in kind.fields:
+        if field.message_type is None:
+            if field.name in ("job", "member_id", "incarnation"):
+                setattr(message, field.name, getattr(token, field.name))
+        elif field.message_type.full_name == "shoal.v1.Token":
+            getattr(message, field.name).CopyFrom(token)
+        elif field.name in ("spec", "header"):
+            getattr(message, field.name).CopyFrom(filled(field.message_type, token, depth - 1))
+        elif field.name == "beats":
+            getattr(message, field.name).append(filled(field.message_type, token, depth - 1))
+    return message  # type: ignore[no-any-return]
+
+
+class Caught:
+    """One who calls, with a channel to the coordinator and one to the parameter server."""
+
+    def __init__(self, world: TlsWorld, using: grpc.ChannelCredentials | None) -> None:
+        self._channels = {}
+        for name, address in (
+            (COORDINATOR_NAME, world.cluster.coordinator),
+            (SERVER_NAME, world.cluster.parameter_servers[0]),
+        ):
+            options = (("grpc.ssl_target_name_override", name),)
+            self._channels[name] = (
+                grpc.insecure_channel(address)
+                if using is None
+                else grpc.secure_channel(address, using, options)
+            )
+
+    def call(self, method: str, token: Token, within_s: float = WITHIN_S) -> grpc.RpcError | None:
+        """What the call ended with; None for an answer."""
+        found = METHODS[method]
+        channel = self._channels[SERVER_NAME if is_on_a_server(method) else COORDINATOR_NAME]
+        kind = "stream" if found.client_streaming else "unary"
+        kind += "_stream" if found.server_streaming else "_unary"
+        request = filled(found.input_type, token)
+        make: Any = getattr(channel, kind)(method, request_serializer=_serialized)
+        try:
+            answer = make(iter([request]) if found.client_streaming else request, timeout=within_s)
+            if found.server_streaming:
+                with closing(_Stream(answer)):
+                    next(answer, None)
+        except grpc.RpcError as error:
+            return error
+        return None
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+
+class _Stream:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def close(self) -> None:
+        self._call.cancel()
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def state(world: TlsWorld) -> dict[bytes, bytes]:
+    """All that etcd holds of the cluster and job j; jobs of other tests come to their ends."""
+    with grpc.insecure_channel(world.cluster.etcd) as channel:
+        found = KVStub(channel).Range(etcd_pb2.RangeRequest(key=b"\0", range_end=b"\0"))
+        return {item.key: item.value for item in found.kvs if b"/by-" not in item.key}
+
+
+def standing(world: TlsWorld) -> str:
+    """What the coordinator says of the job."""
+    with identity.using(world.files(Role.OPERATOR)):
+        coordinators = Coordinators([world.cluster.coordinator])
+        try:
+            request = membership_pb2.GetJobRequest(job="j")
+            return str(
+                coordinators.call(lambda c: MembershipStub(c).GetJob, request, timeout_s=WITHIN_S)
+            )
+        finally:
+            coordinators.close()
+
+
+def test_the_table_has_every_call() -> None:
+    assert set(MAY_CALL) == set(METHODS) - set(NOT_SERVED)
+
+
+def test_the_documented_table_is_the_one_in_the_code() -> None:
+    """docs/security.md shows it as `as_markdown` writes it."""
+    assert as_markdown() in (ROOT / "docs" / "security.md").read_text()
+
+
+def test_each_call_is_refused_to_each_role_that_it_is_not_for(
+    world: TlsWorld, member: ScriptedMember
+) -> None:
+    before, token, told = state(world), member.token(), standing(world)
+    answered = []
+    for role in Role:
+        with closing(Caught(world, credentials(world.files(role)))) as caller:
+            for method, roles in MAY_CALL.items():
+                if role in roles:
+                    continue
+                error = caller.call(method, token)
+                if error is None or error.code() is not grpc.StatusCode.PERMISSION_DENIED:
+                    answered.append((role, method, error))
+                    continue
+                named = from_rpc_error(error, "it")
+                assert isinstance(named, AccessDenied) and role.value in named.seen
+    assert answered == []
+    assert state(world) == before and standing(world) == told and member.failure is None
+
+
+def test_each_call_is_refused_to_a_worker_of_another_job(
+    world: TlsWorld, member: ScriptedMember
+) -> None:
+    before, token, told = state(world), member.token(), standing(world)
+    other = Caller(Role.WORKER, "worker-of-another", "other")
+    answered = []
+    with closing(Caught(world, credentials(world.issued(other)))) as caller:
+        for method, roles in MAY_CALL.items():
+            if Role.WORKER not in roles or method in OF_NO_JOB:
+                continue
+            error = caller.call(method, token)
+            if error is None or error.code() is not grpc.StatusCode.PERMISSION_DENIED:
+                answered.append((method, error))
+                continue
+            assert "another job" in from_rpc_error(error, "it").what
+    assert answered == []
+    assert state(world) == before and standing(world) == told and member.failure is None
+
+
+def test_a_worker_drains_nobody_but_itself(world: TlsWorld, member: ScriptedMember) -> None:
+    """Of another it knows the public id, and not the incarnation."""
+    told = standing(world)
+    with closing(Caught(world, credentials(world.files(Role.WORKER)))) as caller:
+        token = member.token()
+        token.incarnation = ""
+        error = caller.call("/shoal.v1.Membership/Drain", token)
+    assert error is not None and error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert standing(world) == told and member.failure is None
+
+
+@pytest.mark.parametrize("who", ["no TLS", "no certificate", "another authority", "expired"])
+def test_nobody_gets_in_without_a_certificate_that_counts(
+    world: TlsWorld, member: ScriptedMember, who: str
+) -> None:
+    before, token, told = state(world), member.token(), standing(world)
+    using = {
+        "no TLS": lambda: None,
+        "no certificate": lambda: grpc.ssl_channel_credentials(
+            (world.certificates / "ca.crt").read_bytes()
+        ),
+        "another authority": lambda: credentials(world.strange_files(Role.OPERATOR)),
+        "expired": lambda: credentials(expired(world)),
+    }[who]()
+    answered = []
+    with closing(Caught(world, using)) as caller:
+        for method in MAY_CALL:
+            error = caller.call(method, token)
+            if error is None or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                answered.append((method, error))
+    assert answered == []
+    assert state(world) == before and standing(world) == told and member.failure is None
+
+
+def expired(world: TlsWorld) -> TlsFiles:
+    return world.issued(Caller(Role.OPERATOR, "of-yesterday"), PAST)
+
+
+@pytest.mark.parametrize("name", [COORDINATOR_NAME, SERVER_NAME])
+def test_a_refused_certificate_is_told_from_an_absent_server(world: TlsWorld, name: str) -> None:
+    """By name and at once: a call is not made again and again until its time is over."""
+    cluster = world.cluster
+    address = cluster.coordinator if name == COORDINATOR_NAME else cluster.parameter_servers[0]
+    cases = {
+        "alert": [world.strange_files(Role.OPERATOR), expired(world)],
+        "needs TLS": [None],
+    }
+    for kind, each in ((kind, files) for kind, found in cases.items() for files in found):
+        with identity.using(each):
+            refused = why_refused(address, name)
+            assert refused is not None, each
+            expected = "speaks TLS" if kind == "needs TLS" else "no TLS connection"
+            assert expected in refused.what
+            if name == COORDINATOR_NAME:
+                coordinators, began_s = Coordinators([address]), time.monotonic()
+                request = membership_pb2.GetJobRequest(job="j")
+                with closing(coordinators), pytest.raises(CertificateRefused):
+                    coordinators.call(lambda c: MembershipStub(c).GetJob, request, timeout_s=60.0)
+                assert time.monotonic() - began_s < 30.0
+    with identity.using(world.files(Role.OPERATOR)):
+        assert why_refused(address, name) is None
+        assert why_refused("127.0.0.1:1", name) is None
+
+
+def test_a_worker_cannot_pose_as_a_coordinator(world: TlsWorld) -> None:
+    """Nor a parameter server: its certificate has not the name that callers ask for."""
+    with identity.using(world.files(Role.WORKER)):
+        refused = why_refused(world.cluster.parameter_servers[0], COORDINATOR_NAME)
+    assert refused is not None and "not accepted here" in refused.seen
+
+
+@pytest.mark.parametrize("role", [Role.OPERATOR, Role.VIEWER, Role.WORKER])
+def test_each_call_is_let_through_to_the_roles_that_it_is_for(world: TlsWorld, role: Role) -> None:
+    """What it is then refused for is something else: there is no such job."""
+    token = Token(job="nobody-trains-this", member_id="x", incarnation="1")
+    with closing(Caught(world, credentials(world.files(role)))) as caller:
+        for method, roles in MAY_CALL.items():
+            if role in roles:
+                error = caller.call(method, token, within_s=1.0)
+                assert error is None or error.code() not in REFUSED, (method, error)

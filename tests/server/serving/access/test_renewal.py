@@ -1,0 +1,50 @@
+"""A certificate that was renewed is shown at the next connection, without a restart."""
+
+import socket
+import ssl
+import time
+from urllib.parse import urlsplit
+
+from cryptography.x509 import load_der_x509_certificate
+from support.clusters.tls_world import TlsWorld
+from support.members.scripted_member import ScriptedMember
+
+from shoal_client.certificates.folder import CertificateFolder
+from shoal_proto.tls.names import COORDINATOR_NAME, SERVER_NAME, Role
+
+WITHIN_S = 30.0
+
+
+def serial(world: TlsWorld, address: str, name: str) -> int:
+    """Of the certificate that is shown there now, checked against the authority."""
+    files = world.files(Role.OPERATOR)
+    context = ssl.create_default_context(cafile=str(files.ca))
+    context.load_cert_chain(files.cert, files.key)
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), 5.0) as plain,
+        context.wrap_socket(plain, server_hostname=name) as connected,
+    ):
+        shown = connected.getpeercert(binary_form=True)
+    assert shown is not None
+    return load_der_x509_certificate(shown).serial_number
+
+
+def test_each_port_shows_the_renewed_certificate(world: TlsWorld, member: ScriptedMember) -> None:
+    """gRPC and HTTP; who is connected stays so."""
+    cluster = world.cluster
+    ports = {
+        cluster.coordinator: COORDINATOR_NAME,
+        urlsplit(cluster.http_url).netloc: COORDINATOR_NAME,
+        cluster.parameter_servers[0]: SERVER_NAME,
+    }
+    before = {address: serial(world, address, name) for address, name in ports.items()}
+    generation = member.generation
+    CertificateFolder(world.certificates).renew()
+    give_up_s = time.monotonic() + WITHIN_S
+    stale = dict(ports)
+    while stale and time.monotonic() < give_up_s:
+        # Each look at the files is a new connection's; they are at least a second apart.
+        stale = {a: n for a, n in stale.items() if serial(world, a, n) == before[a]}
+    assert stale == {}
+    assert member.generation == generation and member.failure is None

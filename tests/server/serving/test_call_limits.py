@@ -1,0 +1,203 @@
+"""What a gRPC port lets in: who says something, so many calls; and no failure goes unseen."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import structlog
+from fuzzing.calls import all_calls
+from google.protobuf.empty_pb2 import Empty
+from support.clusters.coordinator_world import served
+
+from shoal_proto.errors import InternalError, InvalidSpec, Overloaded
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.serving.admission import descriptors
+from shoal_server.serving.admission.audit import AUDITED
+from shoal_server.serving.admission.calls import CallCounts
+from shoal_server.serving.admission.config import CallLimits, HttpLimits
+from shoal_server.serving.rpc import Context, bind, new_server
+
+SOON_S = 30.0
+
+
+class Echo:
+    """Calls that wait until they may answer, and one that has a fault."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.num_waiting = 0
+
+    async def wait(self, request: Empty, context: Context) -> Empty:
+        self.num_waiting += 1
+        await self.may_answer.wait()
+        return Empty()
+
+    async def stream(self, request: Empty, context: Context) -> AsyncIterator[Empty]:
+        self.num_waiting += 1
+        await self.may_answer.wait()
+        yield Empty()
+
+    async def fail(self, request: Empty, context: Context) -> Empty:
+        raise KeyError("a fault of the server's")
+
+    async def refuse(self, request: Empty, context: Context) -> Empty:
+        raise InvalidSpec("no")
+
+
+def handlers(echo: Echo) -> dict[str, Any]:
+    codec = {"request_deserializer": Empty.FromString, "response_serializer": _bytes}
+    return {
+        "Wait": grpc.unary_unary_rpc_method_handler(echo.wait, **codec),
+        "Stream": grpc.unary_stream_rpc_method_handler(echo.stream, **codec),
+        "Fail": grpc.unary_unary_rpc_method_handler(echo.fail, **codec),
+        "Refuse": grpc.unary_unary_rpc_method_handler(echo.refuse, **codec),
+    }
+
+
+def _bytes(message: Empty) -> bytes:
+    return message.SerializeToString()
+
+
+@asynccontextmanager
+async def serving(limits: CallLimits) -> AsyncIterator[tuple[Echo, CallCounts, int]]:
+    counts, echo = CallCounts(limits), Echo()
+    server = new_server(counts=counts, limits=limits)
+    of_echo = grpc.method_handlers_generic_handler("t.Echo", handlers(echo))
+    server.add_generic_rpc_handlers((of_echo,))
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        async with asyncio.timeout(SOON_S):
+            yield echo, counts, port
+    finally:
+        echo.may_answer.set()
+        await server.stop(None)
+
+
+def call(channel: grpc.aio.Channel, name: str) -> Any:
+    make = channel.unary_stream if name == "Stream" else channel.unary_unary
+    codec = {"request_serializer": _bytes, "response_deserializer": Empty.FromString}
+    return make(f"/t.Echo/{name}", **codec)(Empty())
+
+
+async def test_a_connection_that_says_nothing_is_closed() -> None:
+    """And one that says something else than HTTP/2."""
+    async with serving(CallLimits(handshake_s=0.2)) as (_, _, port):
+        for said in (b"", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(said)
+            # The server's own settings come first, then the end.
+            try:
+                await reader.read()
+            except ConnectionResetError:
+                continue
+            finally:
+                writer.close()
+
+
+async def test_so_many_connections_and_no_more() -> None:
+    """Those that are there go on; once they are closed there is room again."""
+    async with serving(CallLimits(max_connections=4, handshake_s=20.0)) as (echo, _, port):
+        echo.may_answer.set()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as first:
+            await call(first, "Wait")
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert await reader.read() == b"", "closed at once"
+            writer.close()
+            await call(first, "Wait")
+            for _, silent in held:
+                silent.close()
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as second:
+                await call(second, "Wait")
+
+
+@pytest.mark.parametrize("limits", [CallLimits(max_calls=3), CallLimits(max_calls_per_peer=3)])
+async def test_a_call_too_many_is_refused_by_name(limits: CallLimits) -> None:
+    """Streams and waiting calls count alike; one that ends makes room."""
+    async with serving(limits) as (echo, counts, port):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            waiting = [call(channel, "Wait"), call(channel, "Wait"), call(channel, "Stream")]
+            reading = asyncio.ensure_future(waiting[2].read())
+            while echo.num_waiting < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            with pytest.raises(grpc.RpcError) as raised:
+                await call(channel, "Wait")
+            refusal = from_rpc_error(raised.value, "server")
+            assert isinstance(refusal, Overloaded)
+            assert "at most 3" in str(refusal)
+            assert (counts.num_open, dict(counts.refused)) == (3, {"Overloaded": 1})
+            waiting[0].cancel()
+            while counts.num_open == 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            echo.may_answer.set()
+            await call(channel, "Wait")
+            await asyncio.gather(waiting[1], reading)
+        while counts.num_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_fault_is_told_as_one_and_counted() -> None:
+    """INTERNAL, apart from refusals: an alarm may ask for it."""
+    async with (
+        serving(CallLimits()) as (_, counts, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        with pytest.raises(grpc.RpcError) as raised:
+            await call(channel, "Fail")
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+        assert isinstance(from_rpc_error(raised.value, "server"), InternalError)
+        with pytest.raises(grpc.RpcError):
+            await call(channel, "Refuse")
+    assert dict(counts.failed) == {"/t.Echo/Fail": 1}
+    assert dict(counts.refused) == {"InvalidSpec": 1}
+
+
+@pytest.mark.parametrize("kind", [CallLimits, HttpLimits])
+def test_limits_that_let_nothing_in_are_refused(kind: type[CallLimits | HttpLimits]) -> None:
+    """By the name of the option."""
+    for name in vars(kind()):
+        with pytest.raises(InvalidSpec, match=f"--{name.replace('_', '-')}"):
+            kind(**{name: 0})
+
+
+def test_connections_leave_descriptors_for_the_process_itself() -> None:
+    """Whatever is asked for: of what is left, gRPC gets three quarters and HTTP one."""
+    limit = descriptors.limit()
+    options = dict(CallLimits(max_connections=2**30).channel_options)
+    of_grpc = options["grpc.max_allowed_incoming_connections"]
+    of_http = HttpLimits(http_connections=2**30).most_connections
+    assert of_grpc + of_http <= limit - descriptors.RESERVED
+    assert not descriptors.is_reserved(3)
+    assert descriptors.is_reserved(limit - 1)
+
+
+async def test_what_operators_had_done_is_in_the_log() -> None:
+    """What was refused too; what members say is not."""
+    async with served(MemoryStore()) as world:
+        await world.training("a")
+        with structlog.testing.capture_logs() as logs:
+            async with grpc.aio.insecure_channel(world.address) as channel:
+                stub = MembershipStub(channel)
+                await stub.GetJob(pb.GetJobRequest(job="j"))
+                await stub.StopJob(pb.StopJobRequest(job="j", reason="late"))
+                with pytest.raises(grpc.RpcError):
+                    await stub.Drain(pb.DrainRequest(job="nope", member_id="a"))
+    calls = [line for line in logs if line["event"] == "operator_call"]
+    told = [(line["call"], line["job"], line["outcome"]) for line in calls]
+    assert told == [
+        ("/shoal.v1.Membership/StopJob", "j", "OK"),
+        ("/shoal.v1.Membership/Drain", "nope", "UnknownJob"),
+    ]
+    assert all("127.0.0.1" in line["peer"] for line in calls)
+
+
+def test_every_call_that_is_audited_is_there() -> None:
+    assert {call.path for call in all_calls()} >= AUDITED

@@ -1,0 +1,100 @@
+"""The line that tells a change of generations, from what coordinator and members know."""
+
+from shoal_server.core.generations.roster import Generation, Step
+from shoal_server.core.membership.changes import Departure, Story
+from shoal_server.status.board import StatusBoard
+from shoal_server.status.history.stories import TOLD_WITHIN_S, Pause, Stories, seconds
+
+LOST = Departure(member_id="vm-2", cause="SIGKILL", lost=True)
+
+
+def story(number: int = 4, **fields: object) -> Story:
+    known: dict[str, object] = {
+        "generation": Generation(number),
+        "cause": "lost vm-2 (SIGKILL); 3 go on",
+        "lost": (LOST,),
+        "left": (),
+        "joined": (),
+        "stayed": ("vm-0", "vm-1", "vm-3"),
+        "synchronous": True,
+        "start": Step(120),
+        "steps_lost": 0,
+        "down_s": 0.04,
+    }
+    return Story(**{**known, **fields})  # type: ignore[arg-type]
+
+
+def pause(member_id: str = "vm-0", paused_s: float = 0.06, **fields: int) -> Pause:
+    known = {"generation": 4, "steps_lost": 0}
+    return Pause(member_id=member_id, paused_s=paused_s, **{**known, **fields})
+
+
+def test_the_story_is_told_once_a_member_has_said_how_long_it_paused() -> None:
+    stories = Stories()
+    assert stories.runs(story(), 100.0) == []
+    (told,) = stories.paused(pause())
+    assert told.line == "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
+    assert stories.paused(pause("vm-1", 0.05)) == [], "it is told once"
+
+
+def test_the_longest_pause_and_the_most_steps_count() -> None:
+    """Whatever is said after the line was told is kept with the change."""
+    stories = Stories()
+    stories.runs(story(), 100.0)
+    stories.paused(pause())
+    stories.paused(pause("vm-1", 0.25, steps_lost=3))
+    (change,) = stories.changes
+    assert (change.paused_s, change.steps_lost) == (0.25, 3)
+    assert change.line.endswith("; paused 0.25 s; 3 steps lost")
+
+
+def test_only_those_who_trained_before_know_of_a_pause() -> None:
+    stories = Stories()
+    stories.runs(story(joined=("vm-9",)), 100.0)
+    assert stories.paused(pause("vm-9")) == []
+    assert stories.paused(pause(generation=3)) == [], "it speaks of an earlier one"
+
+
+def test_a_story_of_which_nobody_says_anything_is_told_all_the_same() -> None:
+    stories = Stories()
+    stories.runs(story(), 100.0)
+    assert stories.due(100.0 + TOLD_WITHIN_S - 0.1) == []
+    (told,) = stories.due(100.0 + TOLD_WITHIN_S)
+    assert told.line.endswith("3 go on; nobody trained for 0.04 s; 0 steps lost")
+    assert stories.due(1000.0) == []
+
+
+def test_a_story_that_another_follows_is_told_before_it() -> None:
+    stories = Stories()
+    stories.runs(story(4), 100.0)
+    told = stories.runs(story(5, cause="vm-2 joined; 4 train", stayed=()), 101.0)
+    assert [each.generation for each in told] == [4, 5]
+
+
+def test_who_goes_at_its_own_pace_pauses_for_nobody() -> None:
+    """There is nothing to wait for: the line is told at once, without a pause."""
+    (told,) = Stories().runs(story(synchronous=False, down_s=0.0), 100.0)
+    assert told.line == "generation 4: lost vm-2 (SIGKILL); 3 go on"
+
+
+def test_pauses_beyond_the_time_that_no_generation_ran_are_counted() -> None:
+    """The coordinator knows of the rest already."""
+    stories = Stories()
+    stories.runs(story(down_s=0.05), 100.0)
+    stories.paused(pause(paused_s=0.25))
+    stories.paused(pause("vm-1", 0.3))
+    assert abs(stories.extra_s - 0.25) < 1e-9
+
+
+def test_events_have_the_line_and_the_steps_on_the_way_are_details() -> None:
+    board = StatusBoard(clock=lambda: 50.0)
+    board.event("j", "phase_collect", "vm-2: its launcher saw it end (SIGKILL)")
+    board.runs("j", story(stayed=()))
+    assert [each.kind for each in board.events("j")] == ["phase_collect", "generation_changed"]
+    (line,) = board.events("j", details=False)
+    assert line.reason.startswith("generation 4: lost vm-2 (SIGKILL); 3 go on")
+
+
+def test_times_are_written_as_people_read_them() -> None:
+    told = [seconds(value) for value in (0.001, 0.064, 2.34, 54.4)]
+    assert told == ["0 s", "0.06 s", "2.3 s", "54 s"]

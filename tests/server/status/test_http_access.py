@@ -1,0 +1,274 @@
+"""Who may read and who may act over HTTP, by token and by session; and who did, in the log."""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import structlog
+from fastapi import FastAPI
+from support.clusters.status_world import World
+
+from shoal_proto.errors import InvalidSpec, UnknownJob
+from shoal_server.status.access import tokens
+from shoal_server.status.access.guard import OPEN, REPORT, Guard
+from shoal_server.status.access.sessions import COOKIE, VALID_S, Sessions
+from shoal_server.status.access.tokens import HttpRole, Tokens
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+from shoal_server.token_command import TokenConfig, token
+
+REPORT_BODY = {"incarnation": "incarnation-of-w1", "step": 1}
+
+
+@dataclass
+class Asked:
+    """Operations that only note what was asked."""
+
+    calls: list[tuple[str, ...]] = field(default_factory=list)
+
+    async def stop(self, job: str, reason: str) -> None:
+        if job != "digits":
+            raise UnknownJob(f"there is no job {job}")
+        self.calls.append(("stop", job, reason))
+
+    async def retry(self, job: str) -> None:
+        self.calls.append(("retry", job))
+
+    async def drain(self, job: str, member_id: str, reason: str) -> None:
+        self.calls.append(("drain", job, member_id, reason))
+
+
+@dataclass
+class Served:
+    server: StatusServer
+    app: FastAPI
+    http: httpx.AsyncClient
+    asked: Asked
+    file: Path
+    viewer: dict[str, str]
+    operator: dict[str, str]
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+@asynccontextmanager
+async def serving(world: World, folder: Path) -> AsyncIterator[Served]:
+    file, asked = folder / "tokens", Asked()
+    viewer = tokens.add(file, "ann", HttpRole.VIEWER)
+    operator = tokens.add(file, "bob", HttpRole.OPERATOR)
+    app = build_app(world, world.board, guard=Guard(Tokens(file)), operations=asked)
+    async with (
+        StatusServer(app, "127.0.0.1", 0) as server,
+        httpx.AsyncClient(base_url=server.url, trust_env=False) as http,
+    ):
+        yield Served(server, app, http, asked, file, bearer(viewer), bearer(operator))
+
+
+def filled(path: str) -> str:
+    return path.format(job="digits", member="w1", generation=1)
+
+
+async def test_every_call_of_the_api_by_everybody(world: World, tmp_path: Path) -> None:
+    """Strangers read nothing of jobs, viewers read, operators act: whatever the API's schema lists,
+    so that nothing that is added later is forgotten."""
+    async with serving(world, tmp_path) as served:
+        seen: dict[str, tuple[int, int, int]] = {}
+        for path, methods in served.app.openapi()["paths"].items():
+            for method in methods:
+                call = f"{method.upper()} {path}"
+                body = {"token": "x"} if path.endswith("/session") else {}
+                statuses = []
+                for who in ({}, served.viewer, served.operator):
+                    content = body if method == "post" else None
+                    request = served.http.build_request(
+                        method, filled(path), json=content, headers=who
+                    )
+                    response = await served.http.send(request, stream=True)
+                    statuses.append(response.status_code)
+                    await response.aclose()
+                seen[call] = (statuses[0], statuses[1], statuses[2])
+        acts = [call for call in seen if not call.startswith("GET")]
+        for call, (stranger, viewer, operator) in seen.items():
+            path = filled(call.partition(" ")[2])
+            if path in OPEN or REPORT.fullmatch(path):
+                assert 401 not in (viewer, operator) or path == "/api/v1/session", call
+                continue
+            assert stranger == 401, call
+            assert viewer == (403 if call in acts else 200), call
+            assert operator in (200, 204, 422), call
+        assert len(seen) > 15 and len(acts) >= 6
+        # What a viewer was refused was not done.
+        assert sorted(call[0] for call in served.asked.calls) == ["drain", "retry", "stop"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "Bearer", "Bearer x", "Basic YTpi", "bearer  x y", "Bearer " + "x" * 5000],
+)
+async def test_what_is_no_token_lets_nobody_in(world: World, tmp_path: Path, value: str) -> None:
+    async with serving(world, tmp_path) as served:
+        answer = await served.http.get("/api/v1/jobs", headers={"authorization": value})
+        assert (answer.status_code, answer.json()["kind"]) == (401, "AccessDenied")
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+
+
+async def test_workers_report_without_a_token(world: World, tmp_path: Path) -> None:
+    """They show the secret of their process; and probes need none."""
+    async with serving(world, tmp_path) as served:
+        path = "/api/v1/jobs/digits/members/w1/health"
+        assert (await served.http.post(path, json=REPORT_BODY)).status_code == 204
+        forged = {**REPORT_BODY, "incarnation": "guess"}
+        assert (await served.http.post(path, json=forged)).status_code == 409
+        assert (await served.http.get("/healthz")).status_code == 200
+
+
+async def test_a_session_of_the_page(world: World, tmp_path: Path) -> None:
+    """A cookie that scripts and other sites do not get, until it is ended."""
+    async with serving(world, tmp_path) as served:
+        http, secret = served.http, served.operator["authorization"].partition(" ")[2]
+        assert (await http.get("/api/v1/session")).json() == {
+            "name": "",
+            "role": "",
+            "asks_for_token": True,
+        }
+        refused = await http.post("/api/v1/session", json={"token": "x"})
+        assert refused.status_code == 401 and "set-cookie" not in refused.headers
+        begun = await http.post("/api/v1/session", json={"token": secret})
+        assert begun.status_code == 204
+        attributes = begun.headers["set-cookie"].split("; ")
+        assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
+        assert secret not in begun.headers["set-cookie"]
+        assert (await http.get("/api/v1/session")).json()["name"] == "bob"
+        assert (await http.post("/api/v1/jobs/digits/retry")).status_code == 204
+        stolen = http.cookies[COOKIE]
+        assert (await http.delete("/api/v1/session")).status_code == 204
+        http.cookies.clear()
+        again = await http.get("/api/v1/jobs", headers={"cookie": f"{COOKIE}={stolen}"})
+        assert again.status_code == 401
+
+
+async def test_a_page_of_another_site_cannot_act(world: World, tmp_path: Path) -> None:
+    """Neither with the session's cookie, nor where no token is asked for."""
+    async with serving(world, tmp_path) as served:
+        login = {"token": served.operator["authorization"].partition(" ")[2]}
+        await served.http.post("/api/v1/session", json=login)
+        for origin, status in (
+            ("http://evil.example", 403),
+            ("null", 403),
+            (served.server.url, 204),
+        ):
+            answer = await served.http.post(
+                "/api/v1/jobs/digits/stop", json={}, headers={"origin": origin}
+            )
+            assert answer.status_code == status, origin
+    asked = Asked()
+    app = build_app(world, world.board, operations=asked)
+    async with (
+        StatusServer(app, "127.0.0.1", 0) as server,
+        httpx.AsyncClient(trust_env=False) as http,
+    ):
+        url = f"{server.url}/api/v1/jobs/digits/stop"
+        refused = await http.post(url, json={}, headers={"origin": "http://evil.example"})
+        assert (refused.status_code, asked.calls) == (403, [])
+        assert (await http.post(url, json={"reason": "late"})).status_code == 204
+        assert asked.calls == [("stop", "digits", "late")]
+
+
+async def test_who_did_what_is_in_the_log(world: World, tmp_path: Path) -> None:
+    """Those that were refused too; reading is not, and no token ever."""
+    async with serving(world, tmp_path) as served:
+        with structlog.testing.capture_logs() as logs:
+            await served.http.get("/api/v1/jobs", headers=served.viewer)
+            stop = "/api/v1/jobs/digits/stop"
+            for who in ({}, served.viewer, served.operator):
+                await served.http.post(stop, json={"reason": "r"}, headers=who)
+            await served.http.post("/api/v1/jobs/nope/stop", json={}, headers=served.operator)
+        calls = [line for line in logs if line["event"] == "operator_call"]
+        told = [(line["by"], line["role"], line["job"], line["outcome"]) for line in calls]
+        assert told == [
+            ("", "", "digits", 401),
+            ("ann", "viewer", "digits", 403),
+            ("bob", "operator", "digits", 204),
+            ("bob", "operator", "nope", 404),
+        ]
+        assert {line["peer"] for line in calls} == {"127.0.0.1"}
+        assert not [line for line in logs if tokens.PREFIX in str(line)]
+
+
+async def test_a_token_that_is_taken_out_has_ended(world: World, tmp_path: Path) -> None:
+    """And the sessions that began with it, without a restart."""
+    async with serving(world, tmp_path) as served:
+        login = {"token": served.viewer["authorization"].partition(" ")[2]}
+        await served.http.post("/api/v1/session", json=login)
+        assert (await served.http.get("/api/v1/jobs")).status_code == 200
+        lines = served.file.read_text().splitlines(keepends=True)
+        served.file.write_text("".join(line for line in lines if not line.startswith("ann ")))
+        assert (await served.http.get("/api/v1/jobs")).status_code == 401
+        assert (await served.http.get("/api/v1/jobs", headers=served.viewer)).status_code == 401
+        assert (await served.http.get("/api/v1/jobs", headers=served.operator)).status_code == 200
+        served.file.write_text("what is this\n")
+        spoilt = await served.http.get("/api/v1/jobs", headers=served.operator)
+        assert (spoilt.status_code, spoilt.json()["kind"]) == (503, "AccessDenied")
+
+
+def test_sessions_end_by_themselves_and_are_bounded(tmp_path: Path) -> None:
+    secret = tokens.add(tmp_path / "tokens", "ann", HttpRole.VIEWER)
+    known, now_s = Tokens(tmp_path / "tokens"), [0.0]
+    holder = known.holder(secret)
+    assert holder is not None
+    sessions = Sessions(known, lambda: now_s[0])
+    first = sessions.begin(holder)
+    assert sessions.holder(first) == holder
+    now_s[0] = VALID_S
+    assert sessions.holder(first) is None
+    last = [sessions.begin(holder) for _ in range(1100)][-1]
+    assert sessions.holder(last) == holder
+    assert len(sessions._sessions) == 1024
+
+
+def test_the_command_makes_tokens_that_only_it_has_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file has hashes, for its owner alone."""
+    file = tmp_path / "tokens"
+    for name, role in (("ann", "viewer"), ("bob", "operator")):
+        assert token(TokenConfig("create", name=name, role=role, file=file)) == 0  # type: ignore
+    printed = capsys.readouterr().out.split()
+    assert len(set(printed)) == 2 and all(
+        re.fullmatch("shoal_[-_A-Za-z0-9]{43}", t) for t in printed
+    )
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert not [t for t in printed if t in file.read_text()]
+    assert [each.role for each in tokens.read(file)] == [HttpRole.VIEWER, HttpRole.OPERATOR]
+    assert token(TokenConfig("list", file=file)) == 0
+    assert capsys.readouterr().out == "ann viewer\nbob operator\n"
+    with pytest.raises(InvalidSpec, match="of that name"):
+        token(TokenConfig("create", name="ann", file=file))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o644])
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "tokens"
+    tokens.add(file, "ann", HttpRole.VIEWER)
+    file.chmod(mode)
+    with pytest.raises(InvalidSpec, match="chmod 600"):
+        Tokens(file)
+
+
+@pytest.mark.parametrize(
+    "text", ["ann viewer", "ann boss " + "0" * 64, "ann viewer secret", "a b c d"]
+)
+def test_a_line_that_is_no_tokens_is_named_and_not_shown(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tokens"
+    tokens.add(file, "good", HttpRole.VIEWER)
+    with file.open("a") as lines:
+        lines.write(text + "\n")
+    with pytest.raises(InvalidSpec, match="line 2") as raised:
+        Tokens(file)
+    assert text not in str(raised.value)

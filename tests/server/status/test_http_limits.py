@@ -1,0 +1,166 @@
+"""Strangers who open connections and say nothing, say it slowly, or do not read what they get."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+from support.clusters import status_world
+from support.clusters.status_world import World
+
+from shoal_server.serving.admission.config import HttpLimits
+from shoal_server.status.app import build_app
+from shoal_server.status.http.bounds import HttpBounds
+from shoal_server.status.http.hosts import AllowedHosts
+from shoal_server.status.serve import StatusServer
+
+SOON_S = 30.0
+"""Far more than any of these takes."""
+QUICK = HttpLimits(http_request_s=0.2, http_stalled_s=0.2)
+HEALTH = "/api/v1/jobs/digits/members/w1/health"
+
+
+@asynccontextmanager
+async def serving(
+    world: World, limits: HttpLimits, *hosts: str
+) -> AsyncIterator[tuple[StatusServer, HttpBounds]]:
+    bounds = HttpBounds(limits)
+    app = build_app(world, world.board, bounds=bounds, hosts=AllowedHosts(hosts))
+    async with asyncio.timeout(SOON_S), StatusServer(app, "127.0.0.1", 0) as server:
+        yield server, bounds
+
+
+async def opened(server: StatusServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", server.port)
+
+
+def kind_of(answer: bytes) -> tuple[int, str]:
+    """Status and kind of error of a raw answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["kind"]
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n", b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nx: y"]
+)
+async def test_who_does_not_finish_a_request_is_told_and_hung_up_on(
+    world: World, said: bytes
+) -> None:
+    async with serving(world, QUICK) as (server, bounds):
+        reader, writer = await opened(server)
+        writer.write(said)
+        assert kind_of(await reader.read()) == (408, "DeadlineExceeded")
+        assert bounds.connections.refused["late requests"] == 1
+        writer.close()
+
+
+async def test_a_further_request_of_a_connection_has_the_same_time(world: World) -> None:
+    async with serving(world, QUICK) as (server, _):
+        reader, writer = await opened(server)
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert await reader.readuntil(b"ok\n")
+        writer.write(b"GET ")
+        assert kind_of(await reader.read()) == (408, "DeadlineExceeded")
+        writer.close()
+
+
+async def test_a_body_that_does_not_come_is_refused(world: World) -> None:
+    async with serving(world, QUICK) as (server, _):
+        reader, writer = await opened(server)
+        head = f"POST {HEALTH} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        writer.write(head.encode() + b"content-length: 40\r\n\r\n{")
+        head_bytes = await reader.readuntil(b"\r\n\r\n")
+        assert b" 408 " in head_bytes
+        writer.close()
+
+
+async def test_one_connection_too_many_is_refused_by_name(world: World) -> None:
+    """Altogether, and of one peer; one that closes makes room."""
+    for limits, reason in (
+        (HttpLimits(http_connections=3), "connections"),
+        (HttpLimits(http_connections_per_peer=3), "connections of one peer"),
+    ):
+        async with serving(world, limits) as (server, bounds), AsyncExitStack() as stack:
+            held = [await opened(server) for _ in range(3)]
+            for _, writer in held:
+                stack.callback(writer.close)
+            reader, refused = await opened(server)
+            stack.callback(refused.close)
+            assert kind_of(await reader.read()) == (503, "Overloaded")
+            assert bounds.connections.refused == {reason: 1}
+            held[0][1].close()
+            while bounds.connections.num_open == 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            async with httpx.AsyncClient(trust_env=False) as http:
+                assert (await http.get(f"{server.url}/healthz")).status_code == 200
+
+
+async def test_as_many_live_pages_as_may_be_and_no_more(world: World) -> None:
+    """Asked for at one moment: counted where it is decided."""
+    limits = HttpLimits(live_pages=8, live_pages_per_peer=8)
+    async with serving(world, limits) as (server, bounds), AsyncExitStack() as stack:
+        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=SOON_S))
+
+        async def ask() -> int:
+            request = http.build_request("GET", f"{server.url}/api/v1/stream")
+            response = await http.send(request, stream=True)
+            stack.push_async_callback(response.aclose)
+            return response.status_code
+
+        answers = await asyncio.gather(*(ask() for _ in range(20)))
+        assert sorted(answers) == [200] * 8 + [503] * 12
+        assert (bounds.streams.num_open, bounds.streams.num_refused) == (8, 12)
+
+
+async def test_one_peer_does_not_take_all_live_pages(world: World) -> None:
+    async with (
+        serving(world, HttpLimits(live_pages_per_peer=1)) as (server, _),
+        httpx.AsyncClient(trust_env=False) as http,
+        http.stream("GET", f"{server.url}/api/v1/stream") as first,
+    ):
+        await anext(first.aiter_lines())
+        refused = await http.get(f"{server.url}/api/v1/stream")
+        assert refused.status_code == 503
+        assert "127.0.0.1" in refused.json()["what"]
+
+
+async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
+    """As soon as what the kernel takes is full, and with it the place that it had."""
+    record = status_world.generation(3, [f"w{i}" for i in range(1000)])
+    world.change("digits", generations=tuple(replace(record, generation=i) for i in range(40)))
+    async with serving(world, QUICK) as (server, bounds):
+        with socket.create_connection(("127.0.0.1", server.port)) as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            lazy.sendall(b"GET /api/v1/stream?job=digits HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+            while not bounds.connections.refused["readers that do not read"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            while bounds.streams.num_open:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+async def test_a_page_of_another_site_is_not_served(world: World) -> None:
+    """A name of an attacker's that leads here (DNS rebinding) is in the Host header."""
+    async with (
+        serving(world, HttpLimits(), "shoal.example.org") as (server, _),
+        httpx.AsyncClient(trust_env=False, base_url=server.url) as http,
+    ):
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
+            answer = await http.get("/api/v1/jobs", headers={"host": host})
+            assert (answer.status_code, answer.json()["kind"]) == (421, "AccessDenied"), host
+        good = ("127.0.0.1", "[::1]:7780", "localhost:7780", "coordinator:7780")
+        for host in (*good, "coordinator.shoal.svc", "Shoal.example.org", socket.gethostname()):
+            answer = await http.get("/api/v1/jobs", headers={"host": host})
+            assert answer.status_code == 200, host
+
+
+async def test_any_host_where_an_operator_says_so(world: World) -> None:
+    async with (
+        serving(world, HttpLimits(), "*") as (server, _),
+        httpx.AsyncClient(trust_env=False) as http,
+    ):
+        answer = await http.get(f"{server.url}/healthz", headers={"host": "any.example"})
+        assert answer.status_code == 200

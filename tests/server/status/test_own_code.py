@@ -1,0 +1,30 @@
+"""A member that is in the script's own code while the others wait for it is told as the cause."""
+
+from support.members.job_world import World
+
+from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.membership import events
+from shoal_server.status.from_core import job_view, member_view
+
+
+def test_who_waits_for_a_member_in_its_own_code_says_so() -> None:
+    """Once it has been there for longer than anybody takes for nothing."""
+    w = World(JobSpec(job="j", min_members=1, max_members=8, desired_members=2))
+    for name in ("a", "b"):
+        w.join(name)
+    w.run(1.0)
+    who = {"member_id": "a", "incarnation": w.members["a"].incarnation}
+    w.job.heartbeat(events.Heartbeat(**who, own_code_s=54.0), 100.0)
+    told = {
+        each.member_id: each.waiting_for
+        for each in job_view(w.job, last_seen={}, now_s=100.0).members
+    }
+    assert told == {
+        "a": "nothing: it has been in your code for 54 s",
+        "b": "a, which has been in your code for 54 s",
+    }
+    one = member_view(w.job, w.job.members["b"], None, now_s=100.0)
+    assert one.waiting_for == told["b"]
+    w.job.heartbeat(events.Heartbeat(**who, own_code_s=1.0), 101.0)
+    views = job_view(w.job, last_seen={}, now_s=101.0).members
+    assert {each.waiting_for for each in views} == {"nothing: it trains"}

@@ -1,0 +1,292 @@
+"""Checkpoints in buckets: in fsspec's memory, and in a server that speaks S3."""
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+import s3fs
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
+from moto.server import ThreadedMotoServer
+from support.models.checkpoint_world import cut, differences, on_all, trained, with_aliases
+from support.training.elastic_bodies import build
+from support.training.elastic_bodies import numbers as data
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal.checkpoint.background import Checkpoints
+from shoal.checkpoint.bucket_paths import BucketPath, located
+from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.storage import complete
+from shoal.state.shards import StateShard
+from shoal.torch_private.checkpoint import FsspecReader
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import CheckpointFailed, InvalidSpec, MalformedMessage
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """The URL of a bucket."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {"endpoint_url": f"http://{host}:{port}", "key": "k", "secret": "s"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fsspec.config.conf, "s3", settings)
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem(**settings).makedirs("shoal-test", exist_ok=True)
+        yield "s3://shoal-test"
+        server.stop()
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(params=["memory", "s3"])
+def place(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty place for checkpoints."""
+    root = request.getfixturevalue("s3") if request.param == "s3" else "memory://bucket"
+    return f"{root}/{secrets.token_hex(4)}/runs"
+
+
+def at(step: int, number: int = 2) -> StateShard:
+    given = trained("sgd", number)
+    return StateShard(step=step, shards=given.shards, values=given.values)
+
+
+def paths_in(place: str) -> list[str]:
+    path = located(place)
+    assert isinstance(path, BucketPath)
+    return path.names()
+
+
+def test_ranks_write_one_and_any_number_of_them_reads_it(place: str) -> None:
+    whole = trained("adamw")
+
+    def act(peers: Any) -> None:
+        with Checkpoints(place, every_steps=1) as checkpoints:
+            checkpoints.offer(cut(whole, 0, peers.rank, 3), peers)
+
+    assert on_all(3, act) == [None] * 3
+    newest = Checkpoints(place, every_steps=1).newest()
+    assert str(newest) == f"{place}/step-00000003"
+    assert newest is not None
+    assert differences(read(newest, everything), with_aliases(whole)) == []
+    assert len(paths_in(place)) == 4, "a file of each rank, the index, and nothing else"
+
+
+def test_plain_torch_reads_it(place: str) -> None:
+    whole = trained("sgd")
+    with Checkpoints(place, every_steps=1) as checkpoints:
+        checkpoints.offer(whole)
+    model, _ = build_of(whole)
+    dcp.load({"model": model}, storage_reader=FsspecReader(str(checkpoints.newest())), no_dist=True)
+    assert all((model[name] == tensor).all() for name, tensor in expected_of(whole).items())
+
+
+def expected_of(whole: StateShard) -> dict[str, Any]:
+    return {
+        name.removeprefix("model."): shard.tensor
+        for name, shard in with_aliases(whole).shards.items()
+        if name.startswith("model.")
+    }
+
+
+def build_of(whole: StateShard) -> tuple[dict[str, Any], None]:
+    return {name: tensor.clone().zero_() for name, tensor in expected_of(whole).items()}, None
+
+
+def test_the_newest_are_kept_and_the_same_step_is_replaced(place: str) -> None:
+    with Checkpoints(place, every_steps=10, keep=2) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.offer(at(step))
+        checkpoints.offer(at(30, 3))
+    assert sorted(complete(located(place))) == [20, 30]
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert differences(read(newest, everything), with_aliases(at(30, 3))) == []
+    assert len(paths_in(place)) == 2 * 2
+
+
+def test_a_run_that_starts_again_does_not_mix_with_the_one_before(place: str) -> None:
+    with Checkpoints(place, every_steps=1) as checkpoints:
+        checkpoints.offer(at(100))
+    again = Checkpoints(place, every_steps=1)
+    again.offer(at(1))
+    with pytest.raises(InvalidSpec, match="run that was further than this one; saw step 100"):
+        again.close()
+    assert len(paths_in(place)) == 2
+
+
+def test_ranks_that_do_not_share_their_storage_are_told(place: str) -> None:
+    whole = at(1)
+
+    def act(peers: Any) -> None:
+        own = place if peers.rank == 0 else f"{place}-of-another"
+        with Checkpoints(own, every_steps=1) as checkpoints:
+            checkpoints.offer(cut(whole, 0, peers.rank, 2), peers)
+
+    errors = on_all(2, act)
+    assert [type(error) for error in errors] == [InvalidSpec] * 2
+    assert "rank 1 does not see" in str(errors[0])
+    assert paths_in(place) == []
+
+
+def test_a_truncated_one_is_refused(place: str) -> None:
+    with Checkpoints(place, every_steps=1) as checkpoints:
+        checkpoints.offer(at(1))
+    newest = checkpoints.newest()
+    assert isinstance(newest, BucketPath)
+    (file,) = (name for name in newest.names() if name.endswith(".distcp"))
+    newest.remove([file])
+    with pytest.raises(MalformedMessage, match=f"truncated; saw no file {file}"):
+        read(newest, everything)
+
+
+def test_what_else_lies_at_its_path_is_left_alone(place: str) -> None:
+    (located(f"{place}/step-00000001") / "notes.txt").write_bytes(b"mine")
+    checkpoints = Checkpoints(place, every_steps=1)
+    checkpoints.offer(at(1))
+    with pytest.raises(InvalidSpec, match=r"is no checkpoint; saw notes\.txt"):
+        checkpoints.close()
+    assert paths_in(place) == ["step-00000001/notes.txt"]
+
+
+class Dead(BaseException):
+    """This process is no more."""
+
+
+@pytest.mark.parametrize(("keep", "new"), [(1, 2), (2, 1)], ids=["the next one", "the same step"])
+def test_a_writer_that_dies_at_any_call_leaves_a_whole_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, keep: int, new: int
+) -> None:
+    """The old one or the new one; and the next writer removes what is left of the other."""
+    calls_to_live = 0
+    kinds = []
+    while "lived" not in kinds:
+        place = f"memory://dead/{secrets.token_hex(4)}"
+        with Checkpoints(place, every_steps=1, keep=keep) as checkpoints:
+            checkpoints.offer(at(1))
+        with monkeypatch.context() as patch:
+            mortal(patch, calls_to_live)
+            writer = Checkpoints(place, every_steps=1, keep=keep)
+            writer.offer(at(new, 3))
+            try:
+                writer.close()
+                kinds.append("lived")
+            except Dead:
+                kinds.append("died")
+        newest = Checkpoints(place, every_steps=1).newest()
+        assert newest is not None
+        found = read(newest, everything)
+        whole = [each for each in (at(1), at(new, 3)) if not differences(found, with_aliases(each))]
+        assert len(whole) == 1, f"after {calls_to_live} calls"
+        with Checkpoints(place, every_steps=1, keep=1) as checkpoints:
+            checkpoints.offer(at(5))
+        assert len(paths_in(place)) == 2, f"after {calls_to_live} calls: {paths_in(place)}"
+        calls_to_live += 1
+    assert kinds.count("died") >= 4
+
+
+def mortal(patch: pytest.MonkeyPatch, calls_to_live: int) -> None:
+    """Let the process die before one of its calls that change what is stored."""
+    left = [calls_to_live]
+
+    def dying(act: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Dead
+            return act(*arguments, **options)
+
+        return call
+
+    for name in ("pipe_file", "rm", "rm_file"):
+        patch.setattr(MemoryFileSystem, name, dying(getattr(MemoryFileSystem, name)))
+    opened = MemoryFileSystem._open
+    closing = dying(opened)
+
+    def reading_or_not(files: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+        return (opened if mode == "rb" else closing)(files, path, mode, **options)
+
+    patch.setattr(MemoryFileSystem, "_open", reading_or_not)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (
+            "s3:/bucket/runs",
+            "no place for checkpoints; saw 's3:/bucket/runs'; expected a directory",
+        ),
+        ("s3://", "no place"),
+        ("s3://bucket//runs", "no place"),
+        ("s3://bucket/../runs", "no place"),
+        ("s3://bucket/runs?version=1", "no place"),
+        ("http://host/runs", "no place"),
+        ("simplecache::s3://bucket/runs", "no place"),
+        ("file://runs", "no place"),
+        ("gs://bucket/runs", "nothing that is installed reaches.*gcsfs"),
+    ],
+)
+def test_a_url_that_is_no_place_is_refused_at_once(url: str, words: str) -> None:
+    with pytest.raises(InvalidSpec, match=words):
+        Checkpoints(url, every_steps=1)
+
+
+def test_a_file_url_is_a_directory(tmp_path: Any) -> None:
+    assert Checkpoints(f"file://{tmp_path}/runs", every_steps=1).directory == tmp_path / "runs"
+
+
+def test_storage_that_goes_away_is_a_failed_checkpoint(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a disk that is full: training goes on, and the next one is tried."""
+    place = f"{s3}/{secrets.token_hex(4)}"
+    checkpoints = Checkpoints(place, every_steps=1)
+
+    def away(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the connection broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(located(place).files, "pipe_file", away)
+        checkpoints.offer(at(1))
+        with pytest.raises(CheckpointFailed, match="RuntimeError: the connection broke"):
+            checkpoints.close()
+    checkpoints.offer(at(2))
+    checkpoints.close()
+    assert list(complete(located(place))) == [2]
+
+
+def steps_taken(cluster: LocalCluster, place: str, *, num_steps: int = 1000) -> list[int]:
+    """By a lone member of a new job, at most so many."""
+    model, optimizer = build("sgd", "layers")
+    taken = []
+    with shoal.join(f"bucket-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+        model, optimizer = session.distribute(
+            model, optimizer, checkpoints=shoal.Checkpoints(place, every_steps=4)
+        )
+        for batch in session.batches(data(), global_batch_size=24, epochs=2):
+            with session.step():
+                session.backward(cross_entropy(model(batch.inputs), batch.targets))
+            taken.append(batch.step)
+            if len(taken) == num_steps:
+                break
+    return taken
+
+
+def test_a_job_goes_on_from_a_bucket_with_the_same_samples(
+    cluster: LocalCluster, place: str
+) -> None:
+    assert steps_taken(cluster, place, num_steps=6) == list(range(6))
+    assert steps_taken(cluster, place) == list(range(4, 10))
+    assert sorted(complete(located(place))) == [4, 8]
+
+
+def test_a_bucket_that_is_not_there_is_refused_before_training(
+    cluster: LocalCluster, s3: str
+) -> None:
+    with pytest.raises(InvalidSpec, match=r"cannot be kept at s3://nowhere/runs.*bucket is there"):
+        steps_taken(cluster, f"{s3.replace('shoal-test', 'nowhere')}/runs")

@@ -1,0 +1,139 @@
+"""accelerate's loop in a session: exact over a loss, and what it cannot do is refused."""
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from support.frameworks import accelerate_bodies
+from support.frameworks.accelerate_bodies import (
+    ACCELERATED_STEPS,
+    EPOCHS,
+    NUM_PARTS,
+    Run,
+    data,
+    network,
+    plain_accelerate,
+)
+from support.members.held_members import replaced_in_step_6
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+import shoal
+from shoal.integrations.accelerate import SessionAccelerator
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec
+
+TOLERANCE = 1e-6
+
+
+def told_nothing(kind: str, /, **_: Any) -> None:
+    """Nobody looks on."""
+
+
+@pytest.fixture(autouse=True)
+def state() -> Iterator[None]:
+    """Accelerators of a process share one."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
+    with shoal.join(f"acc-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as joined:
+        yield joined
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize(
+    ("strategy", "back_to"), [("ddp", 6), pytest.param("fsdp", 1, marks=pytest.mark.nightly)]
+)
+def test_a_session_goes_on_without_a_lost_member(
+    cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
+) -> None:
+    """One of two is killed in the midst of step 6; a third goes on in its place. The weights are
+    those of accelerate alone."""
+    run = Run(
+        coordinator=cluster.coordinator,
+        job=f"accelerate-{strategy}",
+        member_id="",
+        strategy=strategy,
+    )
+    body = accelerate_bodies.train_with_accelerate
+    a, c, _ = replaced_in_step_6(cluster, body, run, tmp_path, back_to)
+    alone = plain_accelerate()
+    for each in (a, c):
+        assert each["step"] == ACCELERATED_STEPS
+        for name, expected in alone.items():
+            found = torch.tensor(each["weights"][name])
+            assert torch.allclose(found, expected, rtol=0, atol=TOLERANCE), name
+
+
+def prepared(session: shoal.Session, **options: Any) -> tuple[SessionAccelerator, Any, Any, Any]:
+    accelerator = SessionAccelerator(session, epochs=1, cpu=True, **options)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(data(), 6))
+
+
+def test_bfloat16_is_autocast(session: shoal.Session) -> None:
+    accelerator, model, optimizer, loader = prepared(session, mixed_precision="bf16")
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            outputs = model(inputs)
+            assert outputs.dtype == torch.float32, "as accelerate gives them"
+            accelerator.backward(cross_entropy(outputs, targets))
+            optimizer.step()
+    assert session.step_number == 8
+    plain = network()(data()[0][0])
+    assert not torch.equal(model(data()[0][0]), plain)
+
+
+def test_a_pass_outside_of_accumulate_is_refused(session: shoal.Session) -> None:
+    accelerator, model, _, loader = prepared(session)
+    inputs, targets = next(iter(loader))
+    with pytest.raises(InvalidSpec, match=r"accelerator\.backward.*outside of accumulate"):
+        accelerator.backward(cross_entropy(model(inputs), targets))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("gather", "session.all_reduce"),
+        ("gather_for_metrics", "session.evaluate"),
+        ("reduce", "session.all_reduce"),
+        ("save_state", "checkpoints="),
+        ("load_state", "checkpoints="),
+        ("clip_grad_value_", "clip_grad_norm_"),
+        ("no_sync", "gradient_accumulation_steps"),
+    ],
+)
+def test_what_would_be_one_members_alone_is_refused(
+    session: shoal.Session, call: str, words: str
+) -> None:
+    accelerator = SessionAccelerator(session, cpu=True)
+    with pytest.raises(InvalidSpec, match=rf"accelerator\.{call}.*{words}"):
+        getattr(accelerator, call)(torch.ones(1))
+
+
+def test_a_model_is_prepared_with_its_optimizer_and_data(session: shoal.Session) -> None:
+    accelerator = SessionAccelerator(session, cpu=True)
+    with pytest.raises(InvalidSpec, match="1 models, 0 optimizers, 0 DataLoaders"):
+        accelerator.prepare(network())
+
+
+def test_float16_is_refused(session: shoal.Session) -> None:
+    with pytest.raises(InvalidSpec, match="mixed_precision='fp16'"):
+        SessionAccelerator(session, cpu=True, mixed_precision="fp16")
+
+
+def test_the_length_is_that_of_an_epoch(session: shoal.Session) -> None:
+    *_, loader = prepared(session, gradient_accumulation_steps=NUM_PARTS)
+    assert len(loader) == 8
+    assert EPOCHS == 3

@@ -1,0 +1,143 @@
+"""BatchNorm over all members: what one process computes of the whole batch."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.collectives.strategy_runs import difference, entered, take_step, take_step_alone
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.data.batches import Loader, Order
+from shoal.layouts import synced_batchnorm
+from shoal.layouts.synced_batchnorm import Members, sync_batchnorm
+from shoal.strategies import find_strategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+
+TOLERANCE = 1e-5
+SIZE, NUM_STEPS = 7, 6
+
+
+def model_of(kind: str) -> nn.Module:
+    generator = torch.Generator().manual_seed(4)
+    layers: dict[str, list[nn.Module]] = {
+        "1d": [nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 4)],
+        "2d": [
+            nn.Unflatten(1, (1, 2, 3)),
+            nn.Conv2d(1, 5, 2),
+            nn.BatchNorm2d(5, momentum=None),
+            nn.Flatten(),
+            nn.Linear(10, 4),
+        ],
+        "no weights": [nn.Linear(6, 9), nn.BatchNorm1d(9, affine=False), nn.Linear(9, 4)],
+    }
+    model = nn.Sequential(*layers[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = 3.0 + 2.0 * torch.randn(23, 6, generator=generator)
+    return inputs, torch.randn(23, 4, generator=generator)
+
+
+def loader() -> Loader:
+    return Loader(data(), Order(num_samples=23, global_batch_size=SIZE, num_epochs=9))
+
+
+def trained_alone(kind: str) -> dict[str, Tensor]:
+    model = model_of(kind)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(NUM_STEPS):
+        batch = loader().synchronous(step, 0, 1)
+        take_step_alone(model, optimizer, batch, nn.functional.mse_loss)
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def trained(strategy_name: str, kind: str) -> dict[str, Tensor]:
+    """Of a rank, as a session has its strategy train."""
+    strategy = find_strategy(strategy_name)
+    assert isinstance(strategy, SynchronousStrategy)
+
+    class OfRank:
+        @staticmethod
+        def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+            model = model_of(kind)
+            assert sync_batchnorm(model, every=True) == 1
+            return model, SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    share_of_rank = entered(OfRank(), strategy)  # type: ignore[arg-type]
+    for step in range(NUM_STEPS):
+        batch = loader().synchronous(step, *share_of_rank)
+        synced_batchnorm.put(strategy.members(has_samples=bool(batch.indices)))
+        take_step(strategy, batch, nn.functional.mse_loss)
+        synced_batchnorm.put(None)
+    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    strategy.close()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "kind"),
+    [
+        *(("ddp", 3, "1d"), ("ddp", 2, "2d"), ("ddp", 1, "1d"), ("ddp", 3, "no weights")),
+        *(("zero1", 3, "2d"), ("zero2", 2, "1d"), ("fsdp", 3, "2d")),
+    ],
+)
+def test_members_normalise_the_whole_batch(strategy: str, world_size: int, kind: str) -> None:
+    """Shares differ in size; the last batch of an epoch leaves one of three members without."""
+    assert any(loader().order.span(step)[2] % SIZE for step in range(NUM_STEPS))
+    expected = trained_alone(kind)
+    for ours in run_in_memory(trained, world_size, strategy, kind):
+        assert difference(ours, expected) < TOLERANCE
+
+
+def _gradients(sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of a rank's share: outputs and gradients of the inputs, of a loss that is a mean over all."""
+    inputs = data()[0][: sum(sizes)].clone().requires_grad_()
+    factors = torch.arange(1.0, inputs.numel() + 1).view_as(inputs).sin()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert sum(sizes) == len(inputs)
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    layer = nn.BatchNorm1d(6)
+    sync_batchnorm(layer, every=True)
+    group = dist.group.WORLD
+    assert group is not None
+    rows = inputs[own] if sizes[rank] else inputs[:1]
+    synced_batchnorm.put(Members(group, has_samples=bool(sizes[rank])))
+    outputs = layer(rows)
+    counted = factors[own] if sizes[rank] else torch.zeros_like(rows)
+    (outputs * counted).sum().backward()
+    synced_batchnorm.put(None)
+    assert inputs.grad is not None
+    assert world_size == len(sizes)
+    return outputs.detach()[: sizes[rank]], inputs.grad
+
+
+@pytest.mark.parametrize("sizes", [[3, 4], [5, 0, 2]])
+def test_outputs_and_gradients_are_those_of_the_whole(sizes: Sequence[int]) -> None:
+    """Also where a member has nothing: the sample that it computes with does not count."""
+    inputs = data()[0][: sum(sizes)].clone().requires_grad_()
+    factors = torch.arange(1.0, inputs.numel() + 1).view_as(inputs).sin()
+    expected = nn.BatchNorm1d(6)(inputs)
+    (expected * factors).sum().backward()
+    found = run_in_memory(_gradients, len(sizes), sizes)
+    assert torch.allclose(torch.cat([outputs for outputs, _ in found]), expected, atol=1e-5)
+    assert inputs.grad is not None
+    summed = torch.stack([gradient for _, gradient in found]).sum(0)
+    assert torch.allclose(summed, inputs.grad, atol=1e-5)
+
+
+def test_it_evaluates_and_trains_outside_of_a_step_as_before() -> None:
+    plain, synced = nn.BatchNorm1d(6), nn.SyncBatchNorm(6)
+    assert sync_batchnorm(plain, every=False) == 0
+    assert sync_batchnorm(synced, every=False) == 1
+    inputs = data()[0]
+    assert torch.equal(plain(inputs), synced(inputs))
+    assert torch.equal(plain.running_var, synced.running_var)  # type: ignore[arg-type]
+    assert torch.equal(plain.eval()(inputs), synced.eval()(inputs))

@@ -1,0 +1,149 @@
+"""A script without a cluster: `python train.py` trains it in its one process."""
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal.membership.join_config import read_config
+from shoal_proto.errors import InvalidSpec, ProposalConflict
+
+NUM_SAMPLES, BATCH, EPOCHS = 40, 16, 3
+STEPS = EPOCHS * -(-NUM_SAMPLES // BATCH)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a run of this process."""
+
+    steps: int
+    weights: dict[str, Tensor]
+    batches: Sequence[tuple[Tensor, Tensor]]
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
+    return inputs, (inputs.sum(dim=1) > 0).long()
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(
+    strategy: str,
+    *,
+    checkpoints: shoal.Checkpoints | None = None,
+    stop_after: int = 0,
+    validators: tuple[object, ...] = (),
+) -> Trained:
+    """The README's loop."""
+    batches = []
+    model, optimizer = model_and_optimizer()
+    with shoal.join(validators=validators) as session:  # type: ignore[arg-type]
+        model, optimizer = session.distribute(model, optimizer, strategy, checkpoints=checkpoints)
+        for batch in session.batches(data(), global_batch_size=BATCH, epochs=EPOCHS):
+            batches.append((batch.inputs, batch.targets))
+            with session.step():
+                session.forward_backward(batch, cross_entropy)
+            if session.step_number == stop_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert (session.rank, session.world_size, session.generation) == (0, 1, 1)
+        return Trained(session.step_number, dict(session.state_dict()), batches)
+
+
+def plain(batches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The same batches, without Shoal."""
+    model, optimizer = model_and_optimizer()
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SHOAL_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "pipeline", "hybrid", "local-sgd"],
+)
+def test_the_loop_trains_by_itself(strategy: str) -> None:
+    """Without a server, each sample once an epoch, to the weights of a loop without Shoal."""
+    trained = train(strategy)
+    assert trained.steps == STEPS == len(trained.batches)
+    seen = torch.cat([inputs for inputs, _ in trained.batches[: STEPS // EPOCHS]])
+    torch.testing.assert_close(seen.sum(dim=0), data()[0].sum(dim=0))
+    assert len(seen.unique(dim=0)) == NUM_SAMPLES
+    expected = plain(trained.batches)
+    assert trained.weights.keys() == expected.keys()
+    for name, value in trained.weights.items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_it_says_so_in_one_line() -> None:
+    with capture_logs() as logs:
+        train("ddp")
+    [line] = [each for each in logs if each["event"] == "training_alone"]
+    assert line["log_level"] == "warning"
+    assert "shoal run" in line["fix"]
+
+
+@pytest.mark.parametrize("strategy", ["async-sgd", "ssp", "bsp", "async-diloco"])
+def test_what_needs_servers_is_refused_by_name(strategy: str) -> None:
+    with pytest.raises(InvalidSpec, match=f"{strategy} trains through parameter servers"):
+        train(strategy)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SHOAL_MIN_MEMBERS": "2"},
+        {"SHOAL_DESIRED_MEMBERS": "3"},
+        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"},
+        {"LOCAL_WORLD_SIZE": "2"},
+        {"SLURM_STEP_NUM_TASKS": "8"},
+    ],
+)
+def test_several_do_not_each_train_alone(environment: dict[str, str]) -> None:
+    """A cluster's settings without its address are a mistake, and no wish to train alone."""
+    with pytest.raises(InvalidSpec, match="no coordinator was named"):
+        read_config({"job": "j"}, environment)
+    assert read_config({"job": "j"}, environment | {"SHOAL_COORDINATOR": "h:1"}).coordinators
+
+
+def test_a_validator_is_asked_when_nobody_else_is_there() -> None:
+    def never(roster: shoal.Roster) -> shoal.Reject | None:
+        return shoal.Reject(seen="a full disk", expected="room")
+
+    with pytest.raises(ProposalConflict, match="a full disk"):
+        train("ddp", validators=(never,))
+
+
+def test_sigterm_drains_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
+    """The step is finished, the process ends with 143; the next run goes on from the checkpoint."""
+    checkpoints = shoal.Checkpoints(tmp_path, every_steps=2)
+    with pytest.raises(shoal.Drained) as ended:
+        train("fsdp", checkpoints=checkpoints, stop_after=4)
+    assert ended.value.code == 143
+    trained = train("fsdp", checkpoints=checkpoints)
+    assert trained.steps == STEPS
+    assert len(trained.batches) == STEPS - 4, "it goes on from the newest"
+    expected = plain(train("ddp").batches)
+    for name, value in trained.weights.items():
+        torch.testing.assert_close(value, expected[name])

@@ -1,0 +1,138 @@
+"""Checkpoints in a bucket, where nothing can be renamed: complete or not there all the same.
+
+    step-00000120/.metadata                      the index: written last, whole at once
+    step-00000120/<token>__0_0.distcp            what the index names
+    step-00000120/<token>.begun                  a draft of that token, or one that died
+
+A folder is a checkpoint if it has an index, and of its files those are part of it that the index
+names. So one that replaces another of the same step writes files with names of its own beside the
+old ones, then the index over the old one's, and then removes what that does not name.
+"""
+
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+
+import structlog
+
+from shoal.checkpoint.bucket_paths import BucketPath, size_of
+from shoal.checkpoint.directory import METADATA, STEP
+from shoal.checkpoint.drafts import Draft
+from shoal.checkpoint.entries import CheckpointEntry, Place, index_of, write_files
+from shoal.checkpoint.index import read_index
+from shoal.torch_private.checkpoint import FsspecWriter
+from shoal_proto.errors import InvalidSpec, ShoalError
+
+log = structlog.get_logger(__name__)
+
+_BEGUN = ".begun"
+_OWN = re.compile(r"[0-9a-f]{16}(__\d+_\d+\.distcp|\.begun)")
+
+
+def complete(root: BucketPath) -> dict[int, BucketPath]:
+    """All complete checkpoints by step. Raises InvalidSpec if the place cannot be looked into."""
+    try:
+        return {
+            int(matched[1]): root / matched[0]
+            for name in root.folders()
+            if (matched := STEP.fullmatch(name)) and size_of(root / name / METADATA) >= 0
+        }
+    except OSError as error:
+        raise InvalidSpec(
+            f"the place {root} for checkpoints cannot be looked into",
+            seen=str(error),
+            expected="storage that answers, and a bucket that is there",
+        ) from error
+
+
+def discard(path: BucketPath) -> None:
+    """Delete a folder that may be a checkpoint: first it stops being one."""
+    path.remove([METADATA])
+    path.remove(path.names())
+
+
+class BucketDraft(Draft):
+    """See the module."""
+
+    def __init__(self, path: BucketPath) -> None:
+        self._path = path
+        self._name = ""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def begin(self) -> None:
+        names = self._path.names()
+        foreign = [name for name in names if name != METADATA and not _OWN.fullmatch(name)]
+        if foreign and METADATA not in names:
+            raise InvalidSpec(
+                f"{self._path} is there already and is no checkpoint",
+                seen=foreign[0],
+                expected="a path that is free, or a checkpoint to replace",
+                fix="Remove it, or write elsewhere.",
+            )
+        name = secrets.token_hex(8)
+        (self._path / f"{name}{_BEGUN}").write_bytes(b"")
+        self._name = name
+
+    def join(self, name: str) -> None:
+        self._name = name
+
+    def is_seen(self) -> bool:
+        return self.size(f"{self.name}{_BEGUN}") >= 0
+
+    def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[Place]:
+        # A file is there, whole, once it is closed: nothing is to be synchronised.
+        writer = FsspecWriter(str(self._path), per_thread_copy_ahead=0, sync_files=False)
+        try:
+            return write_files(writer, rank, entries, prefix=self.name)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+    def size(self, file: str) -> int:
+        return size_of(self._path / file)
+
+    def sweep(self) -> None:
+        for name in self._path.parent.folders():
+            path = self._path.parent / name
+            if STEP.fullmatch(name) or name == self._path.name:
+                self._sweep(path)
+
+    def _sweep(self, path: BucketPath) -> None:
+        names = path.names()
+        own = {name for name in names if name.startswith(self.name)}
+        if METADATA not in names:
+            left = [name for name in names if _OWN.fullmatch(name) and name not in own]
+        elif any(name.endswith(_BEGUN) for name in set(names) - own):
+            left = [name for name in names if name not in own | _part_of(path)]
+        else:
+            return
+        if left:
+            log.info("leftover_removed", path=str(path), num_files=len(left))
+        path.remove(left)
+
+    def publish(self, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
+        (self._path / METADATA).write_bytes(index_of(stored))
+        try:
+            self._path.remove(set(self._path.names()) - _part_of(self._path))
+        except (OSError, ShoalError) as error:
+            # It is complete all the same, and the next `sweep` tries again.
+            log.warning("leftover_stays", path=str(self._path), error=str(error))
+
+    def discard(self) -> None:
+        if not self.name:
+            return
+        try:
+            self._path.remove(name for name in self._path.names() if name.startswith(self.name))
+        except OSError as error:
+            log.warning("leftover_stays", path=str(self._path), error=str(error))
+
+
+def _part_of(path: BucketPath) -> set[str]:
+    """Names of the files of a complete checkpoint."""
+    index = read_index(path)
+    places = [place for stored in index.tensors.values() for place in stored.chunks.values()]
+    return {METADATA} | {file for file, _, _ in (*places, *index.objects.values())}

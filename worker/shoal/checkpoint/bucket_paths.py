@@ -1,0 +1,192 @@
+"""Places for checkpoints by URL: paths in a bucket that fsspec reaches, used as pathlib's."""
+
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import fsspec
+
+from shoal_proto.errors import InvalidSpec
+
+_KINDS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "abfs": "az",
+    # Of this process alone; for tests.
+    "memory": "memory",
+}
+_EXPECTED = "a directory, file:///directory, s3://bucket/prefix, gs://... or az://..."
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+READ_AHEAD_BYTES = 16 * 1024 * 1024
+"""Entries of a file follow one another as they are read."""
+
+
+@dataclass(frozen=True)
+class BucketPath:
+    """A file or a folder in a bucket. Whatever fails is an OSError."""
+
+    url: str
+    """Without a slash at its end."""
+
+    @cached_property
+    def files(self) -> fsspec.AbstractFileSystem:
+        return fsspec.core.url_to_fs(self.url)[0]
+
+    @cached_property
+    def key(self) -> str:
+        """The path as its file system spells it."""
+        return str(fsspec.core.url_to_fs(self.url)[1])
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "BucketPath":
+        return BucketPath(self.url.rpartition("/")[0])
+
+    def __truediv__(self, name: str) -> "BucketPath":
+        return BucketPath(f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def size(self) -> int:
+        """Bytes of the file; -1 if there is none."""
+        with self._answered():
+            self.files.invalidate_cache()
+            try:
+                found = self.files.info(self.key)
+            except FileNotFoundError:
+                return -1
+        return int(found["size"]) if found["type"] == "file" else -1
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        """For reading."""
+        with self._answered():
+            opened = self.files.open(self.key, mode, block_size=READ_AHEAD_BYTES)
+        return cast(BinaryIO, opened)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write the file: all of it is there at once, in the place of one that was."""
+        with self._answered():
+            self.files.pipe_file(self.key, data)
+
+    def folders(self) -> list[str]:
+        """Names of the folders in this one; none if it is not there."""
+        with self._answered():
+            self.files.invalidate_cache()
+            try:
+                found = self.files.ls(self.key, detail=True)
+            except FileNotFoundError:
+                return []
+        paths = [entry["name"] for entry in found if entry["type"] == "directory"]
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+
+    def names(self) -> list[str]:
+        """Names of the files below this folder, relative to it."""
+        with self._answered():
+            self.files.invalidate_cache()
+            try:
+                found = self.files.find(self.key)
+            except FileNotFoundError:
+                return []
+        start = len(self.key.rstrip("/")) + 1
+        return sorted(path[start:] for path in found)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files of this folder; those that are not there are no error."""
+        keys = [(self / name).key for name in names]
+        with self._answered():
+            try:
+                if keys:
+                    self.files.rm(keys)
+            except FileNotFoundError:
+                for key in keys:
+                    if self.files.exists(key):
+                        self.files.rm_file(key)
+
+    def probe(self) -> None:
+        """Write, read and remove a file of this folder. Raises InvalidSpec if that fails."""
+        probe = self / f".probe-{secrets.token_hex(8)}"
+        try:
+            probe.write_bytes(b"shoal")
+            with probe.open() as file:
+                read = file.read()
+            self.remove([probe.name])
+        except OSError as error:
+            raise InvalidSpec(
+                f"checkpoints cannot be kept at {self}",
+                seen=f"{type(error).__name__}: {error}",
+                expected="storage that answers, and lets files be written, read and removed",
+                fix="Look at the URL, at the credentials, and whether the bucket is there.",
+            ) from error
+        if read != b"shoal":
+            raise InvalidSpec(f"checkpoints cannot be kept at {self}", seen=f"read {read!r}")
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:  # each kind of storage has errors of its own
+            raise OSError(f"{self}: {type(error).__name__}: {error}") from error
+
+
+CheckpointPath = Path | BucketPath
+
+
+def located(place: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
+    """The directory, or what a URL names.
+
+    Raises InvalidSpec for a URL that is no place for checkpoints, or that nothing installed serves.
+    """
+    if isinstance(place, BucketPath):
+        return place
+    name = os.fspath(place)
+    scheme = _SCHEME.match(name)
+    if "::" not in name and scheme is None:
+        return Path(name)
+    kind = scheme[1].lower() if scheme else ""
+    rest = name[scheme.end() :] if scheme else ""
+    if "::" in name or not rest.startswith("/") or "?" in rest or "#" in rest:
+        raise _no_place(name)
+    if kind == "file" and rest.startswith("//"):
+        return Path(rest[1:])
+    segments = rest[1:].rstrip("/").split("/")
+    if kind not in _KINDS or any(each in ("", ".", "..") for each in segments):
+        raise _no_place(name)
+    path = BucketPath(f"{_KINDS[kind]}://{'/'.join(segments)}")
+    try:
+        _ = path.files
+    except (ImportError, ValueError) as error:
+        raise InvalidSpec(
+            "nothing that is installed reaches that place for checkpoints",
+            seen=f"{name!r}: {error}",
+            expected=f"what fsspec needs for {kind}",
+            fix="For S3: pip install 'shoal[s3]'.",
+        ) from error
+    return path
+
+
+def size_of(path: CheckpointPath) -> int:
+    """Bytes of a file; -1 if there is none."""
+    if isinstance(path, BucketPath):
+        return path.size()
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _no_place(name: str) -> InvalidSpec:
+    return InvalidSpec(
+        "that is no place for checkpoints", seen=repr(name)[:200], expected=_EXPECTED
+    )

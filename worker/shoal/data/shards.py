@@ -1,0 +1,202 @@
+"""A data set in pieces that are read from their beginning: tar files, streams, iterable data sets.
+
+Each piece, a *shard*, says how many samples it holds, so every sample has an index. It is found by
+reading its shard up to it. `shoal.data.shard_order` brings samples in an order in which that is a
+walk through each shard, and what was read is kept for as long as a walk may come back to it.
+"""
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from shoal.data.samples import generators_kept
+from shoal.data.shard_readers import read_shard
+from shoal.torch_private.dataloader import hidden_worker_info
+from shoal_proto.errors import InvalidSpec
+
+Read = Callable[[Any], Iterable[Any]]
+"""The samples of one shard, from its first, the same ones in the same order each time."""
+
+
+class Shards(Dataset[Any]):
+    """Samples in shards, for `session.batches`:
+
+        urls = [f"s3://bucket/train-{number:05d}.tar" for number in range(1024)]
+        dataset = shoal.Shards(urls, lengths=lengths, decode=to_tensors)
+        for batch in session.batches(dataset, global_batch_size=256, epochs=10, num_workers=4):
+
+    An epoch takes the shards in another order each, as `columns` times `turns` streams beside each
+    other, each shuffled through a buffer. A member reads the streams of its part of each batch.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        *,
+        lengths: Sequence[int],
+        read: Read = read_shard,
+        decode: Callable[[Any], Any] | None = None,
+        columns: int = 8,
+        turns: int = 1,
+        shuffle_buffer: int = 128,
+    ) -> None:
+        """`lengths`: how many samples each shard holds, as `Shards.count` tells once; a shard that
+        holds others is an error when its end is read. `read`: by default tar files are read as
+        WebDataset has them, and anything that is no path is iterated over. `decode` makes of what
+        was read what is collated; it is called for samples that are trained on, with their own
+        random numbers, and not for those that are read past.
+
+        `columns`: as many parts of a batch come from streams of their own: about the largest
+        number of members. `turns`: as many batches after one another do: `num_workers`, so that
+        each process reads streams of its own. `shuffle_buffer`: samples that each stream is
+        shuffled among; a process keeps up to twice as many of each of its streams, not decoded.
+
+        Raises InvalidSpec for no shards, or lengths that are not theirs.
+        """
+        self.shards, self.lengths = list(shards), [_checked("a length", n, 0) for n in lengths]
+        if len(self.shards) != len(self.lengths):
+            raise InvalidSpec(
+                "not each shard has a length",
+                seen=f"{len(self.shards)} shards, {len(self.lengths)} lengths",
+                expected="lengths=[...], one for each shard, in their order",
+                fix="Shards.count(shards) reads all of them once and tells.",
+            )
+        if not sum(self.lengths):
+            raise InvalidSpec("the shards hold no samples", seen=f"{len(self.shards)} shards")
+        self.columns = _checked("columns", columns, 1)
+        self.turns = _checked("turns", turns, 1)
+        self.shuffle_buffer = _checked("shuffle_buffer", shuffle_buffer, 1)
+        self._read, self._decode = read, decode
+        self._ends = list(accumulate(self.lengths))
+        self._open = _OpenShards(self)
+
+    @staticmethod
+    def count(shards: Iterable[Any], read: Read = read_shard) -> list[int]:
+        """The number of samples in each shard, by reading all of it."""
+        return [sum(1 for _ in read(shard)) for shard in shards]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        """A sample by its index: those of the first shard come first. Reads its shard from where
+        it was left off, or from the beginning for one that is behind what is kept."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = bisect_right(self._ends, index)
+        sample = self._open.sample(number, index - self._ends[number] + self.lengths[number])
+        return sample if self._decode is None else self._decode(sample)
+
+    @property
+    def description(self) -> str:
+        """What members compare to see that they train on the same shards."""
+        names = [shard if isinstance(shard, str) else "" for shard in self.shards]
+        digest = blake2b(repr((names, self.lengths)).encode(), digest_size=8).hexdigest()
+        return f"{len(self)} samples in {len(self.shards)} shards {digest}"
+
+    def samples_of(self, number: int) -> Iterator[Any]:
+        """Those of one shard, from its first."""
+        return iter(self._read(self.shards[number]))
+
+    def named(self, number: int) -> str:
+        shard = self.shards[number]
+        return str(shard) if isinstance(shard, str | os.PathLike) else f"shard {number}"
+
+
+class _OpenShards:
+    """What this process reads of some shards at a time. Forked with a trainer, or pickled for
+    another process, it is empty there."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        num_streams = shards.columns * shards.turns
+        mean_length = len(shards) / len(shards.shards)
+        self._keep = 2 * shards.shuffle_buffer
+        self._largest = num_streams * (2 + int(self._keep / mean_length))
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": OrderedDict(), "_pid": 0}
+
+    def sample(self, number: int, offset: int) -> Any:
+        if self._pid != os.getpid():
+            self._open, self._pid = OrderedDict(), os.getpid()
+        shard = self._open.pop(number, None)
+        if shard is None or not shard.has(offset):
+            shard = _OpenShard(self._shards, number, self._keep)
+            while len(self._open) >= self._largest:
+                self._open.popitem(last=False)
+        # Kept only if it was read without an error: the next attempt begins anew.
+        sample = shard.sample(offset)
+        self._open[number] = shard
+        # What is made of it must not change what is kept.
+        return copy(sample) if isinstance(sample, dict | list) else sample
+
+
+class _OpenShard:
+    """One shard, read as far as it was asked for."""
+
+    def __init__(self, shards: Shards, number: int, keep: int) -> None:
+        self._name, self._length = shards.named(number), shards.lengths[number]
+        self._keep = keep
+        self._num_read = 0
+        self._kept: dict[int, Any] = {}
+        """By offset, in their order: no more than `keep`."""
+        with hidden_worker_info(), generators_kept():
+            self._samples = shards.samples_of(number)
+
+    def has(self, offset: int) -> bool:
+        return offset >= self._num_read or offset in self._kept
+
+    def sample(self, offset: int) -> Any:
+        if offset >= self._num_read:
+            # A reader that asks which of several processes it is in must read all the same; one
+            # that draws numbers must not change those that are drawn for samples.
+            with hidden_worker_info(), generators_kept():
+                self._read_to(offset)
+        return self._kept[offset]
+
+    def _read_to(self, offset: int) -> None:
+        for kept in [kept for kept in self._kept if kept <= offset - self._keep]:
+            del self._kept[kept]
+        for sample in self._samples:
+            if self._num_read > offset - self._keep:
+                self._kept[self._num_read] = sample
+            self._num_read += 1
+            if self._num_read == self._length:
+                self._end()
+            if self._num_read > offset:
+                return
+        raise self._of_another_length(str(self._num_read))
+
+    def _end(self) -> None:
+        if next(self._samples, self) is not self:
+            raise self._of_another_length("more")
+        self._samples = iter(())
+
+    def _of_another_length(self, seen: str) -> InvalidSpec:
+        return InvalidSpec(
+            f"{self._name} holds another number of samples than was said",
+            seen=f"{seen} samples",
+            expected=f"{self._length}",
+            fix="Give its length as Shards.count tells it. A reader gives all samples of its shard"
+            " whatever the rank or the process that asks, and the same each time.",
+        )
+
+
+def _checked(name: str, number: Any, least: int) -> int:
+    if not hasattr(number, "__index__") or number < least:
+        raise InvalidSpec(
+            f"{name} of shards is out of range",
+            seen=repr(number),
+            expected=f"an integer of {least} or more",
+        )
+    return int(number)

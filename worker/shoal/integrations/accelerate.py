@@ -1,0 +1,319 @@
+"""Hugging Face accelerate within a session: elastic, and exact over all changes.
+
+    accelerator = SessionAccelerator(session, epochs=EPOCHS)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for epoch in range(EPOCHS):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_fn(model(inputs), targets))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+
+The loop is accelerate's own. The batch of the script's DataLoader, times
+`gradient_accumulation_steps`, is the global one: members take their shares of it. What is within
+`accumulate` is taken again, with the samples of the step, where a member was lost.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from shoal.checkpoint.background import Checkpoints
+from shoal.data.batches import Batch
+from shoal.session.session import Session
+from shoal.session.step import Step
+from shoal.strategies.base import Strategy
+from shoal_proto.errors import InvalidSpec
+
+
+class SessionAccelerator(Accelerator):
+    """An Accelerator for one member; see the module.
+
+    `prepare` takes the model, the optimizer, the DataLoader to train on and any schedulers in one
+    call. Refused with InvalidSpec: float16, a pass outside of `accumulate`, `save_state` and
+    `load_state`, and what gathers values over processes, of which each member is the only one.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *arguments: Any,
+        epochs: int = 1,
+        strategy: str | Strategy = "ddp",
+        checkpoints: Checkpoints | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        """The rest is what `accelerate.Accelerator` takes."""
+        super().__init__(*arguments, **options)
+        if self.mixed_precision == "fp16" or self.num_processes != 1:
+            raise InvalidSpec(
+                "an accelerator that a session has no place for",
+                seen=f"mixed_precision={self.mixed_precision!r}, {self.num_processes} processes",
+                expected='"bf16" or "no", in a process of its own, under `shoal run`',
+            )
+        self._session = session
+        self._epochs, self._seed = epochs, seed
+        self._strategy, self._kept = strategy, checkpoints
+        self._steps: AcceleratedSteps | None = None
+
+    # --- what a script calls ---
+
+    def prepare(self, *given: Any, device_placement: list[bool] | None = None) -> Any:
+        """What was given, distributed, in the same order."""
+        models = [each for each in given if isinstance(each, nn.Module)]
+        optimizers = [each for each in given if isinstance(each, Optimizer)]
+        loaders = [each for each in given if isinstance(each, DataLoader)]
+        counts = (len(models), len(optimizers), len(loaders))
+        if counts != (1, 1, 1) or self._steps is not None:
+            raise InvalidSpec(
+                "a session prepares one model, optimizer and DataLoader, together",
+                seen=f"{counts[0]} models, {counts[1]} optimizers, {counts[2]} DataLoaders"
+                + (" in a second call" if self._steps is not None else ""),
+                expected="accelerator.prepare(model, optimizer, loader, schedulers...), once",
+                fix="A DataLoader for evaluation needs no preparation: session.evaluate(loader,"
+                " measure) takes it as it is.",
+            )
+        model = self.prepare_model(models[0], device_placement=None)
+        model, optimizer = self._session.distribute(
+            model, optimizers[0], self._strategy, checkpoints=self._kept
+        )
+        self._steps = AcceleratedSteps(self, self._session, self.gradient_accumulation_steps)
+        ready: dict[int, Any] = {
+            id(models[0]): model,
+            id(optimizers[0]): PreparedOptimizer(optimizer),
+            id(loaders[0]): PreparedLoader(self._steps, loaders[0], self._epochs, self._seed),
+        }
+        for number, each in enumerate(e for e in given if isinstance(e, LRScheduler)):
+            self._session.register(f"accelerate-schedule-{number}", each)
+            ready[id(each)] = PreparedScheduler(each, self._steps)
+        result = tuple(ready.get(id(each), each) for each in given)
+        return result if len(result) > 1 else result[0]
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """One part of a step; behind the last, the step is committed, or comes again."""
+        return self._prepared("accumulate")
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute gradients of the mean loss over the samples of the batch."""
+        self._prepared("backward").check_within("accelerator.backward")
+        self._session.backward(loss, **options)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """The norm of the whole model's gradients, scaled to `max_norm`; None but in the last part
+        of a step."""
+        if norm_type != 2:
+            raise _refused("clip_grad_norm_", f"norm_type={norm_type}", "norm_type=2")
+        return self._session.clip_grad_norm(max_norm) if self.sync_gradients else None
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this member has rank 0; to be asked from the first batch on."""
+        return self._session.is_first
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self._session.is_first
+
+    def clip_grad_value_(self, *_: Any) -> Any:
+        raise _refused("clip_grad_value_", "a value", "clip_grad_norm_")
+
+    def save_state(self, *_: Any, **__: Any) -> Any:
+        raise _refused("save_state", "a directory", "SessionAccelerator(checkpoints=...)")
+
+    def load_state(self, *_: Any, **__: Any) -> Any:
+        raise _refused("load_state", "a directory", "SessionAccelerator(checkpoints=...)")
+
+    def gather(self, *_: Any) -> Any:
+        raise _refused("gather", "a tensor", "session.all_reduce, or session.evaluate")
+
+    def gather_for_metrics(self, *_: Any, **__: Any) -> Any:
+        raise _refused("gather_for_metrics", "a tensor", "session.evaluate(loader, measure)")
+
+    def reduce(self, *_: Any, **__: Any) -> Any:
+        raise _refused("reduce", "a tensor", "session.all_reduce(value)")
+
+    def no_sync(self, *_: Any) -> Any:
+        raise _refused("no_sync", "a model", "gradient_accumulation_steps, with accumulate")
+
+    def _prepared(self, call: str) -> "AcceleratedSteps":
+        if self._steps is None:
+            raise _refused(call, "nothing that is prepared", "accelerator.prepare before it")
+        return self._steps
+
+
+class AcceleratedSteps(AbstractContextManager[None]):
+    """The steps of the loop: opened with the first part of a batch, ended behind the last."""
+
+    def __init__(self, accelerator: Accelerator, session: Session, num_parts: int) -> None:
+        self._accelerator, self.session, self.num_parts = accelerator, session, num_parts
+        self.device = accelerator.device
+        self._step: Step | None = None
+        self._parts: Iterator[Batch] = iter(())
+        self._num_given = 0
+        self._within = False
+        self.committed = False
+        """Whether the step was that ended last; False while one is open."""
+
+    def begin(self, batch: Batch) -> None:
+        """Open the step on a batch."""
+        self._step, self.committed = self.session.step(), False
+        self._step.__enter__()
+        whole = self.num_parts == 1
+        self._parts = iter((batch,)) if whole else batch.parts(self.num_parts)
+        self._num_given = 0
+
+    def next_part(self) -> Batch | None:
+        """The next part of the step that is open; None if none is."""
+        if self._step is None:
+            return None
+        part = next(self._parts, None)
+        if part is None:
+            raise InvalidSpec(
+                "a batch that was not trained on",
+                expected="the body of the loop within `with accelerator.accumulate(model):`",
+            )
+        self._num_given += 1
+        self._accelerator.gradient_state._set_sync_gradients(self._num_given == self.num_parts)
+        return part
+
+    @property
+    def may_count(self) -> bool:
+        """Whether this is the last part of a step, or behind one that was committed."""
+        return self._num_given == self.num_parts and (self._within or self.committed)
+
+    def check_within(self, call: str) -> None:
+        if not self._within:
+            raise _refused(
+                call, "it outside of accumulate", "with accelerator.accumulate(model): ..."
+            )
+
+    def __enter__(self) -> None:
+        if self._step is None or self._within:
+            raise _refused("accumulate", "no batch", "a batch of the prepared DataLoader")
+        self._within = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self._within = False
+        step = self._step
+        assert step is not None, "it was entered"
+        if error is None and self._num_given < self.num_parts:
+            return False
+        if error is None:
+            try:
+                next(self._parts, None)
+            except BaseException as failure:  # noqa: BLE001 - the step decides what becomes of it
+                error = failure
+        self._step = None
+        handled = step.__exit__(type(error) if error else None, error, trace)
+        self.committed = step.committed
+        if error is not None and not handled and trace is None:
+            raise error
+        return handled
+
+
+class PreparedLoader:
+    """The DataLoader's batches, cut for the members. An iteration goes to the job's epoch's end."""
+
+    def __init__(
+        self, steps: AcceleratedSteps, loader: DataLoader[Any], epochs: int, seed: int | None
+    ) -> None:
+        self._steps, self._loader, self._seed, self._epochs = steps, loader, seed, epochs
+        self._batches: Iterator[Batch] | None = None
+        self._ahead: Batch | None = None
+        if loader.batch_size is None:
+            raise InvalidSpec("the DataLoader has no batch_size", expected="batch_size=...")
+        self._size = loader.batch_size * steps.num_parts
+        self._collate = loader.collate_fn
+
+    def __len__(self) -> int:
+        """Batches of an epoch, each part of a step for itself."""
+        num_samples = len(self._loader.dataset)  # type: ignore[arg-type]
+        whole, rest = divmod(num_samples, self._size)
+        return (whole + int(bool(rest) and not self._loader.drop_last)) * self._steps.num_parts
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = None
+        while True:
+            part = self._steps.next_part()
+            if part is None:
+                batch, self._ahead = self._ahead or self._next(), None
+                if batch is None:
+                    return
+                if epoch is not None and batch.epoch != epoch:
+                    self._ahead = batch
+                    return
+                epoch = batch.epoch
+                self._steps.begin(batch)
+                continue
+            yield send_to_device(part.inputs["batch"], self._steps.device)
+
+    def _next(self) -> Batch | None:
+        if self._batches is None:
+            self._batches = self._steps.session.batches(
+                self._loader,
+                global_batch_size=self._size,
+                epochs=self._epochs,
+                seed=self._seed,
+                collate=self._collated,
+            )
+        return next(self._batches, None)
+
+    def _collated(self, samples: list[Any]) -> dict[str, Any]:
+        """As the script's DataLoader gives it, inputs and targets together."""
+        collated = self._collate(samples)
+        # Of a list it could not be told whether it holds a tensor a sample.
+        return {"batch": tuple(collated) if isinstance(collated, list) else collated}
+
+
+class PreparedOptimizer:
+    """The session steps it and zeroes its gradients; all else is the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        """Done by the session behind the last part of the step."""
+        if closure is not None:
+            raise _refused("optimizer.step", "a closure", "accelerator.backward before it")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Done by the session at the beginning of the step."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+class PreparedScheduler:
+    """Steps once a committed step where it is called within `accumulate`."""
+
+    def __init__(self, scheduler: LRScheduler, steps: AcceleratedSteps) -> None:
+        self.scheduler, self._steps = scheduler, steps
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        if self._steps.may_count:
+            self.scheduler.step(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+
+def _refused(call: str, seen: str, expected: str) -> InvalidSpec:
+    return InvalidSpec(
+        f"accelerator.{call} in a session", seen=seen, expected=expected, fix="docs/integrations.md"
+    )

@@ -1,0 +1,104 @@
+"""What Prometheus is told of a launcher: its workers, how they ended, how often they were started
+again."""
+
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
+from shoal_client.local.process import how_it_ended
+from shoal_proto.errors import AddressInUse, InvalidSpec
+
+LOOPBACK = "127.0.0.1"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of `[HOST:]PORT`; a port alone is at 127.0.0.1. Raises InvalidSpec."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise InvalidSpec("bad --metrics", seen=repr(text), expected="[HOST:]PORT")
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
+@contextmanager
+def served(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
+    """Serve the metrics within the block; nothing where there is no address.
+
+    Raises InvalidSpec where prometheus_client is not installed, AddressInUse.
+    """
+    if not address:
+        yield
+        return
+    host, port = parse_address(address)
+    try:
+        prometheus = import_module("prometheus_client")
+    except ImportError as error:
+        raise InvalidSpec(
+            "--metrics needs the package prometheus-client",
+            seen=str(error),
+            fix="pip install prometheus-client",
+        ) from error
+    registry = prometheus.CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(slots))
+    try:
+        server, thread = prometheus.start_http_server(port, host, registry)
+    except OSError as error:
+        raise AddressInUse(
+            f"cannot serve metrics at {host}:{port}", seen=str(error), expected="a free port"
+        ) from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Collector:
+    """Asked on the thread of the metrics' server; slots only ever gain exits."""
+
+    def __init__(self, slots: Sequence[WorkerSlot]) -> None:
+        self._slots = slots
+
+    def collect(self) -> Iterator[Any]:
+        core = import_module("prometheus_client.core")
+        info = core.InfoMetricFamily("shoal_build", "The release of this process.")
+        python = platform.python_version()
+        told = {"version": version("shoal"), "python": python, "part": "launcher"}
+        info.add_metric([], told)
+        yield info
+        running = sum(slot.process is not None for slot in self._slots)
+        yield core.GaugeMetricFamily(
+            "shoal_launcher_running_workers", "Worker processes that run.", value=running
+        )
+        yield core.GaugeMetricFamily(
+            "shoal_launcher_wanted_workers", "Worker processes asked for.", value=len(self._slots)
+        )
+        exits = [each for slot in self._slots for each in tuple(slot.exits)]
+        ended = core.CounterMetricFamily(
+            "shoal_launcher_worker_exits",
+            "Worker processes that ended, by what the launcher saw.",
+            labels=["cause"],
+        )
+        counts = {"completed": 0, **Counter(_cause(each) for each in exits)}
+        for cause, count in sorted(counts.items()):
+            ended.add_metric([cause], count)
+        yield ended
+        restarts = sum(max(0, len(slot.exits) - slot.is_over) for slot in self._slots)
+        yield core.CounterMetricFamily(
+            "shoal_launcher_worker_restarts",
+            "Worker processes that were started in the place of one that had ended.",
+            value=restarts,
+        )
+
+
+def _cause(exited: Exit) -> str:
+    if exited.code == DRAINED:
+        return "drained"
+    if exited.code == 0:
+        return "completed"
+    return how_it_ended(exited.code).removeprefix("was killed by ").removeprefix("ended with ")

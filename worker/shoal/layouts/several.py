@@ -1,0 +1,137 @@
+"""Several models, each laid out by itself, and passes that train some of them only."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.layouts.base import Layout, World
+from shoal.model.several import SeveralModels
+from shoal.state.shards import MODEL, OPTIM, TensorShard
+from shoal_proto.errors import InvalidSpec
+
+
+class SeveralLayouts(Layout):
+    """Layouts by the models' names; what each of them holds has its model's name before it."""
+
+    def __init__(self, model: SeveralModels, layouts: Mapping[str, Layout], world: World) -> None:
+        first = next(iter(layouts.values()))
+        self.world = world
+        self.module = model
+        self.data_index, self.data_count = first.data_index, first.data_count
+        self.elementwise = any(each.elementwise for each in layouts.values())
+        self.layouts = layouts
+        self.active: frozenset[str] = frozenset()
+        """The models that are trained by the pass, or stepped by the update, that comes next."""
+
+    @property
+    def _active(self) -> list[Layout]:
+        return [each for name, each in self.layouts.items() if name in self.active]
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return {
+            f"{name}.{key}": parameter
+            for name, each in self.layouts.items()
+            for key, parameter in each.parameters.items()
+        }
+
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        return {
+            f"{name}.{key}": tensor
+            for name, each in self.layouts.items()
+            for key, tensor in each.held.items()
+        }
+
+    def shard(self, name: str, tensor: Tensor) -> TensorShard:
+        model, _, own = name.partition(".")
+        return self.layouts[model].shard(own, tensor)
+
+    def counts(self, name: str) -> bool:
+        model, _, own = name.partition(".")
+        return self.layouts[model].counts(own)
+
+    def travels(self, name: str) -> bool:
+        kind = MODEL if name.startswith(MODEL) else OPTIM
+        model, _, own = name.removeprefix(kind).partition(".")
+        return self.layouts[model].travels(kind + own)
+
+    def watch(self, ours: Callable[[], bool]) -> None:
+        for each in self.layouts.values():
+            each.watch(ours)
+
+    # --- a step ---
+
+    def begin(self) -> None:
+        for each in self.layouts.values():
+            each.step, each.looks_for_faults = self.step, self.looks_for_faults
+            each.begin()
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Gradients of the active models alone; what others have by now is left as it is."""
+        for each in self._active:
+            each.begin_pass()
+        scaled = loss if weight == 1.0 else loss * weight
+        leaves = [each.leaves for each in self._active]
+        if all(each is not None for each in leaves):
+            inputs = [leaf for each in leaves if each is not None for leaf in each]
+            scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+            return
+        with self._set_aside():
+            scaled.backward()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Within, models that are not active have no gradients; what they get there is dropped."""
+        others = [each for name, each in self.layouts.items() if name not in self.active]
+        kept = [(p, p.grad) for each in others for p in each.parameters.values()]
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
+    def meets_in_forward(self, *, is_first_step: bool) -> bool:
+        raise InvalidSpec("several models have no forward pass in common")
+
+    def reduce(self) -> None:
+        for each in self._active:
+            each.reduce()
+        self.unreached = [
+            f"{name}.{key}"
+            for name, each in self.layouts.items()
+            if name in self.active
+            for key in each.unreached
+        ]
+
+    def check(self) -> None:
+        for each in self._active:
+            each.check()
+
+    def updated(self) -> None:
+        """In place of `stepped`, within a step: behind an update of what the active models have."""
+        for each in self._active:
+            each.stepped()
+
+    def stepped(self) -> None:
+        for each in self.layouts.values():
+            each.stepped()
+
+    def synchronised(self) -> bool:
+        return all(each.synchronised() for each in self._active)
+
+    def release(self) -> None:
+        for each in self.layouts.values():
+            each.release()
+
+    def cut(self, reason: str) -> None:
+        for each in self.layouts.values():
+            each.cut(reason)
+
+    def groups(self) -> Iterator[dist.ProcessGroup]:
+        for each in self.layouts.values():
+            yield from each.groups()

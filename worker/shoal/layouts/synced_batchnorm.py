@@ -1,0 +1,200 @@
+"""BatchNorm by the statistics of the whole global batch, whoever computes which part of it.
+
+torch's SyncBatchNorm runs on GPUs only, and counts the sample that a member without a share
+computes with. Here each member tells how many values it has, their mean and their squares' sum
+around that mean, which are put together as Chan et al. 1979 do; and in backward the sums that its
+gradients depend on. A member's loss weighs as much as its share does, and so do these sums.
+"""
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.backends.abortable.waiter import wait_abortable
+from shoal.torch_private.tensors import in_backward
+
+
+@dataclass(frozen=True)
+class Members:
+    """Those whose samples are normalised together."""
+
+    group: dist.ProcessGroup
+    has_samples: bool
+    """Whether what this one computes with are samples of its own: without a share it has one that
+    does not count."""
+
+
+class _Here(threading.local):
+    """By thread: members may be threads of one process."""
+
+    members: Members | None = None
+
+
+_here = _Here()
+
+
+def put(members: Members | None) -> None:
+    """From here on this thread's passes are normalised with these; None: each by itself."""
+    _here.members = members
+
+
+def part(*, has_samples: bool) -> None:
+    """From here on passes are of a part of the samples."""
+    if _here.members is not None:
+        _here.members = replace(_here.members, has_samples=has_samples)
+
+
+def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
+    """Let the model's SyncBatchNorm modules, or `every` BatchNorm, normalise the samples of all
+    members; returns how many there are. They stay the same objects, and evaluate as before."""
+    found = 0
+    for module in model.modules():
+        if type(module) is nn.SyncBatchNorm or (every and type(module) in _SYNCED):
+            module.__class__ = _SYNCED[type(module)]
+            found += 1
+    return found
+
+
+def has_sync_batchnorm(model: nn.Module) -> bool:
+    """Whether the script itself has converted the model."""
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        values: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        how: tuple[float, Members],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(normalised values, mean, biased variance, number of values in each channel)."""
+        eps, members = how
+        exact = values.double() if values.dtype == torch.float64 else values.float()
+        mean, variance, count = _statistics(exact, members)
+        scale = (variance + eps).rsqrt().to(exact.dtype)
+        centred = (exact - _wide(mean.to(exact.dtype), exact)) * _wide(scale, exact)
+        context.save_for_backward(centred, weight, scale, count)
+        context.members = members
+        context.mark_non_differentiable(mean, variance, count)
+        output = centred if weight is None else centred * _wide(weight.to(exact.dtype), exact)
+        if bias is not None:
+            output = output + _wide(bias.to(exact.dtype), exact)
+        return output.to(values.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        centred, weight, scale, count = context.saved_tensors
+        members: Members = context.members
+        outer = gradients[0].to(centred.dtype)
+        dims = _dims(centred)
+        own = torch.stack([outer.sum(dims), (outer * centred).sum(dims)]).double()
+        sums = own.clone()
+        if members.group.size() > 1:
+            host = sums.cpu()
+            wait_abortable(dist.all_reduce(host, group=members.group, async_op=True), members.group)
+            sums = host.to(sums.device)
+        means = (sums / count).to(centred.dtype)
+        inner = outer - _wide(means[0], centred) - centred * _wide(means[1], centred)
+        factor = scale if weight is None else scale * weight.to(centred.dtype)
+        # What does not count has had no part in the statistics.
+        factor = factor if members.has_samples else torch.zeros_like(factor)
+        found = (inner * _wide(factor, centred)).to(gradients[0].dtype)
+        of_weight = None if weight is None else own[1].to(weight.dtype)
+        of_bias = own[0].to(gradients[0].dtype if weight is None else weight.dtype)
+        return found, of_weight, of_bias if context.needs_input_grad[2] else None, None
+
+
+@torch.no_grad()
+def _statistics(values: Tensor, members: Members) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance of each channel over all members' samples, and of how many."""
+    dims, channels = _dims(values), values.shape[1]
+    num = values.numel() // channels if members.has_samples else 0
+    mean = values.mean(dims, dtype=torch.float64)
+    spread = (values - _wide(mean.to(values.dtype), values)).square().sum(dims, dtype=torch.float64)
+    told = torch.cat([torch.full_like(mean[:1], num), mean, spread]).cpu()
+    if not num:
+        told.zero_()
+    rows = torch.zeros(members.group.size(), len(told), dtype=torch.float64)
+    rows[members.group.rank()] = told
+    if members.group.size() > 1:
+        wait_abortable(dist.all_reduce(rows, group=members.group, async_op=True), members.group)
+    counts, means, spreads = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
+    count = counts.sum()
+    whole = (counts * means).sum(0) / count
+    variance = (spreads + counts * (means - whole).square()).sum(0) / count
+    return whole.to(values.device), variance.to(values.device), count.to(values.device)
+
+
+def _dims(values: Tensor) -> list[int]:
+    """All but that of the channels."""
+    return [0, *range(2, values.ndim)]
+
+
+def _wide(of_channels: Tensor, values: Tensor) -> Tensor:
+    return of_channels.view(1, -1, *[1] * (values.ndim - 2))
+
+
+def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
+    members = _members_of(self)
+    if members is None or not self.training:
+        # By itself: outside of a step nobody else is there.
+        return nn.BatchNorm1d.forward(self, input)
+    self._check_input_dim(input)
+    output, mean, variance, count = _Normalise.apply(
+        input, self.weight, self.bias, (self.eps, members)
+    )  # type: ignore[no-untyped-call]
+    if self.track_running_stats:
+        _track(self, mean, variance, float(count))
+    found: Tensor = output
+    return found
+
+
+def _members_of(module: Any) -> Members | None:
+    # A backward pass may run on another thread than the forward pass that it computes again.
+    members = _here.members or (module.__dict__.get("_members") if in_backward() else None)
+    module.__dict__["_members"] = members
+    return members
+
+
+@torch.no_grad()
+def _track(module: Any, mean: Tensor, variance: Tensor, count: float) -> None:
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    momentum = module.momentum
+    if momentum is None:
+        momentum = 1.0 / float(module.num_batches_tracked)
+    unbiased = variance * (count / max(count - 1.0, 1.0))
+    for buffer, now in ((module.running_mean, mean), (module.running_var, unbiased)):
+        buffer.mul_(1 - momentum).add_(now.to(buffer.dtype), alpha=momentum)
+
+
+def _synced(kind: Any) -> Any:
+    """The class of this BatchNorm that normalises all members' samples."""
+    return type(f"Synced{kind.__name__}", (kind,), {"forward": _forward, "__module__": __name__})
+
+
+SyncedBatchNorm1d = _synced(nn.BatchNorm1d)
+SyncedBatchNorm2d = _synced(nn.BatchNorm2d)
+SyncedBatchNorm3d = _synced(nn.BatchNorm3d)
+
+
+class SyncedBatchNorm(_synced(nn.BatchNorm1d)):  # type: ignore[misc]
+    """In the place of torch's SyncBatchNorm, which DDP refuses on a CPU."""
+
+    def _check_input_dim(self, values: Tensor) -> None:
+        if values.ndim < 2:
+            raise ValueError(f"expected at least 2D input (got {values.ndim}D input)")
+
+
+_SYNCED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: SyncedBatchNorm1d,
+    nn.BatchNorm2d: SyncedBatchNorm2d,
+    nn.BatchNorm3d: SyncedBatchNorm3d,
+    nn.SyncBatchNorm: SyncedBatchNorm,
+}

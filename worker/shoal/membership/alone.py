@@ -1,0 +1,202 @@
+"""A member that trains alone: no coordinator was named, so nobody can join it.
+
+`LoneMember` takes the place that `MemberSession` has in a job of several, so that a script is the
+same in both. Its one generation has one member, and it keeps nothing that outlives the process:
+checkpoints do that.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from shoal.torch_private.c10d import HashStore
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.liveness.beat_board import Doing
+from shoal_client.membership.member import Member
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    InvalidSpec,
+    MemberDrained,
+    ProposalConflict,
+    ShoalError,
+)
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+
+log = structlog.get_logger(__name__)
+
+GENERATION = 1
+LIMITS = pb.Limits(
+    heartbeat_s=0.5, prepare_s=10.0, bring_up_s=30.0, collective_s=30.0, join_s=120.0
+)
+"""What `shoal coordinator` has by default."""
+WITH_SEVERAL = "Start it with `shoal run -n 3 SCRIPT`, which also starts a cluster for it."
+
+
+class LoneStore(HashStore):
+    """The keys of a generation of one: all of them are its own, so no call waits."""
+
+    def abort(self, reason: str) -> None:
+        """Nothing waits here that could be ended."""
+
+
+class LoneMember:
+    """The only member of a job that no coordinator knows. See `MemberSession` for each method."""
+
+    def __init__(
+        self, member: Member, judge: Callable[[pb.Prepare], Sequence[pb.Rejection]]
+    ) -> None:
+        self._member = member
+        self._judge = judge
+        self._generation = 0
+        self._proposal = pb.Proposal()
+        self._drain_reason = ""
+
+    # --- joining ---
+
+    def join(self) -> None:
+        """Say that this member is alone."""
+        log.warning(
+            "training_alone",
+            job=self._member.spec.job,
+            reason="no coordinator was named",
+            fix=WITH_SEVERAL,
+        )
+
+    def check_strategy(self, name: str, *, synchronous: bool) -> None:
+        """Raise InvalidSpec for a strategy that trains through parameter servers."""
+        if not synchronous:
+            raise InvalidSpec(
+                f"{name} trains through parameter servers, and this process trains alone",
+                seen="no coordinator named, neither as an argument nor in SHOAL_COORDINATOR",
+                expected="a strategy that needs no servers, such as ddp, or a cluster",
+                fix=WITH_SEVERAL,
+            )
+
+    def propose(
+        self, fields: Mapping[str, str], *, synchronous: bool, step: int, has_state: bool
+    ) -> None:
+        self._proposal = pb.Proposal(
+            fields=fields, synchronous=synchronous, step=step, has_state=has_state
+        )
+
+    def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
+        """The one generation there is. Raises ProposalConflict if a validator rejects it."""
+        if above >= GENERATION:
+            raise DeadlineExceeded(f"no generation follows generation {above} of a lone member")
+        roster = self._roster()
+        if rejections := self._judge(pb.Prepare(roster=roster)):
+            raise ProposalConflict(
+                "this process cannot train alone",
+                seen="; ".join(f"{each.field}: {each.seen}" for each in rejections),
+                expected="; ".join(each.expected for each in rejections if each.expected),
+                fix=WITH_SEVERAL,
+                details={each.field: each.seen for each in rejections},
+            )
+        self._generation = GENERATION
+        return pb.GenerationRecord(
+            job=self._member.spec.job,
+            roster=roster,
+            verdict=pb.VERDICT_COMMITTED,
+            reason="it is the only member",
+            decided_unix_s=time.time(),
+        )
+
+    def _roster(self) -> pb.Roster:
+        member = self._member
+        entry = pb.RosterEntry(
+            member_id=member.member_id,
+            host=member.info.host,
+            address=member.info.address,
+            state=pb.STATE_ACTION_INITIAL,
+            step=self._proposal.step,
+            public_id=member.identity.public_id,
+        )
+        return pb.Roster(
+            generation=GENERATION,
+            entries=[entry],
+            source_member_id=member.member_id,
+            step=self._proposal.step,
+            synchronous=self._proposal.synchronous,
+            fields=self._proposal.fields,
+        )
+
+    def ready(self, record: pb.GenerationRecord) -> None:
+        """Nobody waits to hear of it."""
+
+    # --- training ---
+
+    def begin_step(
+        self, step: int, hand_over: Callable[[], None] | None = None
+    ) -> pb.GenerationRecord | None:
+        if self._drain_reason:
+            raise MemberDrained("this member was asked to leave", seen=self._drain_reason)
+        return None
+
+    def progress(self, step: int) -> None:
+        """Nobody waits to hear of it."""
+
+    def does(self, doing: Doing) -> None:
+        """Nobody waits to hear of it."""
+
+    def pause(self, reason: str, limit_s: float) -> None:
+        """Nobody has to wait."""
+
+    def resume(self) -> None:
+        """Nobody had to wait."""
+
+    def is_broken(self, generation: int) -> bool:
+        return False
+
+    def await_break(self, generation: int, limit_s: float) -> bool:
+        """False: nobody can be lost, so what failed is this process's own."""
+        return False
+
+    def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
+        """Nobody waits to hear of it; whoever calls raises the error."""
+
+    def settle(self, step: int, *, has_state: bool) -> None:
+        """Nobody waits to hear of it."""
+
+    # --- leaving ---
+
+    def drain(self, reason: str) -> None:
+        self._drain_reason = reason
+
+    def leave(self, *, completed: bool, reason: str) -> bool:
+        return True
+
+    def failed_for_good(self, error: ShoalError) -> None:
+        """No launcher waits to hear of it."""
+
+    # --- how it stands ---
+
+    @property
+    def coordinators(self) -> Coordinators:
+        raise InvalidSpec("no coordinator was named", seen="a member that trains alone")
+
+    @property
+    def token(self) -> Token:
+        return self._member.identity.token(self._generation)
+
+    @property
+    def limits(self) -> pb.Limits:
+        return LIMITS
+
+    @property
+    def http_url(self) -> str:
+        return ""
+
+    @property
+    def waiting_for(self) -> str:
+        return ""
+
+    @property
+    def held_until_s(self) -> float:
+        return -math.inf
+
+    @property
+    def is_away(self) -> bool:
+        return False

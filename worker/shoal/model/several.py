@@ -1,0 +1,241 @@
+"""Several models and optimizers that are trained in one session, as a GAN's two are.
+
+To what lays models out, collects state and gives it back they are one model, whose parts have the
+models' names, and one optimizer with the groups of all. Which of them a pass trains, and which a
+step steps, is the session's to say.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.model.module_proxy import proxy_of
+from shoal.model.tied_tensors import tied
+from shoal_proto.errors import InvalidSpec
+
+MAX_NAMES = 16
+"""Of models, and of optimizers, in a session."""
+
+
+class SeveralModels(nn.ModuleDict):
+    """The models by name."""
+
+    def forward(self, *_: Any) -> Any:
+        raise InvalidSpec(
+            "a forward pass of several models at once", expected="one of each model by itself"
+        )
+
+
+class SeveralOptimizers(Optimizer):
+    """The optimizers by name. It has no groups and no state of its own: they are theirs."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        # Not super(), which would make groups.
+        self.optimizers = dict(optimizers)
+        self.defaults = {k: v for each in optimizers.values() for k, v in each.defaults.items()}
+        self.due: frozenset[str] = frozenset()
+        """Those that the next `step` steps."""
+        self.state: Any = _States(self.optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for each in self.optimizers.values() for group in each.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.optimizers.values():
+            each.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for each in parts_due(self):
+            each.step(closure)
+
+
+class _States(MutableMapping[Tensor, dict[str, Any]]):
+    """The state of each parameter, wherever it is kept."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._lists: list[list[Tensor]] = []
+        self._owners: dict[int, Optimizer] = {}
+
+    def _of(self, parameter: Tensor) -> Any:
+        lists = [
+            group["params"] for each in self._optimizers.values() for group in each.param_groups
+        ]
+        # A group has another list in each generation.
+        if len(lists) != len(self._lists) or any(
+            one is not other for one, other in zip(lists, self._lists, strict=True)
+        ):
+            self._lists = lists
+            self._owners = {
+                id(parameter): each
+                for each in self._optimizers.values()
+                for group in each.param_groups
+                for parameter in group["params"]
+            }
+        return self._owners[id(parameter)].state
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = self._of(parameter)[parameter]
+        return found
+
+    def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        self._of(parameter)[parameter] = state
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._of(parameter)[parameter]
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter in each.state for each in self._optimizers.values())
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for each in self._optimizers.values():
+            yield from each.state
+
+    def __len__(self) -> int:
+        return sum(len(each.state) for each in self._optimizers.values())
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        # Without making one where there is none.
+        if parameter not in self:
+            return default
+        return self[parameter]
+
+    def clear(self) -> None:
+        for each in self._optimizers.values():
+            each.state.clear()
+
+
+def models_of(model: nn.Module) -> Mapping[str, nn.Module]:
+    """The models by name; one that is alone has the empty name."""
+    return dict(model.items()) if isinstance(model, SeveralModels) else {"": model}
+
+
+def optimizers_of(optimizer: Optimizer) -> Mapping[str, Optimizer]:
+    """The optimizers by name; one that is alone has the empty name."""
+    if isinstance(optimizer, SeveralOptimizers):
+        return optimizer.optimizers
+    return {"": optimizer}
+
+
+def proxies_of(model: nn.Module, route: Callable[[str], nn.Module]) -> nn.Module:
+    """What the user holds of each model, see `proxy_of`; `route` is asked with its name."""
+    if not isinstance(model, SeveralModels):
+        return proxy_of(model, partial(route, ""))
+    return SeveralModels(
+        {name: proxy_of(each, partial(route, name)) for name, each in model.items()}
+    )
+
+
+def parts_due(optimizer: Optimizer) -> list[Optimizer]:
+    """Those that are to be stepped now, in the order in which they were distributed."""
+    if not isinstance(optimizer, SeveralOptimizers):
+        return [optimizer]
+    return [each for name, each in optimizer.optimizers.items() if name in optimizer.due]
+
+
+def joined(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> tuple[SeveralModels, SeveralOptimizers]:
+    """These as one.
+
+    Raises InvalidSpec where a parameter is in two models or two optimizers.
+    """
+    for kind, given in (("model", models), ("optimizer", optimizers)):
+        if not 1 <= len(given) <= MAX_NAMES:
+            raise InvalidSpec(
+                f"the number of {kind}s is out of range",
+                seen=str(len(given)),
+                expected=f"1 to {MAX_NAMES}, by name or in a list",
+            )
+        for name in given:
+            if not isinstance(name, str) or not (name.isidentifier() or name.isdigit()):
+                raise InvalidSpec(
+                    f"a name that no {kind} can have",
+                    seen=repr(name),
+                    expected="letters, digits and _",
+                )
+    try:
+        together = SeveralModels(models)
+    except (KeyError, TypeError) as error:
+        raise InvalidSpec("the models cannot be named so", seen=str(error)) from error
+    for further, first in tied(together).items():
+        if further.partition(".")[0] != first.partition(".")[0]:
+            raise InvalidSpec(
+                "two models share a parameter or buffer",
+                seen=f"{first} and {further}",
+                expected="parameters of its own in each model",
+                fix="Put what they share into a model of its own, or both of them into one.",
+            )
+    owners: dict[int, str] = {}
+    for name, each in optimizers.items():
+        for parameter in (one for group in each.param_groups for one in group["params"]):
+            if owners.setdefault(id(parameter), name) != name:
+                raise InvalidSpec(
+                    "two optimizers hold the same parameter",
+                    seen=f"{owners[id(parameter)]!r} and {name!r}: {tuple(parameter.shape)}",
+                    expected="each parameter in one optimizer",
+                )
+    return together, SeveralOptimizers(optimizers)
+
+
+class Training:
+    """Which models each optimizer trains, and how a script names them."""
+
+    def __init__(self, model: SeveralModels, optimizer: SeveralOptimizers) -> None:
+        self._optimizers = optimizer.optimizers
+        owners = {
+            id(parameter): name
+            for name, each in self._optimizers.items()
+            for group in each.param_groups
+            for parameter in group["params"]
+        }
+        self._trainers = {
+            name: {
+                owners[id(parameter)] for parameter in each.parameters() if id(parameter) in owners
+            }
+            for name, each in model.items()
+        }
+        """Of each model, the optimizers that hold parameters of it."""
+
+    def chosen(self, given: Optimizer | Sequence[Optimizer] | None, call: str) -> frozenset[str]:
+        """The names of the optimizers that are given.
+
+        Raises InvalidSpec where none is given, or one that is not the session's.
+        """
+        own = ", ".join(self._optimizers)
+        if given is None:
+            raise InvalidSpec(
+                f"{call} does not say which optimizers it is for",
+                seen=f"a session of {len(self._optimizers)} optimizers: {own}",
+                expected=f"{call} with optimizer=..., one of them or a list",
+            )
+        listed = [given] if isinstance(given, Optimizer) else list(given)
+        names = {id(each): name for name, each in self._optimizers.items()}
+        if not listed or any(id(each) not in names for each in listed):
+            raise InvalidSpec(
+                f"{call} is for an optimizer that is not the session's",
+                seen=", ".join(type(each).__name__ for each in listed) or "an empty list",
+                expected=f"optimizers that session.distribute was given: {own}",
+            )
+        return frozenset(names[id(each)] for each in listed)
+
+    def models_of(self, optimizers: frozenset[str]) -> frozenset[str]:
+        """The models that these optimizers train.
+
+        Raises InvalidSpec where another one trains a part of one of them.
+        """
+        found = {name for name, own in self._trainers.items() if own & optimizers}
+        for name in sorted(found):
+            if others := self._trainers[name] - optimizers:
+                raise InvalidSpec(
+                    f"the model {name!r} is trained by other optimizers too",
+                    seen=f"a pass for {', '.join(sorted(optimizers))}",
+                    expected=f"one for {', '.join(sorted(self._trainers[name] | others))}",
+                    fix="Its gradients are brought together as a whole: give a list of optimizers,"
+                    " or distribute the parts as models of their own.",
+                )
+        return frozenset(found)

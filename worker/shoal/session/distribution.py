@@ -1,0 +1,236 @@
+"""What a session trains: the model and optimizer that were distributed, and what goes with them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.backends.network.own_gpu import LocalPlace, check_gpu
+from shoal.checkpoint.background import Checkpoints
+from shoal.layouts.synced_batchnorm import has_sync_batchnorm, sync_batchnorm
+from shoal.membership.validators import ValidatorSet
+from shoal.model.devices import device_of, devices_of
+from shoal.model.frameworks import as_torch
+from shoal.model.initialisation import initialise
+from shoal.model.several import Training, joined, models_of, optimizers_of
+from shoal.randomness.dropout import key_dropout
+from shoal.session.elastic_controller import ElasticController
+from shoal.session.loss_scaling import check_scaler, check_scales
+from shoal.session.script_calls import ScriptCalls
+from shoal.session.step_guard import StepGuard
+from shoal.state.registered.objects import RegisteredState, Stateful
+from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.torch_private.compiling import compiled_in_place, is_compiled
+from shoal_proto.errors import InvalidSpec
+
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a session distributes."""
+
+    place: LocalPlace
+    backend: str
+    validators: ValidatorSet
+    checkpoints: Checkpoints | None
+    keyed_dropout: bool
+    sync_batchnorm: bool
+    in_step: Callable[[], bool]
+    """Whether a step of the session is open."""
+
+
+class Distribution:
+    """Of one session; empty until `distribute`."""
+
+    def __init__(self, controller: ElasticController) -> None:
+        self._controller = controller
+        self.fields: dict[str, str] = {}
+        """The proposal: what all members must have in common."""
+        self.registered = RegisteredState()
+        self.training: Training | None = None
+        """Who trains what, where there are several optimizers."""
+        self._optimizer: Optimizer | None = None
+        self._guard: StepGuard | None = None
+        self._calls: ScriptCalls | None = None
+
+    def distribute(
+        self,
+        model: Models,
+        optimizer: Optimizers,
+        chosen: Strategy,
+        options: Options,
+    ) -> tuple[Any, Any]:
+        """See `Session.distribute`."""
+        if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
+            return self._distribute(as_torch(_own(model, chosen)), optimizer, chosen, options)
+        self._refuse_several(chosen)
+        named = {name: _own(each, chosen) for name, each in _named(model, "model").items()}
+        models, optimizers = joined(named, _named(optimizer, "optimizer"))
+        self.training = Training(models, optimizers)
+        shown, _ = self._distribute(models, optimizers, chosen, options)
+        return _as_given(models_of(shown), model), optimizer
+
+    def _distribute(
+        self, model: nn.Module, optimizer: Optimizer, chosen: Strategy, options: Options
+    ) -> tuple[nn.Module, Optimizer]:
+        if options.keyed_dropout and chosen.synchronous:
+            key_dropout(model)
+        syncs = options.sync_batchnorm or has_sync_batchnorm(model)
+        if syncs:
+            _check_syncs(chosen)
+            sync_batchnorm(model, every=options.sync_batchnorm)
+        device = device_of(model)
+        check_gpu(options.place, device)
+        chosen.choose_backend(device.type, options.backend)
+        if not chosen.initialises:
+            initialise(model, device, torch.initial_seed())
+        if options.checkpoints is not None:
+            chosen.keep_checkpoints(options.checkpoints)
+        if chosen.carries or self.registered:
+            chosen.carry(self.registered)
+        self._check_scales(chosen)
+        self._optimizer = optimizer
+        distributed = chosen.distribute(model, optimizer)
+        self.fields |= {"strategy": chosen.name, "torch": torch.__version__, **chosen.proposal()}
+        if options.validators.names:
+            self.fields["validators"] = options.validators.names
+        if syncs:
+            self.fields["sync_batchnorm"] = "true"
+        if chosen.synchronous:
+            # Members that train apart may compute on what they have.
+            self.fields |= devices_of(model)
+        self._controller.set_strategy(chosen, options.validators)
+        optimizers = optimizers_of(optimizer).values()
+        self._guard = StepGuard(optimizers, lambda: chosen.step, self.registered)
+        if self.registered:
+            self.fields["registered"] = self.registered.description
+        if chosen.carries:
+            models = (model, distributed[0])
+            owners = [each for one in models for each in models_of(one).values()]
+            self._calls = ScriptCalls([*optimizers, *owners], self.registered)
+            self._calls.watch(options.in_step)
+        return distributed
+
+    def _refuse_several(self, chosen: Strategy) -> None:
+        if not chosen.trains_several:
+            raise InvalidSpec(
+                f"strategy {chosen.name} trains one model with one optimizer",
+                seen="several of them",
+                expected="ddp, zero1, zero2, zero3, fsdp or hsdp; or one module that holds all"
+                " models, with an optimizer of several groups",
+            )
+
+    def _check_scales(self, chosen: Strategy) -> None:
+        check_scales(chosen, self.registered)
+        if self.training is not None and self.registered.scaler is not None:
+            raise InvalidSpec(
+                "a registered GradScaler with several optimizers",
+                expected="bfloat16, which needs no scaling",
+            )
+
+    def choose(
+        self,
+        given: Optimizer | Sequence[Optimizer] | None,
+        call: str,
+        *,
+        weight: object = None,
+    ) -> SynchronousStrategy | None:
+        """Let the next call of the strategy be for these of several optimizers; returns the
+        strategy, or None where there is one optimizer only.
+
+        Raises InvalidSpec where it is not clear which are meant, or for another session's.
+        """
+        if self.training is None:
+            if given is not None and given is not self._optimizer:
+                raise InvalidSpec(
+                    f"{call} is for an optimizer that is not the session's",
+                    seen=type(given).__name__,
+                    expected="the one that session.distribute was given",
+                )
+            return None
+        if weight is not None:
+            raise InvalidSpec(
+                "losses with weights of their own, with several optimizers",
+                seen=f"{call}(loss, weight=...)",
+                expected="means over the batch's samples",
+            )
+        strategy = self._controller.strategy
+        assert isinstance(strategy, SynchronousStrategy), "others refuse several"
+        strategy.choose(self.training.chosen(given, call))
+        return strategy
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """See `Session.register`."""
+        if self._controller.has_proposed:
+            raise InvalidSpec(
+                f"{name!r} is registered too late",
+                seen="a first batch or step before it",
+                expected="session.register before the first batch, on every member",
+            )
+        if self.fields:
+            self._controller.strategy.carry(self.registered)
+        check_scaler(name, self.registered, stateful)
+        self.registered.add(name, stateful)
+        if self.fields:
+            self._check_scales(self._controller.strategy)
+            self.fields["registered"] = self.registered.description
+
+    @property
+    def guard(self) -> StepGuard:
+        """Raises InvalidSpec where nothing is distributed."""
+        _ = self._controller.strategy
+        assert self._guard is not None, "made with what is distributed"
+        return self._guard
+
+    def release(self) -> None:
+        """The session is over: all of it is the script's again. May be called twice."""
+        if self._guard is not None:
+            self._guard.release()
+        if self._calls is not None:
+            self._calls.release()
+
+
+def _check_syncs(chosen: Strategy) -> None:
+    if not chosen.syncs_batchnorm:
+        raise InvalidSpec(
+            f"strategy {chosen.name} does not normalise over members",
+            seen="sync_batchnorm=True, or a model with SyncBatchNorm",
+            expected="ddp, zero1, zero2, zero3, fsdp or hsdp; under tensor every member has the"
+            " whole batch as it is",
+        )
+
+
+def _own(model: Any, chosen: Strategy) -> nn.Module:
+    """The user's module, where `torch.compile` has wrapped it."""
+    if not is_compiled(model):
+        module: nn.Module = model
+        return module
+    if not chosen.trains_own_model:
+        raise InvalidSpec(
+            f"strategy {chosen.name} trains copies of a model, one in each generation",
+            seen="what torch.compile returned",
+            expected="ddp, which trains the model itself; or the model as it is",
+        )
+    return compiled_in_place(model)
+
+
+def _named(given: Any, alone: str) -> dict[str, Any]:
+    """By name, or by place in the list; `alone` is the name of one."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, Sequence):
+        return {str(place): each for place, each in enumerate(given)}
+    return {alone: given}
+
+
+def _as_given(named: Mapping[str, Any], given: Any) -> Any:
+    """These in the form in which the script gave its own."""
+    if isinstance(given, Mapping):
+        return dict(named)
+    return list(named.values()) if isinstance(given, Sequence) else next(iter(named.values()))

@@ -1,0 +1,51 @@
+"""Updates within a step, which are taken back with a step that does not happen."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.model.local_parts import local_part
+
+
+class EarlyUpdates:
+    """Those of the step under way: what they change is kept as it was before the first of them."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[Optimizer, dict[Tensor, dict[str, Any]]] = {}
+
+    @torch.no_grad()
+    def keep(self, optimizers: Iterable[Optimizer], held: Iterable[Tensor]) -> None:
+        """The optimizers are about to step, which changes the tensors that are held."""
+        for optimizer in optimizers:
+            if optimizer not in self._states:
+                self._states[optimizer] = {
+                    parameter: {key: _copy(value) for key, value in state.items()}
+                    for parameter, state in optimizer.state.items()
+                }
+        for tensor in held:
+            if id(tensor) not in self._tensors:
+                own = local_part(tensor)
+                self._tensors[id(tensor)] = (own, own.clone())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The step does not happen."""
+        for own, before in self._tensors.values():
+            own.copy_(before)
+        for optimizer, states in self._states.items():
+            optimizer.state.clear()
+            optimizer.state.update(states)
+        self.forget()
+
+    def forget(self) -> None:
+        """The step is committed, or begins."""
+        self._tensors.clear()
+        self._states.clear()
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,133 @@
+"""Finds out that the members' scripts wait for each other in different places.
+
+A member that makes a call alone which all make together (`if session.is_first:
+session.evaluate(...)`) waits for the others there, and they wait for it in their next step. Nothing
+of that is an error to anybody, and it would last until a collective's limit. So whoever has waited
+for some time says in the generation's store where it stands, and who is in such a call looks where
+the others do. Where they agree nobody writes anything: most waits are far shorter.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from shoal.torch_private.c10d import Store
+from shoal_proto.errors import InvalidSpec, ShoalError
+
+log = structlog.get_logger(__name__)
+
+LOOK_AFTER_S = 2.0
+"""A wait that lasts longer is looked into."""
+NEXT_LOOK = 1.25
+"""Looks into one wait grow apart by this."""
+HEARD_WITHIN_S = 10.0
+"""A member is given so long to hear what the others know already."""
+_HEARD_EVERY_S = 0.1
+_PLACE, _VERDICT, _HEARD = "script/place/{}", "script/verdict", "script/heard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a script waits for the others."""
+
+    step: int
+    """Steps that are committed."""
+    num_calls: int
+    """Calls that were made together behind the last of them."""
+    what: str
+    """In words; empty where it may still come to a call, or is nowhere in particular."""
+    is_call: bool = False
+    """Whether it is a call that all members make together."""
+
+
+class ScriptPlaces:
+    """One member's part in it, for one generation. All but `refusal` is the watch's thread's."""
+
+    def __init__(
+        self,
+        store: Store,
+        generation: int,
+        rank: int,
+        members: Sequence[str],
+        *,
+        heard_within_s: float = HEARD_WITHIN_S,
+    ) -> None:
+        """`members` by rank."""
+        self._heard_within_s = heard_within_s
+        self._store = store
+        self._generation = generation
+        self._rank = rank
+        self._members = members
+        self._told: Place | None = None
+        self._next_look_s = 0.0
+        self._read: list[Place] = []
+        self._found = ""
+
+    def look(self, place: Place, waited_s: float) -> bool:
+        """The trainer has waited there for so long: whether its wait is in vain, which all members
+        know then."""
+        if self._found:
+            return False
+        try:
+            if self._told not in (None, place):
+                self._withdraw()
+            if not place.what or waited_s < LOOK_AFTER_S:
+                self._next_look_s = 0.0
+            elif waited_s >= self._next_look_s:
+                self._next_look_s = waited_s * NEXT_LOOK
+                self._compare(place)
+        except ShoalError as error:
+            # No coordinator, or the generation is over: whatever is wrong is found otherwise.
+            log.debug("script_places_unknown", reason=str(error)[:200])
+        return bool(self._found)
+
+    def refusal(self, generation: int) -> InvalidSpec | None:
+        """What the script is told of a wait in that generation that was in vain. Any thread."""
+        if not self._found or generation != self._generation:
+            return None
+        return InvalidSpec(
+            "the members' scripts wait for each other in different places",
+            seen=self._found,
+            expected="the same calls in the same order on every member",
+            fix="session.evaluate, session.all_reduce and, under strategies that spread the model,"
+            " session.state_dict take all members: call them outside of `if session.is_first`, and"
+            " use what they return there. What one member does alone belongs into session.pause.",
+        )
+
+    def _withdraw(self) -> None:
+        self._store.delete_key(_PLACE.format(self._rank))
+        self._told, self._read = None, []
+
+    def _compare(self, place: Place) -> None:
+        if self._told is None:
+            self._store.set(_PLACE.format(self._rank), json.dumps(vars(place)))
+            self._told = place
+        if place.is_call:
+            self._look_around()
+        if self._store.check([_VERDICT]):
+            # First: the others may have gone before all is said.
+            self._found = self._store.get(_VERDICT).decode()
+            self._await_all()
+
+    def _look_around(self) -> None:
+        keys = [_PLACE.format(rank) for rank in range(len(self._members))]
+        if not self._store.check(keys):
+            self._read = []
+            return
+        places = [Place(**json.loads(word)) for word in self._store.multi_get(keys)]
+        # Twice in a row, so that nobody has just gone on.
+        before, self._read = self._read, places
+        together = len({(each.step, each.num_calls) for each in places}) == 1
+        if together and places == before and len({each.what for each in places}) > 1:
+            words = zip(self._members, places, strict=True)
+            self._store.set(_VERDICT, "; ".join(f"{name}: {each.what}" for name, each in words))
+
+    def _await_all(self) -> None:
+        """Whoever leaves first ends the generation, and with it what the others could hear."""
+        self._store.add(_HEARD, 1)
+        give_up_s = time.monotonic() + self._heard_within_s
+        while self._store.add(_HEARD, 0) < len(self._members) and time.monotonic() < give_up_s:
+            time.sleep(_HEARD_EVERY_S)
