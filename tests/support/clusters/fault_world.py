@@ -126,16 +126,31 @@ class Cast:
         """Wait until whoever leads says that the job runs, and knows of that generation."""
         awaited(lambda: self._runs(generation), CALL_S, f"{self.job} runs in {generation}")
 
+    def has_lost(self, member_id: str) -> None:
+        """Wait until whoever leads counts a member as one of the job no longer."""
+        awaited(lambda: self._has_lost(member_id), CALL_S, f"{self.job} has lost {member_id}")
+
     def _runs(self, generation: int) -> bool | None:
+        detail = self._detail()
+        if detail is None:
+            return None
+        # Its number is the newest that was given, to an attempt that failed maybe.
+        summary = detail["summary"]
+        return (summary["phase"] == "running" and summary["generation"] >= generation) or None
+
+    def _has_lost(self, member_id: str) -> bool | None:
+        detail = self._detail()
+        if detail is None:
+            return None
+        return all(member["member_id"] != member_id for member in detail["members"]) or None
+
+    def _detail(self) -> Any:
+        """The job as whoever leads shows it; None while nobody does."""
         try:
             answer = http.get(f"{self.replicas.leader().http}/api/v1/jobs/{self.job}")
         except httpx.HTTPError:
             return None
-        if answer.status_code != httpx.codes.OK:
-            return None
-        summary = answer.json()["summary"]
-        # Its number is the newest that was given, to an attempt that failed maybe.
-        return (summary["phase"] == "running" and summary["generation"] >= generation) or None
+        return answer.json() if answer.status_code == httpx.codes.OK else None
 
     def is_fenced(self, token: Token) -> None:
         """Fail unless every call with the token is refused, and changes nothing."""

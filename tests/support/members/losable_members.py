@@ -54,6 +54,8 @@ class Losable:
         for member in self.cast.members:
             assert self.unbroken not in member.breaks()
         self.cast.agrees()
+        # One that was in no generation may be lost after the others train.
+        self.cast.has_lost(VICTIM)
         self.cast.is_fenced(self.victim.token(generation))
 
 
