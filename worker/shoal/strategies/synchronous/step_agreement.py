@@ -174,7 +174,7 @@ class StepAgreement:
             is_cut = self._cut.num_parts > 1
             self._send(self._cut.word if is_cut else 2 * (self._passes + 1), 0, conflict=False)
             self._compare_passes(self._heard())
-            self._cut.is_agreed = is_cut
+            self._cut.is_agreed |= is_cut
 
     def passing(self) -> None:
         """A backward pass begins. Raises as `announce`, before anything of it is sent."""
