@@ -13,7 +13,7 @@ GROUPS = {
     "A session": ("join", "Session", "Batch", "Drained"),
     "Synchronous strategies": (
         *("DDP", "Zero1", "Zero2", "Zero3", "FSDP", "HSDP"),
-        *("TensorParallel", "Pipeline", "Hybrid", "LocalSGD", "DiLoCo"),
+        *("TensorParallel", "FSDPTensor", "Pipeline", "Hybrid", "LocalSGD", "DiLoCo"),
     ),
     "Asynchronous strategies": ("AsyncSGD", "SSP", "BSP", "AsyncDiLoCo"),
     "Checkpoints and data": ("Checkpoints", "Shards"),

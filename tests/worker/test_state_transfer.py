@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes.ranks import Ranks
 from support.training import rank_bodies
 from torch import nn
 
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.backends.process_group.collectives import counts, reset_counts
 from shoal.model.module_proxy import proxy_of
+from shoal.state import transfer
 from shoal.state.replicated import ReplicatedState, State
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
@@ -108,6 +112,39 @@ def test_any_dtype_and_shape_crosses_the_group_unchanged(tmp_path: Path) -> None
         crew = [ranks.start(rank_bodies.exchange_state, path, rank, 3) for rank in range(3)]
         for rank in crew:
             rank.expect("same")
+
+
+NUM_BYTES = 100_000
+
+
+def pass_on(source: int, receivers: list[int]) -> tuple[int, bool]:
+    """Bytes that this rank sent, and whether it has what the source has."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    reset_counts()
+    wanted = torch.arange(NUM_BYTES // 4, dtype=torch.int32)
+    given = State(step=3, tensors={"w": wanted}, values={"lr": 0.5})
+    if rank == source:
+        transfer.send(given, receivers, group)
+    elif rank in receivers:
+        given = transfer.receive(source, receivers, group)
+    sent = counts().get("send")
+    same = given.step == 3 and torch.equal(given.tensors["w"], wanted)
+    return sent.bytes if sent else 0, same and given.values == {"lr": 0.5}
+
+
+@pytest.mark.parametrize(("source", "receivers"), [(0, [1]), (2, [0, 1, 3, 4, 5, 6, 8])])
+def test_nobody_sends_a_state_more_than_twice(
+    monkeypatch: pytest.MonkeyPatch, source: int, receivers: list[int]
+) -> None:
+    """Who receives passes on; one member, the last but one, has the state already."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 7_000)
+    ranks = run_in_memory(pass_on, 9, source, receivers)
+    assert all(same for _, same in ranks)
+    sent = [num_bytes for num_bytes, _ in ranks]
+    assert sum(sent) >= len(receivers) * NUM_BYTES
+    assert max(sent) < (transfer.FAN_OUT + 0.1) * NUM_BYTES
+    assert sent[7] == 0
 
 
 def test_a_replica_is_the_model_in_all_but_its_forward_pass() -> None:

@@ -36,6 +36,7 @@ from shoal.strategies.layout.fsdp import FSDP as FSDP
 from shoal.strategies.layout.fsdp import HSDP as HSDP
 from shoal.strategies.layout.fsdp import Zero2 as Zero2
 from shoal.strategies.layout.fsdp import Zero3 as Zero3
+from shoal.strategies.layout.fsdp_tensor import FSDPTensor as FSDPTensor
 from shoal.strategies.layout.hybrid import Hybrid as Hybrid
 from shoal.strategies.layout.pipeline import Pipeline as Pipeline
 from shoal.strategies.layout.tensor import TensorParallel as TensorParallel

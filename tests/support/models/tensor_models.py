@@ -1,6 +1,8 @@
 """Models that tensor parallelism splits, with what they are trained on."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -124,6 +126,85 @@ def gpt() -> nn.Module:
 
 def tied_gpt() -> nn.Module:
     return GPT(tied=True)
+
+
+class DeclaredAttention(nn.Module):
+    """As in Hugging Face's models: `**kwargs`, heads by view, fewer of keys and values."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.head_dim = config, config.head_dim
+        self.attention_dropout = config.attention_dropout
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        width, keys = WIDTH, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, keys)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, width)
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            p(hidden).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        k, v = (each.repeat_interleave(self.groups, 1) for each in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        joined = mixed.transpose(1, 2).reshape(*hidden.shape[:-1], -1).contiguous()
+        return self.o_proj(joined), None
+
+
+class DeclaredLayer(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm, self.self_attn = nn.RMSNorm(WIDTH), DeclaredAttention(config)
+        self.mlp = Gated(WIDTH, 2 * WIDTH + 1)
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        hidden = hidden + self.self_attn(self.norm(hidden), **kwargs)[0]
+        out: Tensor = hidden + self.mlp(hidden)
+        return out
+
+
+class DeclaredModel(nn.Module):
+    """Without the head: what the names in the plan are relative to."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(DeclaredLayer(config) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.embed_tokens(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, use_cache=False)
+        return hidden
+
+
+class Declared(nn.Module):
+    """A model whose `config` says how its attention is split, as Hugging Face's do."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        names = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+        self.config = SimpleNamespace(
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=4,
+            attention_dropout=0.0,
+            base_model_tp_plan={f"layers.*.self_attn.{name}": how for name, how in names.items()},
+        )
+        self.config.__dict__.update(changes)
+        self.model = DeclaredModel(self.config)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.model(tokens))
+        return logits
+
+
+def declared() -> nn.Module:
+    return Declared()
 
 
 def encoder_layer() -> nn.Module:

@@ -466,7 +466,7 @@ def exchange_state(report: Report, path: str, rank: int, world_size: int) -> Non
     if rank == 0:
         send(state, list(range(1, world_size)), process_group)
     else:
-        got = receive(0, process_group)
+        got = receive(0, list(range(1, world_size)), process_group)
         assert (got.step, got.values) == (state.step, state.values)
         for name, tensor in tensors.items():
             assert got.tensors[name].dtype == tensor.dtype

@@ -81,7 +81,10 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "pipeline", "hybrid", "local-sgd"],
+    [
+        *("ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "fsdp-tensor", "pipeline", "hybrid"),
+        "local-sgd",
+    ],
 )
 def test_the_loop_trains_by_itself(strategy: str) -> None:
     """Without a server, each sample once an epoch, to the weights of a loop without Shoal."""

@@ -16,13 +16,19 @@ from shoal.state.inventory import (
     Inventory,
     Listing,
     Meta,
+    Table,
+    chunks_from_json,
+    chunks_to_json,
     from_json,
+    from_message,
     inventory_of,
     pack,
     to_json,
+    to_message,
     unpack,
 )
-from shoal.state.shards import Chunk, StateShard, TensorShard
+from shoal.state.shards import Chunk, StateShard, TensorShard, alike, groups_of
+from shoal.state.step_choice import choose
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
 W = "model.w"
@@ -56,6 +62,7 @@ def announced(draw: st.DrawFn) -> Inventory:
 def test_an_inventory_arrives_as_it_was_sent(sent: Inventory) -> None:
     """Names, shapes, dtypes, boxes, steps, values to the last digit."""
     assert from_json(unpack(pack(to_json(sent)), 0), 0) == sent
+    assert from_message(to_message(sent), 0) == sent
 
 
 def test_what_is_announced_of_holdings() -> None:
@@ -115,6 +122,7 @@ MALFORMED: dict[str, Any] = {
     "no extents": _listed([[], []], table=[[W, "float32", 4]]),
     "step no number": _listed([[], []], step="1"),
     "step a truth": _listed([[], []], step=True),
+    "two boxes of one tensor": _listed([[0], [[[0, 0], [1, 3], [0]]]]),
     "number beyond the table": _listed([[1], []]),
     "number below zero": _listed([[-1], []]),
     "number twice": _listed([[0, 0], []]),
@@ -145,6 +153,21 @@ DAMAGED: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize("part", ["table", "listings"])
+def test_a_damaged_message_is_refused(damage: Callable[[bytes], bytes], part: str) -> None:
+    """In its table of names or behind it, or with a table that ends behind the message."""
+    table, listings = zlib.compress(b'[["model.w","float32",[4]]]', 1), pack([])
+    if part == "table":
+        table = damage(table)
+    else:
+        listings = damage(listings)
+    with pytest.raises(MalformedMessage, match="rank 1"):
+        from_message(len(table).to_bytes(4, "big") + table + listings, 1)
+    with pytest.raises(MalformedMessage, match="rank 1"):
+        from_message((1 << 20).to_bytes(4, "big") + table, 1)
+
+
 @pytest.mark.parametrize("what", DAMAGED)
 def test_damaged_bytes_are_refused(what: str) -> None:
     """Compression and JSON are both judged."""
@@ -157,3 +180,39 @@ def test_a_message_does_not_unfold_without_bound(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(inventories, "MAX_TEXT_BYTES", 1 << 16)
     with pytest.raises(MalformedMessage, match="65536 bytes"):
         unpack(zlib.compress(b" " * (1 << 17)), 0)
+
+
+def test_tensors_that_are_always_named_together_are_one_set() -> None:
+    groups = [("a", "b", "c"), ("b", "c", "d"), ("a", "b", "c")]
+    assert alike(groups) == {
+        ("a", "b", "c"): [("a",), ("b", "c")],
+        ("b", "c", "d"): [("b", "c"), ("d",)],
+    }
+
+
+def test_tensors_of_a_shape_are_gone_through_once_for_all_ranks() -> None:
+    """Ranks that hold rows of many tensors: three million chunks for a thousand ranks of a large
+    model are those of a few shapes."""
+    shapes = {
+        f"model.{layer}.{shape[0]}": shape for layer in range(50) for shape in ((8, 2), (16,))
+    }
+    metas = {name: Meta(shape, torch.float32) for name, shape in shapes.items()}
+
+    def rows(rank: int) -> dict[str, Chunk]:
+        return {
+            name: Chunk(
+                offsets=(rank * shape[0] // 4, *[0] * (len(shape) - 1)),
+                sizes=(shape[0] // 4, *shape[1:]),
+            )
+            for name, shape in shapes.items()
+        }
+
+    told = [Inventory(metas=metas, listings=[Listing(step=1, chunks=rows(r))]) for r in range(4)]
+    heard = [from_message(to_message(each), rank) for rank, each in enumerate(told)]
+    assert len({id(each.metas) for each in heard}) == 1
+    chosen = choose(heard)
+    assert len({id(holders) for holders in chosen.holders.values()}) == 2
+    table, names = Table(chosen.metas), list(chosen.metas)
+    needs = chunks_from_json(chunks_to_json(rows(1), names, metas), table)
+    assert needs == rows(1)
+    assert len(groups_of(needs)) == 2

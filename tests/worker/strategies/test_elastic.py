@@ -77,6 +77,29 @@ def test_copies_that_are_cut_over_members_leave_no_trace(
         check_no_trace(schedule, run, TOLERANCE)
 
 
+def test_split_layers_that_are_cut_over_members_leave_no_trace(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Two rows of two splits, then three rows, and again: what the killed one held is a part of
+    rows of a part of layers, and comes from a copy."""
+    run = elastic(
+        cluster,
+        "split",
+        desired_members=4,
+        strategy="fsdp-tensor",
+        options={"min_split_bytes": 0, "min_group_bytes": 200},
+        optimizer="adamw",
+        model="gpt",
+    )
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=5)
+        schedule.start(4)
+        schedule.kill()
+        schedule.join()
+        schedule.drain()
+        check_no_trace(schedule, run, TOLERANCE)
+
+
 def test_a_mesh_that_changes_its_shape_leaves_no_trace(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

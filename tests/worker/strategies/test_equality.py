@@ -86,14 +86,19 @@ STRATEGIES: Mapping[str, Callable[..., Strategy]] = {
     "fsdp": partial(shoal.FSDP, min_group_bytes=200, copies=0),
     "hsdp": partial(shoal.HSDP, shard=2, min_group_bytes=200, copies=0),
     "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
+    "fsdp-tensor": partial(
+        shoal.FSDPTensor, tensor=2, min_split_bytes=0, min_group_bytes=200, copies=0
+    ),
     "pipeline": partial(shoal.Pipeline, copies=0),
     "hybrid": partial(shoal.Hybrid, min_split_bytes=0, copies=0),
 }
+TWO_DIMENSIONS = ("hsdp", "fsdp-tensor")
 WORLDS = [
-    # Two copies of two rows each come first: in other worlds of this size "hsdp" is as "fsdp".
+    # Two by two come first: in other worlds of this size these are as "fsdp".
     ("hsdp", 4),
-    *((name, size) for name in STRATEGIES if name != "hsdp" for size in (2, 3, 4)),
-    *(("hsdp", 6), ("hybrid", 8)),
+    ("fsdp-tensor", 4),
+    *((n, size) for n in STRATEGIES if n not in TWO_DIMENSIONS for size in (2, 3, 4)),
+    *(("fsdp-tensor", 2), ("hsdp", 6), ("fsdp-tensor", 6), ("hybrid", 8)),
 ]
 MESHES = {2: (1, 1, 2), 3: (3, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}
 """Of "hybrid": stages, copies, splits."""
@@ -139,7 +144,7 @@ def test_equal_in_mixed_precision(strategy: str, world_size: int) -> None:
     single = by_one_process(run_of(optimizer))
     parts = PARTS_OF_STAGES if strategy == "pipeline" else (world_size,)
     tolerance = TOLERANCE
-    if strategy in ("tensor", "hybrid"):
+    if strategy in ("tensor", "hybrid", "fsdp-tensor"):
         start, _ = build(optimizer, 0)
         parts, tolerance = (1,), 2**-7 * difference(single, start.state_dict())
     if strategy in ("zero2", "fsdp", "hsdp"):

@@ -8,6 +8,7 @@ from torch import nn
 
 import shoal
 from shoal.layouts.sharded.layout import ranks_of_copy
+from shoal.layouts.sharded.split_layout import tensor_degree
 from shoal.model.elementwise_optimizers import ELEMENTWISE
 from shoal.strategies import find_strategy
 from shoal.strategies.layout.fsdp import FSDP
@@ -26,7 +27,7 @@ def model() -> nn.Module:
     ("name", "kind"),
     [
         *(("fsdp", shoal.FSDP), ("zero2", shoal.Zero2), ("zero3", shoal.Zero3)),
-        ("hsdp", shoal.HSDP),
+        *(("hsdp", shoal.HSDP), ("fsdp-tensor", shoal.FSDPTensor)),
     ],
 )
 def test_found_by_name(name: str, kind: type[FSDP]) -> None:
@@ -84,6 +85,8 @@ def test_settings_out_of_range_are_refused() -> None:
         shoal.Zero2(reduce_dtype="double")
     with pytest.raises(InvalidSpec, match="shard is out of range"):
         shoal.HSDP(shard=1)
+    with pytest.raises(InvalidSpec, match="tensor is out of range"):
+        shoal.FSDPTensor(tensor=1)
     built = model()
     with pytest.raises(InvalidSpec, match="min_group_bytes"):
         FSDP(min_group_bytes=-1).check(built, torch.optim.SGD(built.parameters(), lr=0.1))
@@ -113,3 +116,21 @@ def test_nobody_holds_more_than_was_asked_for_in_any_world(
 def test_members_that_cut_the_model_in_other_ways_do_not_meet() -> None:
     assert shoal.HSDP(shard=2).options() != shoal.HSDP(shard=4).options()
     assert "shard" not in shoal.FSDP().options()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tensor", "expected"),
+    [(8, 4, 4), (9, 4, 3), (6, 4, 3), (7, 4, 1), (4, 2, 2), (3, 2, 1), (2, 4, 2), (1, 2, 1)],
+)
+def test_layers_are_split_over_what_divides_the_members(
+    world_size: int, tensor: int, expected: int
+) -> None:
+    assert tensor_degree(world_size, tensor) == expected
+
+
+def test_what_split_layers_cannot_do_is_refused_by_name() -> None:
+    with pytest.raises(InvalidSpec, match="fsdp-tensor"):
+        shoal.plan(model(), shoal.FSDPTensor(), world_size=2)
+    with pytest.raises(InvalidSpec, match="elementwise"):
+        shoal.FSDPTensor(elementwise_optimizer=True)
+    assert shoal.FSDPTensor(tensor=2).options() != shoal.FSDPTensor(tensor=4).options()

@@ -25,6 +25,7 @@ STRATEGIES: Mapping[str, Callable[[], SynchronousStrategy]] = {
     "zero1": shoal.Zero1,
     "fsdp": partial(shoal.FSDP, min_group_bytes=100),
     "tensor": partial(shoal.TensorParallel, min_split_bytes=0),
+    "fsdp-tensor": partial(shoal.FSDPTensor, min_split_bytes=0, min_group_bytes=100),
     "pipeline": shoal.Pipeline,
     "hybrid": partial(shoal.Hybrid, pipeline=1, data=1, tensor=1),
 }

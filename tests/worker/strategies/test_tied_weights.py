@@ -62,6 +62,7 @@ MADE: Mapping[str, Callable[[], Strategy]] = {
     "fsdp": partial(shoal.FSDP, min_group_bytes=0, copies=0),
     "hsdp": partial(shoal.HSDP, shard=2, min_group_bytes=0, copies=0),
     "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
+    "fsdp-tensor": partial(shoal.FSDPTensor, min_split_bytes=0, min_group_bytes=0, copies=0),
     "pipeline": partial(shoal.Pipeline, microbatches=2, copies=0),
     "hybrid": partial(shoal.Hybrid, tensor=2, min_split_bytes=0, copies=0),
 }
@@ -111,7 +112,7 @@ def through_two_generations(
 @pytest.mark.parametrize("name", MADE)
 def test_ties_hold_over_generations(name: str) -> None:
     expected = by_one_process(RUN)
-    world_size = {"hybrid": 2, "hsdp": 4}.get(name, 3)
+    world_size = {"hybrid": 2, "hsdp": 4, "fsdp-tensor": 4}.get(name, 3)
     ranks = run_in_memory(through_two_generations, world_size, RUN, MADE[name])
     for state, ties, stepped in ranks:
         assert difference(state, expected) < TOLERANCE

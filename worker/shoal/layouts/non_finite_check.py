@@ -36,6 +36,11 @@ class NonFiniteCheck:
         """Look at this rank's own gradients, before those of others come in."""
         self._own = name_of_fault(parameters)
 
+    def found(self, name: str) -> None:
+        """In place of `look`, where that was done in the backward pass: the parameter whose
+        gradients on this rank were not finite, or empty."""
+        self._own = name
+
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """This rank's part of the message, to be summed up over all ranks: a number for each."""
         self._found = self._own or name_of_fault(parameters)

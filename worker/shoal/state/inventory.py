@@ -14,12 +14,15 @@ from typing import Any
 import torch
 
 from shoal.state.dtypes import DTYPES
-from shoal.state.shards import Chunk, Json, StateShard
+from shoal.state.shards import Chunk, GroupedChunks, Json, Names, StateShard
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
 MAX_TEXT_BYTES = 64 * 1024 * 1024
 """Of one message, compressed or not; a thousand tensors take about 100 KiB."""
 MAX_DIMENSIONS = 64
+MAX_PICKED = 4096
+"""Groups of tensors that are remembered of a table; a rank tells of a few, mostly the same ones."""
+_LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,44 @@ def malformed(rank: int, seen: str) -> MalformedMessage:
     )
 
 
+def to_message(inventory: Inventory) -> bytes:
+    """The inventory as a message. The table of names stands apart: ranks that have the same one say
+    it in the same bytes, which are read once."""
+    table, listings = _to_json(inventory)
+    head = zlib.compress(table.encode(), 1)
+    return len(head).to_bytes(_LENGTH_BYTES, "big") + head + pack(listings)
+
+
+def from_message(message: bytes, rank: int) -> Inventory:
+    """The inventory that `to_message` gave. Raises MalformedMessage."""
+    start = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "big")
+    if start > len(message):
+        raise malformed(rank, f"{len(message)} bytes, where a table ends at {start}")
+    try:
+        table = _packed_table(message[_LENGTH_BYTES:start])
+    except (zlib.error, TypeError, ValueError, LookupError, RecursionError) as error:
+        raise malformed(rank, f"{type(error).__name__}: {error}") from error
+    return _inventory(table, unpack(message[start:], rank), rank)
+
+
+@lru_cache(maxsize=4)
+def _packed_table(head: bytes) -> "Table":
+    inflate = zlib.decompressobj()
+    text = inflate.decompress(head, MAX_TEXT_BYTES)
+    if not inflate.eof:
+        raise ValueError(f"a table cut off, or above {MAX_TEXT_BYTES} bytes")
+    return _table(text.decode())
+
+
 def to_json(inventory: Inventory) -> Json:
     """The inventory as lists, in which tensors are named once and then numbered.
 
     The table of names is a text of its own: as most ranks have the same, it is read only once.
     """
+    return list[Json](_to_json(inventory))
+
+
+def _to_json(inventory: Inventory) -> tuple[str, list[Json]]:
     names = list(inventory.metas)
     table = [
         [name, str(meta.dtype).removeprefix("torch."), list(meta.shape)]
@@ -144,22 +180,28 @@ def to_json(inventory: Inventory) -> Json:
         ]
         for listing in inventory.listings
     ]
-    return [json.dumps(table, separators=(",", ":")), listings]
+    return json.dumps(table, separators=(",", ":")), listings
 
 
 def from_json(content: Any, rank: int) -> Inventory:
     """The inventory that `to_json` gave. Raises MalformedMessage."""
     try:
         table, listings = content
-        metas = _metas(_text(table))
-        names = list(metas)
+        known = _table(_text(table))
+    except (TypeError, ValueError, LookupError, RecursionError) as error:
+        raise malformed(rank, f"{type(error).__name__}: {error}") from error
+    return _inventory(known, listings, rank)
+
+
+def _inventory(table: "Table", listings: Any, rank: int) -> Inventory:
+    try:
         return Inventory(
-            metas=metas,
+            metas=table.metas,
             listings=[
                 Listing(
                     step=_lengths([step])[0],
                     values=dict(values),
-                    chunks=chunks_from_json(chunks, names, metas),
+                    chunks=chunks_from_json(chunks, table),
                     elsewhere=frozenset(_text(name) for name in elsewhere),
                 )
                 for step, values, chunks, elsewhere in listings
@@ -169,13 +211,46 @@ def from_json(content: Any, rank: int) -> Inventory:
         raise malformed(rank, f"{type(error).__name__}: {error}") from error
 
 
+class Table:
+    """Tensors that are spoken of by their numbers."""
+
+    def __init__(self, metas: Mapping[str, Meta]) -> None:
+        self.metas = metas
+        self._names = list(metas)
+        self._picked: dict[tuple[int, ...], Mapping[tuple[int, ...], Names]] = {}
+
+    def pick(self, numbers: Sequence[Any]) -> Mapping[tuple[int, ...], Names]:
+        """The names of the tensors of these numbers, by shape.
+
+        Raises ValueError, TypeError or LookupError.
+        """
+        key = tuple(numbers)
+        found = self._picked.get(key)
+        if found is None:
+            found = self._by_shape(key)
+            if len(self._picked) < MAX_PICKED:
+                self._picked[key] = found
+        return found
+
+    def _by_shape(self, numbers: tuple[int, ...]) -> Mapping[tuple[int, ...], Names]:
+        if numbers and (min(numbers) < 0 or len(set(numbers)) < len(numbers)):
+            raise ValueError("a number below zero, or twice the same")
+        found: dict[tuple[int, ...], list[str]] = {}
+        for number in numbers:
+            name = self._names[number]
+            found.setdefault(self.metas[name].shape, []).append(name)
+        return {shape: tuple(names) for shape, names in found.items()}
+
+
 @lru_cache(maxsize=4)
-def _metas(table: str) -> Mapping[str, Meta]:
-    return MappingProxyType(
-        {
-            _text(name): Meta(_lengths(shape), DTYPES[dtype])
-            for name, dtype, shape in json.loads(table)
-        }
+def _table(text: str) -> Table:
+    return Table(
+        MappingProxyType(
+            {
+                _text(name): Meta(_lengths(shape), DTYPES[dtype])
+                for name, dtype, shape in json.loads(text)
+            }
+        )
     )
 
 
@@ -197,27 +272,19 @@ def chunks_to_json(
     return [whole, parts]
 
 
-def chunks_from_json(
-    content: Any, names: Sequence[str], metas: Mapping[str, Meta]
-) -> dict[str, Chunk]:
+def chunks_from_json(content: Any, table: Table) -> GroupedChunks:
     """The chunks that `chunks_to_json` gave. Raises ValueError, TypeError or LookupError."""
     whole, cut = content
-    chunks: dict[str, Chunk] = {}
-    for name in _picked(names, whole):
-        chunks[name] = Chunk.whole(metas[name].shape)
-    for offsets, sizes, indexes in cut:
+    groups = [(Chunk.whole(shape), names) for shape, names in table.pick(whole).items()]
+    for offsets, sizes, numbers in cut:
         chunk = Chunk(offsets=_lengths(offsets), sizes=_lengths(sizes))
-        for name in _picked(names, indexes):
-            if not _fits(chunk, metas[name].shape):
-                raise ValueError(f"{chunk} of {name}, whose shape is {metas[name].shape}")
-            chunks[name] = chunk
-    return chunks
-
-
-def _picked(names: Sequence[str], indexes: Sequence[Any]) -> list[str]:
-    if indexes and (min(indexes) < 0 or len(set(indexes)) < len(indexes)):
-        raise ValueError("a number below zero, or twice the same")
-    return [names[index] for index in indexes]
+        for shape, names in table.pick(numbers).items():
+            if not _fits(chunk, shape):
+                raise ValueError(f"{chunk} of {names[0]}, whose shape is {shape}")
+            groups.append((chunk, names))
+    if len(set().union(*(names for _, names in groups))) < sum(len(names) for _, names in groups):
+        raise ValueError("two chunks of one tensor")
+    return GroupedChunks(groups)
 
 
 def _fits(chunk: Chunk, shape: tuple[int, ...]) -> bool:

@@ -17,13 +17,14 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.state.inventory import (
     MAX_TEXT_BYTES,
     Meta,
+    Table,
     chunks_from_json,
     chunks_to_json,
-    from_json,
+    from_message,
     inventory_of,
     malformed,
     pack,
-    to_json,
+    to_message,
     unpack,
 )
 from shoal.state.shards import Chunk, StateShard, TensorShard
@@ -70,8 +71,8 @@ def reshard(
     error of the group, is this rank's alone: cut the group, so that the others do not wait.
     """
     rank, world_size = group.rank(), group.size()
-    words = gather(pack(to_json(inventory_of(held))), group)
-    chosen = choose([from_json(unpack(word, r), r) for r, word in enumerate(words)])
+    words = gather(to_message(inventory_of(held)), group)
+    chosen = choose([from_message(word, r) for r, word in enumerate(words)])
     own = _asked(chosen, needs)
     if chosen.on_each(world_size):  # whatever others need, they have
         wanted: list[Mapping[str, Chunk]] = [{}] * world_size
@@ -79,7 +80,8 @@ def reshard(
     else:
         names = list(chosen.metas)
         words = gather(pack(chunks_to_json(own, names, chosen.metas)), group)
-        wanted = [_needs_of(word, r, chosen.metas) for r, word in enumerate(words)]
+        table = Table(chosen.metas)
+        wanted = [_needs_of(word, r, table) for r, word in enumerate(words)]
     bucket_bytes = IN_FLIGHT_BYTES // (2 * ROUNDS_IN_FLIGHT * world_size)
     bucket_bytes = min(max(bucket_bytes, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
     todo = plan(chosen, wanted, rank, stripe_bytes=bucket_bytes // 2)
@@ -140,9 +142,9 @@ def _nowhere(name: str, chunk: Chunk) -> None:
     return None
 
 
-def _needs_of(word: bytes, rank: int, metas: Mapping[str, Meta]) -> dict[str, Chunk]:
+def _needs_of(word: bytes, rank: int, table: Table) -> Mapping[str, Chunk]:
     try:
-        return chunks_from_json(unpack(word, rank), list(metas), metas)
+        return chunks_from_json(unpack(word, rank), table)
     except (TypeError, ValueError, LookupError) as error:
         raise malformed(rank, f"{type(error).__name__}: {error}") from error
 

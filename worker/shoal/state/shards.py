@@ -10,8 +10,9 @@ what one layout wrote another can read:
 where <parameter> is the fully qualified name in the user's model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -115,3 +116,62 @@ class StateShard:
 def _on_host(tensor: Tensor) -> Tensor:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.detach())
+
+
+Names = tuple[str, ...]
+"""Of several tensors."""
+
+
+class GroupedChunks(Mapping[str, Chunk]):
+    """Chunks by the name of their tensor, which are kept as groups of tensors with the same chunk.
+
+    A thousand ranks that hold rows of three thousand tensors tell of three million chunks, but
+    each of them of a few groups, which are the same ones everywhere.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Chunk, Names]]) -> None:
+        self.groups = groups
+
+    @cached_property
+    def _by_name(self) -> dict[str, Chunk]:
+        return {name: chunk for chunk, names in self.groups for name in names}
+
+    def __getitem__(self, name: str) -> Chunk:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+
+def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
+    """The chunks, each with the names of all tensors that it is given for."""
+    if isinstance(chunks, GroupedChunks):
+        return chunks.groups
+    found: dict[Chunk, list[str]] = {}
+    for name, chunk in chunks.items():
+        found.setdefault(chunk, []).append(name)
+    return [(chunk, tuple(names)) for chunk, names in found.items()]
+
+
+def alike(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
+    """Each group cut into sets of names that are in any of the groups all together or not at all.
+
+    So what holds for one name of a set holds for the others, and is worked out once.
+    """
+    distinct = list(dict.fromkeys(groups))
+    found_in: dict[str, list[int]] = {}
+    for number, names in enumerate(distinct):
+        for name in names:
+            found_in.setdefault(name, []).append(number)
+    sets: dict[tuple[int, ...], list[str]] = {}
+    for name, numbers in found_in.items():
+        sets.setdefault(tuple(numbers), []).append(name)
+    parts: list[list[Names]] = [[] for _ in distinct]
+    for numbers, members in sets.items():
+        together = tuple(members)
+        for number in numbers:
+            parts[number].append(together)
+    return dict(zip(distinct, parts, strict=True))

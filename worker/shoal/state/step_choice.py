@@ -9,7 +9,7 @@ from itertools import islice
 
 from shoal.state.grid import grid_of
 from shoal.state.inventory import Inventory, Meta, add_meta
-from shoal.state.shards import MODEL, Chunk, Json
+from shoal.state.shards import MODEL, Chunk, Json, Names, alike, groups_of
 from shoal_proto.errors import StateLost
 
 MAX_NAMED = 3
@@ -46,8 +46,9 @@ def choose(inventories: Sequence[Inventory]) -> ChosenStep:
     ShapeMismatch or DtypeMismatch if ranks contradict each other.
     """
     metas: dict[str, Meta] = {}
-    for inventory in inventories:
-        for name, meta in inventory.metas.items():
+    # Ranks that have the same tensors have them from one table.
+    for told in {id(inventory.metas): inventory.metas for inventory in inventories}.values():
+        for name, meta in told.items():
             add_meta(metas, name, meta)
     missing: dict[int, list[str]] = {}
     steps = {listing.step for inventory in inventories for listing in inventory.listings}
@@ -66,25 +67,34 @@ def choose(inventories: Sequence[Inventory]) -> ChosenStep:
 
 
 def _holders(inventories: Sequence[Inventory], step: int) -> dict[str, dict[Chunk, list[int]]]:
-    found: dict[str, dict[Chunk, list[int]]] = {}
-    for rank, inventory in enumerate(inventories):
-        for listing in inventory.listings:
-            if listing.step == step:
-                for name, chunk in listing.chunks.items():
-                    ranks = found.setdefault(name, {}).setdefault(chunk, [])
-                    if not ranks or ranks[-1] != rank:
-                        ranks.append(rank)
-    return found
+    """By name; tensors that are held in the same way share one entry."""
+    held = [
+        (rank, chunk, names)
+        for rank, inventory in enumerate(inventories)
+        for listing in inventory.listings
+        if listing.step == step
+        for chunk, names in groups_of(listing.chunks)
+    ]
+    sets = alike(names for _, _, names in held)
+    found: dict[Names, dict[Chunk, list[int]]] = {}
+    for rank, chunk, names in held:
+        for together in sets[names]:
+            ranks = found.setdefault(together, {}).setdefault(chunk, [])
+            if not ranks or ranks[-1] != rank:
+                ranks.append(rank)
+    return {name: chunks for together, chunks in found.items() for name in together}
 
 
 def _expected(inventories: Sequence[Inventory], step: int) -> list[str]:
-    names: set[str] = set()
+    told: dict[Names | frozenset[str], bool] = {}
     for inventory in inventories:
         for listing in inventory.listings:
-            for found in (listing.chunks, listing.elsewhere):
-                names.update(
-                    name for name in found if listing.step <= step or name.startswith(MODEL)
-                )
+            before = listing.step <= step
+            for found in (*(names for _, names in groups_of(listing.chunks)), listing.elsewhere):
+                told[found] = before or told.get(found, False)
+    names = {
+        name for found, before in told.items() for name in found if before or name.startswith(MODEL)
+    }
     return sorted(names)
 
 
@@ -93,18 +103,27 @@ def _missing(
 ) -> list[str]:
     """The first parts that nobody holds, in words."""
     found: list[str] = []
+    gaps: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    nobody: Mapping[Chunk, object] = {}
     for name in names:
         if name not in metas:
             found.append(name)
         else:
-            whole = Chunk.whole(metas[name].shape)
-            chunks = holders.get(name, {})
-            if whole not in chunks:
-                grid = grid_of(whole.sizes, tuple(chunks))
-                found += [f"{name} {_words(gap)}" for gap in islice(grid.gaps(), MAX_NAMED + 1)]
+            shape, chunks = metas[name].shape, holders.get(name, nobody)
+            held = (id(chunks), shape)
+            if held not in gaps:
+                gaps[held] = _gaps(shape, chunks)
+            found += [f"{name} {gap}" for gap in gaps[held]]
         if len(found) > MAX_NAMED:
             break
     return found
+
+
+def _gaps(shape: tuple[int, ...], chunks: Mapping[Chunk, object]) -> list[str]:
+    if Chunk.whole(shape) in chunks:
+        return []
+    grid = grid_of(shape, tuple(chunks))
+    return [_words(gap) for gap in islice(grid.gaps(), MAX_NAMED + 1)]
 
 
 def _words(chunk: Chunk) -> str:

@@ -2,6 +2,9 @@
 
 Nothing is unpickled. The receiver takes shapes and dtypes from the manifest within bounds and lets
 the model judge whether they fit.
+
+Who receives passes each part on as it comes, in a tree: so nobody sends the state more than
+`FAN_OUT` times, and a thousand receivers take little longer than one or two.
 """
 
 import json
@@ -23,6 +26,8 @@ BUCKET_BYTES = 32 * 1024 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024
 """What travels in one message: over 1 Mb/s it takes half a minute."""
 CHUNKS_IN_FLIGHT = 2
+FAN_OUT = 2
+"""To so many others each member sends what it has; with one, a chunk would go through all."""
 # Every tensor starts at a multiple of this in its bucket, so that any dtype can be viewed there.
 _ALIGNMENT_BYTES = 16
 
@@ -34,9 +39,9 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
     ]
     manifest = json.dumps({"step": state.step, "values": state.values, "tensors": entries})
     text = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
-    p2p = AbortableP2P(group, torch.device("cpu"))
-    p2p.exchange([(torch.tensor([text.numel()]), rank) for rank in receivers])
-    _send(text, receivers, p2p)
+    branch = _Branch(group.rank(), receivers, group)
+    branch.pass_on(torch.tensor([text.numel()]))
+    branch.pass_on(text)
     tensors = list(state.tensors.values())
     for bucket in _buckets([_num_bytes(t.dtype, t.shape) for t in tensors]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
@@ -44,14 +49,14 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
             raw = tensors[index].contiguous().reshape(-1).view(torch.uint8)
             packed[start : start + raw.numel()].copy_(raw)
             assert start + raw.numel() <= stop
-        _send(packed, receivers, p2p)
+        branch.pass_on(packed)
 
 
-def receive(source: int, group: dist.ProcessGroup) -> State:
-    """The state that the member of rank `source` sends."""
+def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> State:
+    """The state that the member of rank `source` sends to these, of whom this rank is one."""
     length = torch.zeros(1, dtype=torch.int64)
-    p2p = AbortableP2P(group, torch.device("cpu"))
-    p2p.exchange([], [(length, source)])
+    branch = _Branch(source, receivers, group)
+    branch.pass_on(length)
     num_bytes = int(length)
     if not 0 < num_bytes <= MAX_MANIFEST_BYTES:
         raise MalformedMessage(
@@ -60,13 +65,13 @@ def receive(source: int, group: dist.ProcessGroup) -> State:
             expected=f"1 to {MAX_MANIFEST_BYTES}",
         )
     text = torch.zeros(num_bytes, dtype=torch.uint8)
-    _receive(text, source, p2p)
+    branch.pass_on(text)
     manifest: Any = json.loads(text.numpy().tobytes())
     entries = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in manifest["tensors"]]
     tensors: dict[str, Tensor] = {}
     for bucket in _buckets([_num_bytes(dtype, shape) for _, dtype, shape in entries]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
-        _receive(packed, source, p2p)
+        branch.pass_on(packed)
         for index, start, _ in bucket:
             name, dtype, shape = entries[index]
             stop = start + _num_bytes(dtype, shape)
@@ -74,12 +79,42 @@ def receive(source: int, group: dist.ProcessGroup) -> State:
     return State(step=int(manifest["step"]), tensors=tensors, values=manifest["values"])
 
 
-def _send(tensor: Tensor, receivers: Sequence[int], p2p: AbortableP2P) -> None:
-    _in_turn([p2p.send([chunk], rank) for rank in receivers] for chunk in _chunks(tensor))
+class _Branch:
+    """This rank's place in the tree that a state goes through: the source, then the receivers by
+    rank, each of whom has the next ones below it."""
+
+    def __init__(self, source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
+        order = [source, *sorted(receivers)]
+        place = order.index(group.rank())
+        self._parent = order[(place - 1) // FAN_OUT] if place else None
+        self._children = order[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1]
+        self._p2p = AbortableP2P(group, torch.device("cpu"))
+
+    def pass_on(self, tensor: Tensor) -> None:
+        """Fill the tensor with the source's, unless this is the source, and give it to those below,
+        chunk by chunk."""
+        _in_turn(
+            [self._p2p.send([chunk], rank) for rank in self._children]
+            for chunk in self._received(_chunks(tensor))
+        )
+
+    def _received(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Each chunk once it is there; the next ones are on their way meanwhile."""
+        if self._parent is None:
+            yield from chunks
+            return
+        under_way: deque[tuple[Tensor, Message]] = deque()
+        for chunk in chunks:
+            under_way.append((chunk, self._p2p.recv([chunk], self._parent)))
+            if len(under_way) == CHUNKS_IN_FLIGHT:
+                yield _arrived(*under_way.popleft())
+        while under_way:
+            yield _arrived(*under_way.popleft())
 
 
-def _receive(tensor: Tensor, source: int, p2p: AbortableP2P) -> None:
-    _in_turn([p2p.recv([chunk], source)] for chunk in _chunks(tensor))
+def _arrived(chunk: Tensor, message: Message) -> Tensor:
+    message.wait()
+    return chunk
 
 
 def _in_turn(begun: Iterable[Sequence[Message]]) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.state.grid import grid_of
-from shoal.state.shards import Chunk
+from shoal.state.inventory import Meta
+from shoal.state.shards import Chunk, Names, alike, groups_of
 from shoal.state.step_choice import ChosenStep
 
 
@@ -44,65 +45,76 @@ def plan(
     larger than two stripes.
     """
     own = TransferPlan()
+    wanted = _wanted(needs)
+    sources: dict[tuple[int, int, tuple[int, ...]], _Source] = {}
     start_bytes = 0
     for name, meta in chosen.metas.items():
-        source = _Source(
-            NamedChunk(name, Chunk.whole(meta.shape)),
-            meta.dtype.itemsize,
-            chosen.holders[name],
-            rank=rank,
-            stripes=(start_bytes, stripe_bytes),
-        )
+        held, wanting = chosen.holders[name], wanted.get(name, _NOBODY)
+        # Of tensors that lie and are needed in the same way it is worked out once what goes where.
+        way = (id(held), id(wanting), meta.shape)
+        if way not in sources:
+            sources[way] = _Source(meta.shape, held, wanting, rank)
+        sources[way].note(name, _Stripes(meta, start_bytes, stripe_bytes), own)
         start_bytes += math.prod(meta.shape) * meta.dtype.itemsize
-        wanted: dict[Chunk, list[int]] = {}
-        for receiver, chunks in enumerate(needs):
-            if (chunk := chunks.get(name)) is not None:
-                wanted.setdefault(chunk, []).append(receiver)
-        if name in needs[rank]:
-            source.note_received(needs[rank][name], own)
-        for chunk, receivers in wanted.items():
-            source.note_sent(chunk, receivers, own)
     return own
 
 
+Wanted = Mapping[Chunk, Sequence[int]]
+"""The ranks that need each chunk."""
+_NOBODY: Wanted = {}
+
+
+def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
+    """By name; tensors that are needed in the same way share one entry."""
+    asked = [
+        (receiver, chunk, names)
+        for receiver, chunks in enumerate(needs)
+        for chunk, names in groups_of(chunks)
+    ]
+    sets = alike(names for _, _, names in asked)
+    found: dict[Names, dict[Chunk, list[int]]] = {}
+    for receiver, chunk, names in asked:
+        for together in sets[names]:
+            found.setdefault(together, {}).setdefault(chunk, []).append(receiver)
+    return {name: chunks for together, chunks in found.items() for name in together}
+
+
 class _Source:
-    """Who has what of one tensor."""
+    """Who has what of tensors that lie and are needed in the same way, and who is to have it."""
 
     def __init__(
-        self,
-        whole: NamedChunk,
-        itemsize: int,
-        held: Mapping[Chunk, Sequence[int]],
-        *,
-        rank: int,
-        stripes: tuple[int, int],
+        self, shape: tuple[int, ...], held: Mapping[Chunk, Sequence[int]], wanted: Wanted, rank: int
     ) -> None:
-        self._name, self._shape = whole.name, whole.chunk.sizes
-        self._itemsize = itemsize
         self._rank = rank
-        self._start_bytes, self._stripe_bytes = stripes
-        self._grid = grid_of(self._shape, tuple(held))
+        self._grid = grid_of(shape, tuple(held))
         self._ranks = list(held.values())
         self._own = [chunk for chunk, ranks in held.items() if rank in ranks]
         self._holders: dict[tuple[int, ...], list[int]] = {}
+        self._kept: list[Chunk] = []
+        self._received: list[tuple[Chunk, Sequence[int]]] = []
+        """Cells, and who holds each."""
+        self._sent: list[tuple[Chunk, Sequence[int], Sequence[int]]] = []
+        """Cells, who holds each, and who lacks it."""
+        for chunk, receivers in wanted.items():
+            if rank in receivers:
+                self._receive(chunk)
+            self._send(chunk, receivers)
 
-    def note_received(self, chunk: Chunk, own: TransferPlan) -> None:
+    def _receive(self, chunk: Chunk) -> None:
         """What this rank keeps and receives to fill the chunk."""
         if chunk in self._own:
-            own.kept.append(NamedChunk(self._name, chunk))
+            self._kept.append(chunk)
             return
         for cell, numbers in self._grid.cells(chunk):
             holders = self._holders_of(numbers)
-            assert holders, f"{self._name} {cell} is held by nobody"
+            assert holders, f"{cell} is held by nobody"
             if self._rank in holders:
-                own.kept.append(NamedChunk(self._name, cell))
-                continue
-            for stripe, part in self._striped(cell):
-                sender = holders[(stripe + self._rank) % len(holders)]
-                own.receives.setdefault(sender, []).append(NamedChunk(self._name, part))
+                self._kept.append(cell)
+            else:
+                self._received.append((cell, holders))
 
-    def note_sent(self, chunk: Chunk, receivers: Sequence[int], own: TransferPlan) -> None:
-        """What this rank sends to those who all need this chunk."""
+    def _send(self, chunk: Chunk, receivers: Sequence[int]) -> None:
+        """What this rank may send to those who all need this chunk."""
         cells: dict[Chunk, tuple[int, ...]] = {}
         for mine in self._own:
             if (common := mine.overlap(chunk)) is not None:
@@ -110,12 +122,21 @@ class _Source:
         for cell in sorted(cells):  # as the receivers come upon them
             holders = self._holders_of(cells[cell])
             lacking = [receiver for receiver in receivers if receiver not in holders]
-            if not lacking:
-                continue
-            for stripe, part in self._striped(cell):
+            if lacking:
+                self._sent.append((cell, holders, lacking))
+
+    def note(self, name: str, stripes: "_Stripes", own: TransferPlan) -> None:
+        """What this rank keeps, receives and sends of one of the tensors."""
+        own.kept.extend(NamedChunk(name, cell) for cell in self._kept)
+        for cell, holders in self._received:
+            for stripe, part in stripes.of(cell):
+                sender = holders[(stripe + self._rank) % len(holders)]
+                own.receives.setdefault(sender, []).append(NamedChunk(name, part))
+        for cell, holders, lacking in self._sent:
+            for stripe, part in stripes.of(cell):
                 for receiver in lacking:
                     if holders[(stripe + receiver) % len(holders)] == self._rank:
-                        own.sends.setdefault(receiver, []).append(NamedChunk(self._name, part))
+                        own.sends.setdefault(receiver, []).append(NamedChunk(name, part))
 
     def _holders_of(self, numbers: tuple[int, ...]) -> list[int]:
         if numbers not in self._holders:
@@ -123,7 +144,15 @@ class _Source:
             self._holders[numbers] = sorted(found)
         return self._holders[numbers]
 
-    def _striped(self, cell: Chunk) -> Iterator[tuple[int, Chunk]]:
+
+class _Stripes:
+    """Where one tensor lies in the row of all, which is cut into stripes."""
+
+    def __init__(self, meta: Meta, start_bytes: int, stripe_bytes: int) -> None:
+        self._shape, self._itemsize = meta.shape, meta.dtype.itemsize
+        self._start_bytes, self._stripe_bytes = start_bytes, stripe_bytes
+
+    def of(self, cell: Chunk) -> Iterator[tuple[int, Chunk]]:
         """The cell in parts that lie in one stripe each, with the number of the stripe."""
         return self._cut(cell, 0, self._start_bytes)
 

@@ -14,6 +14,7 @@ STRATEGIES: Mapping[str, tuple[str, str]] = {
     "ddp": ("shoal.strategies.synchronous.ddp", "DDP"),
     "diloco": ("shoal.strategies.local_sgd.strategy", "DiLoCo"),
     "fsdp": ("shoal.strategies.layout.fsdp", "FSDP"),
+    "fsdp-tensor": ("shoal.strategies.layout.fsdp_tensor", "FSDPTensor"),
     "hsdp": ("shoal.strategies.layout.fsdp", "HSDP"),
     "hybrid": ("shoal.strategies.layout.hybrid", "Hybrid"),
     "local-sgd": ("shoal.strategies.local_sgd.strategy", "LocalSGD"),

@@ -55,6 +55,11 @@ def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
         yield from parameters_of(head)
 
 
+def mesh_of_rows(part: Any) -> Any:
+    """The mesh that a parameter is cut over, of one dimension or, where it is split, of two."""
+    return part.sharded_param.device_mesh
+
+
 def give_memory(part: Any, device: torch.device) -> None:
     """Memory with nothing in it for what the rank has of a parameter that is on the meta device.
 

@@ -38,6 +38,7 @@ DATA = {
     models.dropping_encoder: (models.sequences, models.squared),
     models.gpt: (models.tokens, models.next_token),
     models.tied_gpt: (models.tokens, models.next_token),
+    models.declared: (models.tokens, models.next_token),
 }
 
 
@@ -76,6 +77,7 @@ def check_equal(done: Training, state_shards: list[StateShard]) -> None:
         models.decoder,
         models.gpt,
         models.tied_gpt,
+        models.declared,
     ],
 )
 def test_equals_one_process(model, world_size, optimizer):

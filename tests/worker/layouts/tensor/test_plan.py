@@ -270,3 +270,42 @@ def test_the_strategy_refuses_what_it_cannot_run():
 def test_parts_are_those_of_torch(size, degree):
     chunks = [len(chunk) for chunk in torch.arange(size).chunk(degree)]
     assert part_sizes(size, degree) == tuple(chunks + [0] * (degree - len(chunks)))
+
+
+def attention_of(model: nn.Module, degree: int) -> dict[str, str]:
+    found = styles(model, degree)
+    prefix = "model.layers.0.self_attn."
+    return {name.removeprefix(prefix): how for name, how in found.items() if prefix in name}
+
+
+def test_attention_that_the_model_declares_is_split_by_heads() -> None:
+    """Two heads of keys and values, so one for each of two ranks."""
+    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column paired")
+    assert attention_of(models.declared(), 2) == {**columns, "o_proj": "row paired"}
+
+
+class NormedHeads(models.Declared):
+    """Parameters that each head is multiplied with: some heads give some of their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.model.layers:
+            layer.self_attn.q_norm = nn.RMSNorm(4)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("model", "degree"),
+    [
+        (models.declared(), 4),
+        (models.Declared(attention_dropout=0.1), 2),
+        (models.Declared(output_attentions=True), 2),
+        (models.Declared(base_model_tp_plan=None), 2),
+        (NormedHeads(), 2),
+    ],
+    ids=["too few heads", "dropout", "weights are shown", "undeclared", "norm of heads"],
+)
+def test_heads_that_would_not_be_those_of_one_process_are_gathered(
+    model: nn.Module, degree: int
+) -> None:
+    found = attention_of(model, degree)
+    assert {found[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")} == {"column"}

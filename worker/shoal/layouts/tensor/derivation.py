@@ -1,8 +1,8 @@
 """Derives how a transformer, or any model of linear and embedding modules, is split over ranks.
 
 Only what is correct whatever the model does with it is split: pairs that were seen to have nothing
-but elementwise work between them, torch's own attention, and single modules whose outputs are
-gathered. All else stays whole, and the plan says why.
+but elementwise work between them, torch's own attention, attention whose model says that it can be,
+and single modules whose outputs are gathered. All else stays whole, and the plan says why.
 """
 
 from collections import Counter
@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from shoal.layouts.tensor.declared import declared_regions
 from shoal.layouts.tensor.plan import (
     COLUMN,
     HEADS,
@@ -62,6 +63,7 @@ class _Derivation:
         paths = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
         self._shared = {name for name, m in self._modules.items() if paths[id(m)] > 1}
         self._owners = _owners(self._modules)
+        self._declared = declared_regions(model, degree)
         self._chosen = self._read(overrides)
         self._entries: dict[str, PlanEntry] = {}
         self._counted: set[int] = set()
@@ -181,7 +183,8 @@ class _Derivation:
         if parent in self._shared and not self._modules[parent]._modules:
             return
         prefix = f"{parent}." if parent else ""
-        for region in regions(self._modules[parent]):
+        declared = self._declared.get(parent)
+        for region in [declared] if declared else regions(self._modules[parent]):
             columns = [prefix + name for name in region.columns]
             row, masks = prefix + region.row, [prefix + name for name in region.dropouts]
             if not (self._free(row, ROW) and all(self._free(name, COLUMN) for name in columns)):

@@ -37,6 +37,14 @@ _ELEMENTWISE_MODULES = (
     nn.Softplus,
     nn.Tanh,
 )
+# Of the module `transformers.activations`, which is not imported for it; none has parameters.
+_HUGGING_FACE = frozenset(
+    {
+        *("AccurateGELUActivation", "ClippedGELUActivation", "FastGELUActivation"),
+        *("GELUActivation", "GELUTanh", "LaplaceActivation", "LinearActivation", "MishActivation"),
+        *("NewGELUActivation", "QuickGELUActivation", "ReLUSquaredActivation", "SiLUActivation"),
+    }
+)
 _ACTIVATIONS: tuple[Any, ...] = (
     *(F.elu, F.gelu, F.hardswish, F.leaky_relu, F.mish, F.relu, F.relu6, F.silu, F.softplus),
     *(torch.relu, torch.sigmoid, torch.square, torch.tanh),
@@ -76,7 +84,10 @@ def regions(parent: nn.Module) -> list[Region]:
 
 
 def is_elementwise(module: Any) -> bool:
-    return type(module) in _ELEMENTWISE_MODULES
+    kind = type(module)
+    if kind.__module__ == "transformers.activations":
+        return kind.__name__ in _HUGGING_FACE
+    return kind in _ELEMENTWISE_MODULES
 
 
 def _known(parent: nn.Module) -> list[Region] | None:

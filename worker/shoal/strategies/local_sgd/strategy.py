@@ -126,7 +126,7 @@ class LocalSGD(SynchronousStrategy):
             if receivers:
                 send(self._outer_loop.outgoing(), receivers, group)
         elif generation.rank in receivers:
-            given = receive(source, group)
+            given = receive(source, receivers, group)
             self._outer_loop.take(given)
             self._step = given.step
         self._checkpoints.join_writers(generation.world_size)

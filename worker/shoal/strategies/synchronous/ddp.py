@@ -141,7 +141,7 @@ class DDP(SynchronousStrategy):
             state = into_state(self._state.collect(self._step), self._registered.current())
             send(self._checkpoints.samples.carried(state), receivers, group)
         elif generation.rank in receivers:
-            state = receive(source, group)
+            state = receive(source, receivers, group)
             held, self._has_state = self._has_state, False
             # In place: if it fails half-way, this is neither the old state nor the new.
             self.restore(state)

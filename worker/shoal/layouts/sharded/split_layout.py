@@ -1,0 +1,152 @@
+"""Two dimensions: layers are split over a few ranks, and what each has of them is cut by rows.
+
+Ranks next to each other are a tensor group: they work on the same samples, each with its part of
+every split layer. Ranks with the same place in their groups are the rows: they gather that part
+from each other, a group of layers at a time, and reduce its gradients.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shoal.backends.abortable.waiter import add_subgroup
+from shoal.layouts.base import World
+from shoal.layouts.buffers import broadcast_packed
+from shoal.layouts.hybrid.layout import buckets
+from shoal.layouts.non_finite_check import NonFiniteCheck
+from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
+from shoal.layouts.tensor.layout import parallelise
+from shoal.layouts.tensor.parts import Cut
+from shoal.layouts.tensor.plan import TensorPlan
+from shoal.model.local_parts import local_part
+from shoal.state.shards import MODEL, OPTIM, Chunk, TensorShard
+from shoal.torch_private.dtensor import forget_groups
+from shoal.torch_private.fsdp import mesh_of_rows
+
+
+class SplitShardedLayout(ShardedLayout):
+    """One rank's rows of its part of every parameter.
+
+    What is not split has the same rows on all ranks of a tensor group.
+    """
+
+    non_finite_check: NonFiniteCheck
+
+    def __init__(
+        self, model: nn.Module, world: World, options: ShardedOptions, plan: TensorPlan
+    ) -> None:
+        self.plan = plan
+        self._row, self._column = divmod(world.rank, plan.degree)
+        self._chunks_of: dict[str, Chunk] = {}
+        self._split: frozenset[str] = frozenset()
+        super().__init__(model, world, options)
+        self.data_index, self.data_count = self._row, world.world_size // plan.degree
+        self.non_finite_check = NonFiniteCheck(world.group, world.device)
+
+    def _rows_and_copies(self, options: ShardedOptions) -> DeviceMesh:
+        world, degree = self.world, self.plan.degree
+        self._copy, self._num_copies = 0, 1
+        names = (world.axis("data"), world.axis("tensor"))
+        sizes = (world.world_size // degree, degree)
+        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+        self._groups.update(zip(("rows", "tensor"), map(mesh.get_group, names), strict=True))
+        for group in self._groups.values():
+            add_subgroup(group, world.group)
+        self._tensor_mesh = mesh[names[1]]
+        return mesh[names[0]]
+
+    def groups(self) -> Iterator[dist.ProcessGroup]:
+        return (group for group in self._groups.values() if group is not self.world.group)
+
+    def _shard(self, model: nn.Module, options: ShardedOptions) -> None:
+        parallelise(model, self._tensor_mesh, self.plan)
+        parameters = dict(model.named_parameters())
+        self._split = frozenset(n for n, p in parameters.items() if isinstance(p, DTensor))
+        self._chunks_of = {name: self._chunk_of(each) for name, each in parameters.items()}
+        super()._shard(model, options)
+
+    def _chunk_of(self, parameter: nn.Parameter) -> Chunk:
+        """The rows of its part that this rank has, with the parameter not yet cut by rows."""
+        offsets, sizes = [0] * parameter.ndim, list(parameter.shape)
+        if isinstance(parameter, DTensor):
+            (placement,) = parameter.placements
+            _narrow(offsets, sizes, placement.dim, self._column, self.plan.degree)
+        _narrow(offsets, sizes, 0, self._row, self.world.world_size // self.plan.degree)
+        return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
+
+    def shard(self, name: str, tensor: Tensor) -> TensorShard:
+        if not isinstance(tensor, DTensor):
+            return super().shard(name, tensor)
+        return TensorShard(
+            shape=tuple(tensor.shape), chunk=self._chunks_of[name], tensor=local_part(tensor)
+        )
+
+    def counts(self, name: str) -> bool:
+        if name in self._parameters and name not in self._split:
+            return self._column == 0
+        return super().counts(name)
+
+    def travels(self, name: str) -> bool:
+        """What is split, and all if nobody else in a tensor group has the same rows."""
+        if self.plan.degree == 1:
+            return super().travels(name)
+        owner = name.removeprefix(MODEL)
+        if name.startswith(OPTIM):
+            owner, _, _ = name.removeprefix(OPTIM).rpartition("/")
+        return owner in self._split
+
+    # --- a step ---
+
+    def begin(self) -> None:
+        super().begin()
+        self.non_finite_check.begin()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Give all ranks of a tensor group the first one's gradients of what is not split.
+
+        They differ at most by kernels that add in no fixed order, or by machines of two kinds; that
+        is enough for copies to drift apart over many steps.
+        """
+        self.non_finite_check.found(next((r.parameter for r in self._reductions if r.own), ""))
+        if self.plan.degree == 1:
+            return
+        whole = [
+            parameter
+            for name, parameter in self._parameters.items()
+            if name not in self._split and parameter.grad is not None
+        ]
+        for bucket in buckets(whole):
+            gradients = [local_part(p.grad) for p in bucket if p.grad is not None]
+            broadcast_packed(gradients, self._groups["tensor"])
+
+    def check(self) -> None:
+        """As `NonFiniteCheck` has it: what is not finite may concern one tensor group alone."""
+        self.non_finite_check.check(self._parameters, self.step)
+
+    def release(self) -> None:
+        meshes = [mesh_of_rows(part) for part in self._fsdp_parameters]
+        super().release()
+        for mesh in (self._tensor_mesh, *meshes):
+            forget_groups(mesh)
+        # Modules that torch ties into circles would hold the group until Python looks for those.
+        for module in self.module.modules():
+            for key in [key for key, value in vars(module).items() if isinstance(value, Cut)]:
+                delattr(module, key)
+
+
+def _narrow(offsets: list[int], sizes: list[int], dim: int, part: int, num_parts: int) -> None:
+    """Go on with one of so many parts along a dimension, as torch.chunk cuts them."""
+    chunk = -(-sizes[dim] // num_parts)
+    start = min(sizes[dim], part * chunk)
+    offsets[dim] += start
+    sizes[dim] = min(chunk, sizes[dim] - start)
+
+
+def tensor_degree(world_size: int, tensor: int) -> int:
+    """Over how many ranks layers are split: the largest number up to `tensor` that divides all."""
+    return next(n for n in range(min(tensor, world_size), 0, -1) if world_size % n == 0)

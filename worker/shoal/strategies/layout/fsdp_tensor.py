@@ -1,0 +1,82 @@
+"""Layers split over a few members, and their parts cut by rows over the others: two dimensions."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from shoal.layouts.base import Layout, World
+from shoal.layouts.sharded.split_layout import SplitShardedLayout, tensor_degree
+from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
+from shoal.layouts.tensor.plan import TensorPlan
+from shoal.planning.figures import Plan, Subject
+from shoal.strategies.layout.fsdp import FSDP
+from shoal_proto.errors import InvalidSpec
+
+
+class FSDPTensor(FSDP):
+    """Strategy "fsdp-tensor": single layers are split over `tensor` members, as with "tensor", and
+    what each of these has of them is cut by rows over the others, as with "fsdp".
+
+    Members next to each other in rank split layers together: those of one host if `tensor` is the
+    number of members on it. They work on the same samples. Where the members do not divide by
+    `tensor`, fewer split layers together: with tensor=4, 8 members make two groups of 4, 9 three of
+    3, and 7 are as with "fsdp". `plan` and `min_split_bytes`: see `TensorParallel`. `options`: see
+    `FSDP`; an optimizer that is not torch's own cannot be vouched for.
+    """
+
+    name = "fsdp-tensor"
+    trains_several = False
+    syncs_batchnorm = False
+
+    def __init__(
+        self,
+        *,
+        tensor: int = 2,
+        plan: Mapping[str, str] | None = None,
+        min_split_bytes: int = MIN_SPLIT_BYTES,
+        **options: Any,
+    ) -> None:
+        """`options`: see `FSDP`."""
+        for name, value, least in (("tensor", tensor, 2), ("min_split_bytes", min_split_bytes, 0)):
+            if value < least:
+                raise InvalidSpec(
+                    f"{name} is out of range", seen=str(value), expected=f"{least} or more"
+                )
+        if options.get("elementwise_optimizer"):
+            raise InvalidSpec(
+                "strategy 'fsdp-tensor' cannot be told that an optimizer is elementwise",
+                seen="elementwise_optimizer=True",
+                expected="an optimizer of torch's own that treats each element by itself",
+                fix="Use 'fsdp' or 'tensor', which take it.",
+            )
+        super().__init__(**options)
+        self._tensor = tensor
+        self._overrides = dict(plan or {})
+        self._min_split_bytes = min_split_bytes
+
+    def plan(self, model: nn.Module, world_size: int) -> TensorPlan:
+        """How layers would be split among so many members: print it before anything runs."""
+        degree = tensor_degree(world_size, self._tensor)
+        return derive(model, degree, self._overrides, min_split_bytes=self._min_split_bytes)
+
+    def lay_out(self, model: nn.Module, world: World) -> Layout:
+        return SplitShardedLayout(model, world, self._options, self.plan(model, world.world_size))
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`."""
+        raise InvalidSpec(
+            "what strategy 'fsdp-tensor' costs is not told beforehand",
+            seen="shoal.plan(..., 'fsdp-tensor')",
+            expected="'fsdp' or 'tensor'",
+            fix="shoal.FSDPTensor(...).plan(model, world_size) says how layers are split.",
+        )
+
+    def options(self) -> Mapping[str, str]:
+        chosen = {
+            "tensor": self._tensor,
+            "plan": self._overrides,
+            "min_split_bytes": self._min_split_bytes,
+        }
+        return {**super().options(), "tensor": json.dumps(chosen, sort_keys=True)}
