@@ -7,8 +7,8 @@ One rank's processor time from the messages of all ranks to its plan, with no ne
 1,000 ranks hold of 3,000 tensors that are cut by rows (a transformer's shapes: a parameter and two
 moments of each, with copies of a peer's rows), chooses the step, reads what all need, and plans.
 
-- `resharding_plan_lost`: one rank is lost and 999 cut the same state anew, so nearly all rows move.
-- `resharding_plan_joined`: of 1,000 ranks one holds nothing, the others are cut for 999.
+- `resharding_plan_lost`: a quarter of the ranks is lost, and the others cut the state anew.
+- `resharding_plan_joined`: as many have joined, and hold nothing yet.
 - `resharding_plan_same`: everybody holds what it needs.
 """
 
@@ -112,16 +112,19 @@ def measure(num_ranks: int, num_tensors: int) -> list[Row]:
     def asking(of: int) -> list[bytes]:
         return [pack(chunks_to_json(chunks(metas, rank, of), names, metas)) for rank in range(of)]
 
+    few = 3 * num_ranks // 4
     whole = [holding(rank, num_ranks) for rank in range(num_ranks)]
-    fewer = [holding(rank, num_ranks - 1) for rank in range(num_ranks - 1)]
+    fewer = [holding(rank, few) for rank in range(few)]
+    nothing = message_of(metas, [])
     cases = {
-        "lost": (whole[:-1], asking(num_ranks - 1)),
-        "joined": ([*fewer, message_of(metas, [])], asking(num_ranks)),
+        # Every fourth one is lost: its peer, the rank before it, has a copy of its rows.
+        "lost": ([word for rank, word in enumerate(whole) if rank % 4 != 3], asking(few)),
+        "joined": ([*fewer, *[nothing] * (num_ranks - few)], asking(num_ranks)),
         "same": (whole, asking(num_ranks)),
     }
     found = []
     for name, (words, asked) in cases.items():
-        taken = [seconds(words, asked, run * num_ranks // RUNS) for run in range(RUNS)]
+        taken = [seconds(words, asked, run * len(words) // RUNS) for run in range(RUNS)]
         metric = f"resharding_plan_{name}"
         found.append(Row(metric=metric, value=median(taken), unit="s", runs=RUNS))
     size = Row(metric="resharding_message", value=len(whole[0]) / 1024, unit="KiB", runs=1)
