@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.layouts.hybrid.split_sharded import tensor_degree
 from shoal.layouts.sharded.layout import ranks_of_copy
-from shoal.layouts.sharded.split_layout import tensor_degree
 from shoal.model.elementwise_optimizers import ELEMENTWISE
 from shoal.strategies import find_strategy
 from shoal.strategies.layout.fsdp import FSDP

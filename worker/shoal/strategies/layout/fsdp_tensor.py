@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from shoal.layouts.base import Layout, World
-from shoal.layouts.sharded.split_layout import SplitShardedLayout, tensor_degree
+from shoal.layouts.hybrid.split_sharded import SplitShardedLayout, tensor_degree
 from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
 from shoal.layouts.tensor.plan import TensorPlan
 from shoal.planning.figures import Plan, Subject
