@@ -170,8 +170,8 @@ def alike(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
     for name, numbers in found_in.items():
         sets.setdefault(tuple(numbers), []).append(name)
     parts: list[list[Names]] = [[] for _ in distinct]
-    for numbers, members in sets.items():
+    for places, members in sets.items():
         together = tuple(members)
-        for number in numbers:
-            parts[number].append(together)
+        for place in places:
+            parts[place].append(together)
     return dict(zip(distinct, parts, strict=True))

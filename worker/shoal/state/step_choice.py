@@ -90,7 +90,8 @@ def _expected(inventories: Sequence[Inventory], step: int) -> list[str]:
     for inventory in inventories:
         for listing in inventory.listings:
             before = listing.step <= step
-            for found in (*(names for _, names in groups_of(listing.chunks)), listing.elsewhere):
+            named: list[Names | frozenset[str]] = [names for _, names in groups_of(listing.chunks)]
+            for found in [*named, listing.elsewhere]:
                 told[found] = before or told.get(found, False)
     names = {
         name for found, before in told.items() for name in found if before or name.startswith(MODEL)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shoal.backends.abortable.waiter import add_subgroup
 from shoal.layouts.base import World
@@ -74,6 +74,7 @@ class SplitShardedLayout(ShardedLayout):
         offsets, sizes = [0] * parameter.ndim, list(parameter.shape)
         if isinstance(parameter, DTensor):
             (placement,) = parameter.placements
+            assert isinstance(placement, Shard), "what is split is cut along one dimension"
             _narrow(offsets, sizes, placement.dim, self._column, self.plan.degree)
         _narrow(offsets, sizes, 0, self._row, self.world.world_size // self.plan.degree)
         return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
