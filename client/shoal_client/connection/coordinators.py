@@ -10,9 +10,11 @@ import grpc
 import structlog
 
 from shoal_client.connection.back_off import BackOff
+from shoal_client.connection.certificate_wait import CertificateWait, wait_s
 from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from shoal_proto.errors import (
+    CertificateRefused,
     DeadlineExceeded,
     JobQuarantined,
     NotLeader,
@@ -30,8 +32,9 @@ log = structlog.get_logger(__name__)
 
 CLOSE_WITHIN_S = 1.0
 
-OUTLASTED = (RetryError, JobQuarantined)
-"""What a member that trains outlasts: nobody leads, or who leads cannot go on with its job."""
+OUTLASTED = (RetryError, JobQuarantined, CertificateRefused)
+"""What a member that trains outlasts: nobody leads, or who leads cannot go on with its job, or this
+process' certificate is not accepted until it is renewed."""
 
 # Not the process's own generator: that is the script's, which may have seeded it, and in every
 # member alike; background threads draw here while it initialises its model.
@@ -164,15 +167,22 @@ class Coordinators:
     ) -> Reply_co:
         """Make a call again until it is answered: no coordinator need be there for hours.
 
-        `call` bounds each attempt itself. Raises what it is refused with, and what it outlasts
-        once `gives_up()` says so or the connection was closed. An outage is two lines in the log;
-        so is the time for which the job is quarantined.
+        `call` bounds each attempt itself. Raises what it is refused with, a refused certificate
+        once SHOAL_CERTIFICATE_WAIT_S are over, and what it outlasts once `gives_up()` says so or
+        the connection was closed. An outage is two lines in the log; so is the time for which the
+        job is quarantined.
         """
         back_off, began_s, away = BackOff(), time.monotonic(), False
+        certificate = CertificateWait(wait_s())
         while True:
             try:
                 reply = call()
             except OUTLASTED as error:
+                if isinstance(error, CertificateRefused):
+                    if not certificate.goes_on(time.monotonic()):
+                        raise certificate.over(error) from None
+                else:
+                    certificate.accepted()
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
                 if not away:

@@ -9,11 +9,13 @@ what is wrong, and by which side.
 import socket
 import ssl
 from datetime import UTC, datetime
+from functools import partial
 
 import structlog
 
 from shoal_proto.errors import CertificateRefused, ShoalError, Unavailable
 from shoal_proto.tls import identity
+from shoal_proto.tls.forks import NO_FORK, secured_client, until_done
 
 log = structlog.get_logger(__name__)
 
@@ -65,10 +67,10 @@ def _own_refusal(address: str, name: str) -> CertificateRefused | None:
     for _ in range(ATTEMPTS):
         with _connected(address) as plain:
             try:
-                with context.wrap_socket(plain, server_hostname=name) as connected:
+                with secured_client(plain, context, name, ANSWER_WITHIN_S) as connected:
                     # What the server says of the certificate comes behind the handshake; one that
                     # takes it begins with HTTP/2's settings.
-                    if connected.recv(1):
+                    if until_done(connected, partial(connected.recv, 1), ANSWER_WITHIN_S):
                         return None
             except ssl.SSLCertVerificationError as error:
                 seen = f"its certificate is not accepted here: {error.verify_message}"
@@ -85,22 +87,24 @@ def _as_grpc() -> ssl.SSLContext:
     """With this process' certificate, for HTTP/2, without which gRPC hangs up."""
     own = identity.own()
     assert own is not None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.set_alpn_protocols(["h2"])
-    context.load_verify_locations(own.files.ca)
-    context.load_cert_chain(own.files.cert, own.files.key)
+    with NO_FORK:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_alpn_protocols(["h2"])
+        context.load_verify_locations(own.files.ca)
+        context.load_cert_chain(own.files.cert, own.files.key)
     return context
 
 
 def _speaks_tls(address: str) -> bool:
     """Whose certificate it is does not matter, nor that it wants one of this process. Raises
     OSError where nobody is."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
+    with NO_FORK:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
     with _connected(address) as plain:
         try:
-            context.wrap_socket(plain).close()
+            secured_client(plain, context, "any", ANSWER_WITHIN_S).close()
         except ssl.SSLError as error:
             return "ALERT" in (error.reason or "")
     return True

@@ -23,7 +23,8 @@ from shoal_proto.errors import (
 )
 from shoal_proto.protocol import USER_AGENT_OPTION
 from shoal_proto.status import from_detail, from_rpc_error
-from shoal_proto.tls.channels import open_channel
+from shoal_proto.tls.channels import material, open_channel
+from shoal_proto.tls.files import Material
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.v1.membership_pb2 import (
     Ack,
@@ -131,29 +132,24 @@ class HostReporter:
         return sent.wait(timeout_s)
 
     def _send_all(self) -> None:
-        channels = [
-            open_channel(address, COORDINATOR_NAME, (USER_AGENT_OPTION,))
-            for address in self._coordinators
-        ]
-        stubs = [MembershipStub(channel) for channel in channels]
+        channels = _Channels()
         try:
             while (request := self._reports.get()) is not None:
                 if isinstance(request, threading.Event):
                     request.set()
                 else:
-                    self._send(request, stubs)
+                    self._send(request, channels)
         finally:
-            for channel in channels:
-                channel.close()
+            channels.close()
 
-    def _send(self, request: Report, stubs: Sequence[MembershipStub]) -> None:
+    def _send(self, request: Report, channels: "_Channels") -> None:
         told = type(request).__name__
         deadline_s = time.monotonic() + REPORT_LIMIT_S
         failure: ShoalError | None = None
         while time.monotonic() < deadline_s:
-            for address, stub in zip(self._coordinators, stubs, strict=True):
+            for address in self._coordinators:
                 try:
-                    ack = _call(stub, request)
+                    ack = _call(MembershipStub(channels.to(address)), request)
                     if ack.HasField("lost"):
                         self.lost = from_detail(ack.lost)
                     return
@@ -161,7 +157,7 @@ class HostReporter:
                     failure = explained(from_rpc_error(error, address), address, COORDINATOR_NAME)
                     if isinstance(failure, UnknownJob):
                         return  # it had not joined yet: nobody waits for it
-                    if not isinstance(failure, RetryError | RejoinError):
+                    if not isinstance(failure, RetryError | RejoinError | CertificateRefused):
                         log.info(
                             "host_report_refused",
                             report=told,
@@ -174,6 +170,27 @@ class HostReporter:
         log.warning(
             "host_report_dropped", report=told, member=request.member_id, reason=str(failure)
         )
+
+
+class _Channels:
+    """One to each coordinator, made anew once this process' certificate was renewed."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[Material | None, grpc.Channel]] = {}
+
+    def to(self, address: str) -> grpc.Channel:
+        now = material()
+        made_of, channel = self._open.get(address, (None, None))
+        if channel is None or made_of is not now:
+            if channel is not None:
+                channel.close()
+            channel = open_channel(address, COORDINATOR_NAME, (USER_AGENT_OPTION,))
+            self._open[address] = now, channel
+        return channel
+
+    def close(self) -> None:
+        for _, channel in self._open.values():
+            channel.close()
 
 
 def _call(stub: MembershipStub, request: Report) -> Ack:

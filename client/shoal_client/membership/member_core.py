@@ -10,6 +10,7 @@ what events change.
 """
 
 from shoal_client.connection.back_off import BackOff
+from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S, CertificateWait
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
 from shoal_client.membership.held_clock import HeldClock
@@ -19,6 +20,7 @@ from shoal_client.membership.member_calls import MemberCalls
 from shoal_client.membership.own_pause import OwnPause
 from shoal_client.membership.shown_roster import ShownRoster
 from shoal_proto.errors import (
+    CertificateRefused,
     DeadlineExceeded,
     JobQuarantined,
     MemberDrained,
@@ -40,7 +42,7 @@ Effects = list[ev.Effect]
 class MemberCore:
     """One member, from its first word to its last."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, certificate_wait_s: float = DEFAULT_WAIT_S) -> None:
         self.identity = identity
         self.track = GenerationTrack(identity)
         self.clock = HeldClock()
@@ -56,6 +58,7 @@ class MemberCore:
         self._calls = MemberCalls(identity.member_id)
         self._shown = ShownRoster()
         self._back_off = BackOff()
+        self._certificate = CertificateWait(certificate_wait_s)
         self._own_pause: OwnPause | None = None
         self._held_since_s: float | None = None
         """Since when the trainer waits to begin a step."""
@@ -144,6 +147,8 @@ class MemberCore:
         if self.clock.away:
             self.clock.turn(now_s, away=False)
         self._back_off.reset()
+        if self._certificate.accepted():
+            self.waiting_for = "the coordinator to admit this member again"
         notice, kind = event.notice, event.notice.WhichOneof("kind")
         self.waiting_for = notice.reason or self.waiting_for
         self.stands_by = kind == "standby" or (self.stands_by and kind in UNCHANGING)
@@ -249,13 +254,21 @@ class MemberCore:
         error = event.error
         if self.closed or self.failure is not None:
             return []
-        if error is not None and not self._outlasts(error):
+        is_news = not self._certificate.is_on
+        if error is not None and not self._outlasts(error, now_s):
             return self._fail(error)
         found: Effects = []
         if error is not None:
             self.waiting_for = str(error)
-        if isinstance(error, RetryError):
-            found = [ev.FindLeader(error=error)]
+        if isinstance(error, CertificateRefused) and is_news:
+            fields = {
+                "member": self.identity.member_id,
+                "reason": str(error),
+                "waits_s": self._certificate.limit_s,
+            }
+            found = [ev.Log(event="certificate_refused", fields=fields, is_warning=True)]
+        if isinstance(error, RetryError | CertificateRefused):
+            found.append(ev.FindLeader(error=error))
         after_s = self._back_off.pause_s(event.chance)
         return [*found, ev.OpenStream(request=self._attend_request(), after_s=after_s)]
 
@@ -284,7 +297,7 @@ class MemberCore:
             return self._calls.given_up(call, error)
         if rule is ev.Persistence.FOR_A_TIME:
             return self._drain_unanswered(call, error, now_s)
-        if not self._outlasts(error):
+        if not self._outlasts(error, now_s):
             return [*self._fail(error), ev.Raise(error=self.failure or error)]
         ended = self.closed or self.failure is not None
         if rule is ev.Persistence.UNTIL_ANSWERED and not ended:
@@ -294,7 +307,7 @@ class MemberCore:
     def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
         """Say that this member lives, unless its launcher did; learn whether it is fenced."""
         if isinstance(event, ev.HeartbeatRefused):
-            if self._outlasts(event.error):
+            if self._outlasts(event.error, now_s):
                 return []
             return [*self._fail(event.error), ev.Raise(error=event.error)]
         if event.beaten:
@@ -326,9 +339,12 @@ class MemberCore:
 
     # --- the end ---
 
-    def _outlasts(self, error: ShoalError) -> bool:
+    def _outlasts(self, error: ShoalError, now_s: float) -> bool:
         """Whether the membership goes on in spite of the error: because the coordinator is away, or
-        because it cannot go on with this job for now. Who trains trains on until it can."""
+        because it cannot go on with this job for now. Who trains trains on until it can; and who
+        was admitted waits for a certificate that is accepted, for a time."""
+        if isinstance(error, CertificateRefused) and self.admitted:
+            return self._certificate.goes_on(now_s)
         quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0
         return quarantined or isinstance(error, RetryError)
 
@@ -338,6 +354,8 @@ class MemberCore:
         if isinstance(error, MemberDrained):
             # The others train without it; the word that says so is still on its way.
             return self._take_drain(error.seen, now=True)
+        if isinstance(error, CertificateRefused) and self._certificate.is_on:
+            error = self._certificate.over(error)
         self.failure = error
         effects = self._tell_ending(error)
         if self.track.generation:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import structlog
 
+from shoal_client.connection.certificate_wait import wait_s
 from shoal_client.connection.coordinators import Coordinators, chance
 from shoal_client.liveness.beat_board import Doing, Ending
 from shoal_client.membership import calls
@@ -92,7 +93,7 @@ class MemberSession:
         )
         self._coordinators = Coordinators(member.coordinators)
         self._changed = threading.Condition()
-        self._core = MemberCore(member.identity)
+        self._core = MemberCore(member.identity, wait_s())
         """Stepped under the condition's lock; single values are read without it."""
         self._threads = _Threads()
         self._stream = HeldStream(self._threads.closing)

@@ -12,11 +12,13 @@ import grpc
 import structlog
 
 from shoal_client.connection.back_off import BackOff
+from shoal_client.connection.certificate_wait import CertificateWait, wait_s
 from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
 from shoal_client.connection.log_limit import LogLimit
 from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto import routes
 from shoal_proto.errors import (
+    CertificateRefused,
     DeadlineExceeded,
     DiskFull,
     RetryError,
@@ -73,6 +75,8 @@ class ShardServers(Generic[Stub]):
         """By address: a stub is for one thread at a time."""
         self._ahead: dict[str, Future[None]] = {}
         """By address: connections that are being opened before anything is asked of the server."""
+        self._was_let_in = False
+        """Whether a server has answered: then a refused certificate is one to be renewed."""
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
     def run(
@@ -88,7 +92,8 @@ class ShardServers(Generic[Stub]):
 
         What may succeed later is attempted again until `timeout_s` has passed, by a newer map
         where the old one may be at fault; room on a full disk is waited for, however long that
-        takes. Shards without values are waited for until `ready_by_s` of the monotonic clock,
+        takes, and by who was let in before, for SHOAL_CERTIFICATE_WAIT_S, a certificate that is
+        accepted. Shards without values are waited for until `ready_by_s` of the monotonic clock,
         those that are lost for `lost_wait_s`. A
         refusal that says where a shard is led now is followed at once:
         the map then names that server, too. Raises the error that ended it.
@@ -103,6 +108,7 @@ class ShardServers(Generic[Stub]):
         retries = 0
         reason: ShoalError | None = None
         lost_by_s = time.monotonic() + self.lost_wait_s
+        certificate = CertificateWait(wait_s())
         while True:
             held = [shard for shard in shard_map().shards if shard.shard_id in todo]
             errors, redirects = self._at_each(attempt, held, todo, give_up_s - time.monotonic())
@@ -112,6 +118,11 @@ class ShardServers(Generic[Stub]):
                 return retries
             worst = worst_of(errors) if errors else _incomplete(todo)
             give_up_s = self._later(give_up_s, errors, reason, lost_by_s)
+            is_waited_for = False
+            if isinstance(worst, CertificateRefused) and self._was_let_in:
+                is_waited_for = certificate.goes_on(time.monotonic())
+                if not is_waited_for:
+                    worst = certificate.over(worst)
             if _redirected(held, errors) and time.monotonic() < give_up_s:
                 retries += 1
                 continue
@@ -122,7 +133,9 @@ class ShardServers(Generic[Stub]):
             )
             if not isinstance(worst, DeadlineExceeded):
                 reason = worst
-            may_end_well = isinstance(worst, RetryError) or _comes_back(worst, lost_by_s)
+            may_end_well = (
+                isinstance(worst, RetryError) or is_waited_for or _comes_back(worst, lost_by_s)
+            )
             if not may_end_well or out_of_time or self._closed.is_set():
                 # That the time of the last attempt was too short explains nothing.
                 raise reason or worst
@@ -146,6 +159,8 @@ class ShardServers(Generic[Stub]):
             if isinstance(error, DiskFull):
                 # Once somebody has made room, all goes on from here. To end would help nobody.
                 event = "waiting_for_room_on_a_disk"
+            elif isinstance(error, CertificateRefused) and self._was_let_in:
+                event = "certificate_refused"
             elif _comes_back(error, lost_by_s):
                 event = "waiting_for_lost_shards"
             elif isinstance(error, Unavailable) and give_up_s < lost_by_s:
@@ -178,6 +193,7 @@ class ShardServers(Generic[Stub]):
                     # Another server may have sent on to this one, which is being called.
                     attempt(self._stub(address), held, left_s, todo)
                 note_answer(address)
+                self._was_let_in = True
             except grpc.RpcError as rpc_error:
                 return explained(from_rpc_error(rpc_error, address), address, SERVER_NAME)
             except ShoalError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls.forks import NO_FORK
 
 log = structlog.get_logger(__name__)
 
@@ -61,13 +62,15 @@ class TlsIdentity:
         self.files = files
         self._lock = threading.Lock()
         self._seen = self._stamps()
-        self._material = _read(files)
+        with NO_FORK:
+            self._material = _read(files)
         self._looked_s = time.monotonic()
 
     @property
     def material(self) -> Material:
         """As of now. The same object as long as the files have not changed."""
-        with self._lock:
+        # Who forks finds neither lock held by another thread.
+        with NO_FORK, self._lock:
             if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
                 self._looked_s = time.monotonic()
                 self._look()

@@ -3,6 +3,7 @@
 import socket
 
 from shoal_proto.tls import identity
+from shoal_proto.tls.forks import secured_client
 from shoal_proto.tls.names import SERVER_NAME
 
 HANDSHAKE_S = 3.0
@@ -18,8 +19,10 @@ def secured(connected: socket.socket) -> socket.socket:
     if own is None or connected.family == socket.AF_UNIX:
         return connected
     try:
-        connected.settimeout(HANDSHAKE_S)
-        return own.material.client.wrap_socket(connected, server_hostname=SERVER_NAME)
+        context = own.material.client
     except BaseException:
         connected.close()
         raise
+    secured = secured_client(connected, context, SERVER_NAME, HANDSHAKE_S)
+    secured.settimeout(HANDSHAKE_S)
+    return secured

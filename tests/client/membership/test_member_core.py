@@ -11,6 +11,7 @@ from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_core import JOIN_TIMEOUT_S, MemberCore
 from shoal_proto.digest import roster_digest
 from shoal_proto.errors import (
+    CertificateRefused,
     DeadlineExceeded,
     Fenced,
     JobFinished,
@@ -366,6 +367,48 @@ def test_an_answer_that_does_not_get_through_gives_up_the_stream() -> None:
     call = the_call(member.core.step(change, 0))
     assert member.does(ended(call, NOBODY)) == ["Raise Unavailable"]
     assert member.core.failure is None
+
+
+EXPIRED = CertificateRefused("no TLS connection", seen="it expired")
+
+
+def test_who_was_admitted_waits_for_a_certificate_that_is_accepted() -> None:
+    """It says so once, tries every coordinator, and ends when its own bound is over."""
+    member = a_member()
+    member.hears(ADMITTED, committed(1, "a"))
+    words = member.does(ev.StreamEnded(error=EXPIRED))
+    assert words == ["certificate_refused", "FindLeader CertificateRefused", "OpenStream"]
+    assert "it expired" in member.core.waiting_for
+    member.now_s = 599.0
+    words = member.does(ev.StreamEnded(error=EXPIRED))
+    assert words == ["FindLeader CertificateRefused", "OpenStream"]
+    call = the_call(member.core.step(proposal(), member.now_s))
+    assert "OpenStream" not in member.does(ended(call, EXPIRED))
+    assert member.core.failure is None
+    member.now_s = 600.0
+    assert member.does(ev.StreamEnded(error=EXPIRED)) == [
+        "TellEnding CertificateRefused",
+        "Break 1",
+    ]
+    assert "for 600 s" in str(member.core.failure)
+
+
+def test_each_certificate_has_the_whole_of_the_time() -> None:
+    """It counts from the first refusal since a connection last came about."""
+    member = a_member()
+    member.hears(ADMITTED)
+    member.does(ev.StreamEnded(error=EXPIRED))
+    member.now_s = 500.0
+    member.hears(ADMITTED)
+    member.now_s = 700.0
+    assert "certificate_refused" in member.does(ev.StreamEnded(error=EXPIRED))
+    assert member.core.failure is None
+
+
+def test_who_was_never_admitted_is_told_at_once_that_its_certificate_is_refused() -> None:
+    member = a_member()
+    assert member.does(ev.StreamEnded(error=EXPIRED)) == ["TellEnding CertificateRefused"]
+    assert member.core.failure is EXPIRED
 
 
 def test_what_is_refused_ends_the_membership() -> None:

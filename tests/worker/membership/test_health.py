@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,12 @@ from support.clusters.status_world import World
 from support.processes.load import unhurried
 
 from shoal.membership.health import HealthReporter
+from shoal_client.certificates.folder import CertificateFolder
 from shoal_proto.health import FIRST_FIGURES, HealthFigures
+from shoal_proto.tls import files, identity
+from shoal_proto.tls.forks import NO_FORK
+from shoal_proto.tls.identity import in_folder
+from shoal_proto.tls.names import Role
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.serve import StatusServer
@@ -196,22 +202,45 @@ def test_no_thread_is_left_behind() -> None:
     assert threading.active_count() == before
 
 
-def test_openssl_is_used_on_the_callers_thread_only(
-    board: Board, monkeypatch: pytest.MonkeyPatch
+def test_no_fork_finds_the_reporter_within_openssl(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that loads batches, forked while another thread held OpenSSL's locks, hung."""
-    made_on: list[threading.Thread] = []
-    make = ssl.SSLContext.__new__
+    """A process that loads batches, forked while another thread held OpenSSL's locks, hung. Here
+    with a certificate that is read anew and a connection that is made anew, on that thread."""
+    folder = CertificateFolder(tmp_path)
+    folder.init()
+    used: list[tuple[str, bool]] = []
 
-    def noted(*args: Any, **kwargs: Any) -> ssl.SSLContext:
-        made_on.append(threading.current_thread())
-        return make(*args, **kwargs)
+    def noted(kind: type, name: str) -> None:
+        use = getattr(kind, name)
 
-    monkeypatch.setattr(ssl.SSLContext, "__new__", staticmethod(noted))
-    with endpoint(board) as server, reporter(server.url) as health:
+        def within(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == "shoal-health":
+                used.append((name, NO_FORK._is_owned()))
+            return use(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, within)
+
+    for name in ("do_handshake", "read", "write"):
+        noted(ssl.SSLSocket, name)
+    for name in ("load_cert_chain", "load_verify_locations", "wrap_socket"):
+        noted(ssl.SSLContext, name)
+    with (
+        identity.using(in_folder(tmp_path, Role.COORDINATOR)),
+        endpoint(board) as server,
+        reporter(server.url) as health,
+    ):
         health.update(HealthFigures(step=1))
         board.wait_for(1)
-    assert set(made_on) <= {threading.current_thread()}
+        folder.renew()
+        monkeypatch.setattr(files, "LOOK_EVERY_S", 0.0)
+        health.update(HealthFigures(step=2))
+        board.wait_for(2)
+    assert {name for name, _ in used} == {
+        *("do_handshake", "read", "write"),
+        *("load_cert_chain", "load_verify_locations", "wrap_socket"),
+    }
+    assert [name for name, is_held in used if not is_held] == []
 
 
 def test_an_interval_of_nothing_is_refused() -> None:

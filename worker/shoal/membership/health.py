@@ -4,6 +4,7 @@ They inform people and decide nothing: a report that does not get through is cou
 and training never waits for one or fails by one.
 """
 
+import json
 import math
 import ssl
 import threading
@@ -12,19 +13,29 @@ from collections.abc import Callable
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
-import httpx
+import httpcore
 import structlog
 
+from shoal.membership.health_connection import ForkableBackend
 from shoal_proto.health import FIRST_FIGURES, HealthFigures, max_lengths
 from shoal_proto.tls import identity
+from shoal_proto.tls.forks import NO_FORK
 from shoal_proto.tls.names import COORDINATOR_NAME
 
 log = structlog.get_logger(__name__)
 
 REQUEST_WITHIN_S = 2.0
+UNPROCESSABLE, NOT_FOUND = 422, 404
+_LIMITS = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_WITHIN_S)
 _MAX_LENGTHS = max_lengths()
+_NOT_SENT = (
+    httpcore.NetworkError,
+    httpcore.TimeoutException,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+)
 
 
 class HealthReporter:
@@ -63,7 +74,7 @@ class HealthReporter:
         """Whether the coordinator is of a release that knows the first figures alone."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(
-            target=self._run, args=(_client(),), name="shoal-health", daemon=True
+            target=self._run, args=(_connections(),), name="shoal-health", daemon=True
         )
         self._thread.start()
 
@@ -110,11 +121,11 @@ class HealthReporter:
     ) -> None:
         self.close()
 
-    def _run(self, client: httpx.Client) -> None:
-        with client:
+    def _run(self, connections: httpcore.ConnectionPool) -> None:
+        with connections:
             while (report := self._next_report()) is not None:
                 sent_s = time.monotonic()
-                self._send(client, report)
+                self._send(connections, report)
                 with self._changed:
                     self._changed.wait_for(
                         lambda: self._closed, max(0.0, sent_s + self._interval_s - time.monotonic())
@@ -135,15 +146,19 @@ class HealthReporter:
         known = FIRST_FIGURES | {"incarnation"}
         return {name: value for name, value in report.items() if name in known}
 
-    def _posted(self, client: httpx.Client, url: str, report: dict[str, Any]) -> httpx.Response:
-        return client.post(
+    def _posted(
+        self, connections: httpcore.ConnectionPool, url: str, report: dict[str, Any]
+    ) -> httpcore.Response:
+        return connections.request(
+            "POST",
             url.rstrip("/") + self._path,
-            json=self._known(report),
+            headers={"host": urlsplit(url).netloc, "content-type": "application/json"},
+            content=json.dumps(self._known(report)).encode(),
             # The certificate that answers is to be a coordinator's, whatever the address.
-            extensions={"sni_hostname": COORDINATOR_NAME},
+            extensions={"timeout": _LIMITS, "sni_hostname": COORDINATOR_NAME},
         )
 
-    def _send(self, client: httpx.Client, report: dict[str, Any]) -> None:
+    def _send(self, connections: httpcore.ConnectionPool, report: dict[str, Any]) -> None:
         url = self._url()
         if not url:
             return
@@ -151,14 +166,15 @@ class HealthReporter:
         if own is not None:
             _ = own.material.client  # takes a certificate that was renewed
         try:
-            response = self._posted(client, url, report)
-            if response.status_code == httpx.codes.UNPROCESSABLE_ENTITY and not self._in_few_words:
+            response = self._posted(connections, url, report)
+            if response.status == UNPROCESSABLE and not self._in_few_words:
                 self._in_few_words = True
-                response = self._posted(client, url, report)
-            problem = "" if response.is_success else f"HTTP {response.status_code} {response.text}"
+                response = self._posted(connections, url, report)
+            said = response.content.decode("utf-8", "replace")
+            problem = "" if response.status < 300 else f"HTTP {response.status} {said}"
             # The last report of a member that has left, or whose job has ended.
-            too_late = self._closed and response.status_code == httpx.codes.NOT_FOUND
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            too_late = self._closed and response.status == NOT_FOUND
+        except (*_NOT_SENT, ValueError) as error:
             problem, too_late = f"{type(error).__name__}: {error}", False
         if not problem:
             self._num_sent += 1
@@ -174,21 +190,22 @@ class HealthReporter:
         self._outage = True
 
 
-def _client() -> httpx.Client:
-    """Made on the caller's thread. A process that loads batches may be forked at any time, and one
-    that is forked while another thread holds OpenSSL's locks waits for them for ever."""
-    return httpx.Client(
-        timeout=REQUEST_WITHIN_S,
-        # No proxy from the environment: the coordinator is a neighbour, not the internet.
-        trust_env=False,
+def _connections() -> httpcore.ConnectionPool:
+    """To the coordinator, a neighbour: by no proxy of the environment's."""
+    return httpcore.ConnectionPool(
         # Without TLS no certificates are read, which takes 30 ms.
-        verify=_context(),
+        ssl_context=_context(),
+        max_connections=1,
+        network_backend=ForkableBackend(),
     )
 
 
 def _context() -> ssl.SSLContext:
     own = identity.own()
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if own is None else own.material.client
+    if own is not None:
+        return own.material.client
+    with NO_FORK:
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _json_number(value: SupportsFloat) -> float | str:

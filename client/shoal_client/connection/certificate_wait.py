@@ -1,0 +1,59 @@
+"""How long who was connected goes on trying with a certificate that is not accepted any more.
+
+A certificate expires, or is renewed on one side first, while a job trains: whoever was let in
+before waits for files that are taken, which each further attempt reads anew.
+"""
+
+import os
+from collections.abc import Mapping
+
+from shoal_proto.errors import CertificateRefused, InvalidSpec
+
+VARIABLE = "SHOAL_CERTIFICATE_WAIT_S"
+DEFAULT_WAIT_S = 600.0
+
+
+def wait_s(environment: Mapping[str, str] | None = None) -> float:
+    """The bound in force, in seconds; 0: a refused certificate ends a member at once. Raises
+    InvalidSpec."""
+    text = (os.environ if environment is None else environment).get(VARIABLE, "")
+    try:
+        found = float(text) if text else DEFAULT_WAIT_S
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found < float("inf"):
+        raise InvalidSpec(f"bad {VARIABLE}", seen=repr(text), expected="seconds, 0 or more")
+    return found
+
+
+class CertificateWait:
+    """One wait after another, each from the first refusal until a connection comes about."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._since_s: float | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a certificate was refused, and none accepted since."""
+        return self._since_s is not None
+
+    def goes_on(self, now_s: float) -> bool:
+        """After a refusal: whether there is time left to try again."""
+        if self._since_s is None:
+            self._since_s = now_s
+        return now_s - self._since_s < self.limit_s
+
+    def accepted(self) -> bool:
+        """A connection has come about; whether it was waited for."""
+        was_on, self._since_s = self.is_on, None
+        return was_on
+
+    def over(self, error: CertificateRefused) -> CertificateRefused:
+        """What to raise once the time is over."""
+        return CertificateRefused(
+            f"{error.what}, for {self.limit_s:g} s ({VARIABLE})",
+            seen=error.seen,
+            expected=error.expected,
+            fix=error.fix,
+        )

@@ -1,0 +1,74 @@
+"""No fork of this process while one of its threads is within OpenSSL.
+
+OpenSSL's locks know nothing of forks. A child that is forked while another thread of its parent
+holds one of them has that lock for good, held by a thread that it does not have, and waits for ever
+at its own first use of OpenSSL. A trainer is forked at any time, by a DataLoader that starts its
+workers. So a thread that makes a handshake, reads a certificate or makes a context holds NO_FORK,
+which a fork waits for. It is never held across a wait for the network: a fork takes milliseconds.
+"""
+
+import os
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+NO_FORK = threading.RLock()
+"""Held by whoever is within OpenSSL, and by a fork from before it until after it."""
+
+# The child's only thread is the one that forked, which holds the lock.
+os.register_at_fork(
+    before=NO_FORK.acquire, after_in_parent=NO_FORK.release, after_in_child=NO_FORK.release
+)
+
+Done = TypeVar("Done")
+
+
+def secured_client(
+    connected: socket.socket, context: ssl.SSLContext, name: str, within_s: float
+) -> ssl.SSLSocket:
+    """The connection within TLS, to a server that has `name` in its certificate. It does not block:
+    see `until_done`. The socket that was given is not to be used any more.
+
+    Raises OSError (ssl.SSLError, TimeoutError), and has closed the connection then.
+    """
+    try:
+        connected.setblocking(False)
+        with NO_FORK:
+            secured = context.wrap_socket(
+                connected, server_hostname=name, do_handshake_on_connect=False
+            )
+    except BaseException:
+        connected.close()
+        raise
+    try:
+        until_done(secured, secured.do_handshake, within_s)
+    except BaseException:
+        secured.close()
+        raise
+    return secured
+
+
+def until_done(connection: ssl.SSLSocket, do: Callable[[], Done], within_s: float | None) -> Done:
+    """What `do` gives, a call of the connection's that does not block; it is made again whenever
+    the network lets it get on. None: however long that takes.
+
+    Raises TimeoutError, and what `do` raises else.
+    """
+    give_up_s = None if within_s is None else time.monotonic() + within_s
+    while True:
+        try:
+            with NO_FORK:
+                return do()
+        except ssl.SSLWantReadError:
+            awaited = selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            awaited = selectors.EVENT_WRITE
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, awaited)
+            left_s = None if give_up_s is None else give_up_s - time.monotonic()
+            if (left_s is not None and left_s <= 0.0) or not selector.select(left_s):
+                raise TimeoutError(f"the other end said nothing within {within_s:g} s")

@@ -1,0 +1,106 @@
+"""HTTP connections of a process that may be forked at any time: see shoal_proto.tls.forks."""
+
+import contextlib
+import ssl
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import httpcore
+
+from shoal_proto.tls.forks import secured_client, until_done
+
+CONNECT_S = 2.0
+"""Where a caller states no limit of its own."""
+
+
+class ForkableBackend(httpcore.NetworkBackend):
+    """Connects over TCP. What comes to be TLS is used as `NO_FORK` has it."""
+
+    def __init__(self) -> None:
+        self._plain = httpcore.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        return _Plain(self._plain.connect_tcp(host, port, timeout, local_address, socket_options))
+
+
+class _Plain(httpcore.NetworkStream):
+    """A TCP connection, until it is secured."""
+
+    def __init__(self, stream: httpcore.NetworkStream) -> None:
+        self._stream = stream
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, timeout)
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, timeout)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:
+        connected = self._stream.get_extra_info("socket")
+        with _errors(httpcore.ConnectTimeout, httpcore.ConnectError):
+            within_s = CONNECT_S if timeout is None else timeout
+            return _Encrypted(
+                secured_client(connected, ssl_context, server_hostname or "", within_s)
+            )
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class _Encrypted(httpcore.NetworkStream):
+    """A connection within TLS. It does not block: `until_done` waits for the network."""
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        self._connection = connection
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        with _errors(httpcore.ReadTimeout, httpcore.ReadError):
+            return until_done(self._connection, lambda: self._connection.recv(max_bytes), timeout)
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        left = memoryview(buffer)
+        with _errors(httpcore.WriteTimeout, httpcore.WriteError):
+            while left:
+                sent = until_done(self._connection, lambda: self._connection.send(left), timeout)  # noqa: B023
+                left = left[sent:]
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        if info == "is_readable":
+            # A server says nothing unasked: data before the next request is its end.
+            try:
+                self.read(1, timeout=0.0)
+            except httpcore.ReadTimeout:
+                return False
+            except httpcore.ReadError:
+                return True
+            return True
+        return self._connection if info == "socket" else None
+
+
+@contextlib.contextmanager
+def _errors(late: type[Exception], failed: type[Exception]) -> Iterator[None]:
+    """The errors of a socket as those of HTTP."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise late(str(error)) from error
+    except OSError as error:
+        raise failed(str(error)) from error
