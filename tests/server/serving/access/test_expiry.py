@@ -1,6 +1,5 @@
 """A certificate that expires while a job trains ends no member: it waits for a renewed one."""
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -55,8 +54,8 @@ def renew(files: TlsFiles) -> None:
     """Another certificate of the same holder, for an hour, in place of the one that expired."""
     folder = CertificateFolder(files.cert.parent)
     made = folder.issue(Holder(caller=Caller(Role.WORKER, "fresh"), valid=HOUR))
-    os.replace(made.with_suffix(".key"), files.key)
-    os.replace(made, files.cert)
+    made.with_suffix(".key").replace(files.key)
+    made.replace(files.cert)
 
 
 def a_member(cluster: LocalCluster) -> MemberSession:
