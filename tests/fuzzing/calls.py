@@ -23,7 +23,7 @@ OF_SERVERS = {"Parameters", "Tables", "Replication", "ShardSnapshots"}
 UNHANDLED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 LOST = "Internal error from Core"
 """What grpc.aio itself says where the server has ended a stream that is still written to: then it
-loses the server's status. A failure of the server's is in its log."""
+loses the server's status. The same is sent once more by gRPC's other API, which keeps it."""
 AT_ONCE = 16
 
 
@@ -61,14 +61,21 @@ class CallFuzzer:
         self._draw = draw
         self._calls = all_calls()
         options = (("grpc.enable_retries", 0), ("grpc.max_reconnect_backoff_ms", 200))
+        addresses = {False: coordinator, True: server}
         self._channels = {
-            False: grpc.aio.insecure_channel(coordinator, options=options),
-            True: grpc.aio.insecure_channel(server, options=options),
+            of_server: grpc.aio.insecure_channel(address, options=options)
+            for of_server, address in addresses.items()
+        }
+        self._blocking = {
+            of_server: grpc.insecure_channel(address, options=options)
+            for of_server, address in addresses.items()
         }
 
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close()
+        for blocking in self._blocking.values():
+            blocking.close()
 
     def draw_input(self) -> Input:
         call = self._draw.choice(self._calls)
@@ -105,11 +112,26 @@ class CallFuzzer:
                 if await stream.read() is grpc.aio.EOF:
                     break
         except grpc.aio.AioRpcError as error:
-            outcome = error.code().name
-            if error.details() == LOST:
-                outcome = "refused while it was sent"
-            elif error.code() in UNHANDLED:
-                findings.found(sent, f"{sent.to}: {error.code().name}: {error.details()}")
+            code, details = error.code(), error.details()
+            if details == LOST:
+                code, details = await asyncio.to_thread(self._status, call, sent)
+            outcome = code.name
+            if code in UNHANDLED:
+                findings.found(sent, f"{sent.to}: {code.name}: {details}")
         finally:
             stream.cancel()
         findings.note(sent, outcome)
+
+    def _status(self, call: Call, sent: Input) -> tuple[grpc.StatusCode, str]:
+        """What the server ends the call with."""
+        answers = self._blocking[call.of_server].stream_stream(sent.to)(
+            iter(sent.parts), timeout=ANSWER_S
+        )
+        try:
+            for _ in zip(range(8), answers, strict=False):
+                pass
+        except grpc.RpcError as error:
+            return error.code(), str(error.details())
+        finally:
+            answers.cancel()
+        return grpc.StatusCode.OK, ""

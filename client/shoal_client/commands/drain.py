@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.status import Json, StatusClient, grpc_address_of
 from shoal_client.connection.coordinators import Coordinators
+from shoal_client.connection.job_secret import JobSecretFile, secret_in
 from shoal_client.membership import calls as membership_calls
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec, Unavailable
 from shoal_proto.v1.membership_pb2 import DrainRequest
@@ -32,6 +33,7 @@ class DrainConfig:
     """How long to wait for the member to leave."""
     reason: str = "an operator asked for it"
     """The reason that the other members are told."""
+    job_secret: JobSecretFile = None
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
@@ -49,7 +51,11 @@ def drain(config: DrainConfig) -> int:
             # Of this process: one that comes after it under the same name is to stay.
             process = status.member(job, member_id)["member"]["public_id"]
             request = DrainRequest(
-                job=job, member_id=member_id, public_id=process, reason=config.reason
+                job=job,
+                member_id=member_id,
+                public_id=process,
+                reason=config.reason,
+                job_secret=secret_in(config.job_secret),
             )
             detail = _drained(request, coordinators, status, started_s + config.timeout_s)
     finally:

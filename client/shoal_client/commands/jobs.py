@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
 from shoal_client.connection.coordinators import Coordinators, Method
+from shoal_client.connection.job_secret import JobSecretFile, secret_in
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import (
     InvalidSpec,
@@ -47,6 +48,7 @@ class RemoveConfig:
     job: str = field(kw_only=False)
     """Name of the job."""
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    job_secret: JobSecretFile = None
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
@@ -56,7 +58,7 @@ class RemoveConfig:
 def remove(config: RemoveConfig) -> int:
     """Remove the job. Raises UnknownJob, JobInUse."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
-    if not reset_job(config.coordinators, config.job):
+    if not reset_job(config.coordinators, config.job, secret_in(config.job_secret)):
         raise UnknownJob(f"there is no job {config.job!r}", fix="`shoal status` lists the jobs.")
     print(f"job {config.job} is removed")
     return 0
@@ -75,6 +77,7 @@ class StopConfig:
     wait_s: Annotated[float, Parameter(metavar="SECONDS")] = 60.0
     """How long to wait for the last member to leave. 0: do not wait."""
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    job_secret: JobSecretFile = None
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
@@ -96,6 +99,7 @@ class RetryConfig:
     from_scratch: Annotated[bool, Parameter(negative=())] = False
     """Start at step 0 if no member has the job's state."""
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    job_secret: JobSecretFile = None
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
@@ -107,7 +111,9 @@ def stop(config: StopConfig) -> int:
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
-        request = pb.StopJobRequest(job=config.job, reason=config.reason)
+        request = pb.StopJobRequest(
+            job=config.job, reason=config.reason, job_secret=secret_in(config.job_secret)
+        )
         standing = coordinators.call(_stop, request, timeout_s=ANSWER_WITHIN_S)
         if standing.phase not in OVER:
             num = len(standing.member_ids)
@@ -134,7 +140,11 @@ def retry(config: RetryConfig) -> int:
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
-        request = pb.RetryJobRequest(job=config.job, from_scratch=config.from_scratch)
+        request = pb.RetryJobRequest(
+            job=config.job,
+            from_scratch=config.from_scratch,
+            job_secret=secret_in(config.job_secret),
+        )
         coordinators.call(_retry, request, timeout_s=ANSWER_WITHIN_S)
     finally:
         coordinators.close()
@@ -142,14 +152,15 @@ def retry(config: RetryConfig) -> int:
     return 0
 
 
-def reset_job(addresses: Sequence[str], job: str) -> bool:
-    """Have the job begin from nothing; whether there was anything of it.
+def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
+    """Have the job begin from nothing; whether there was anything of it. `job_secret`: what it was
+    begun with.
 
     Raises JobInUse while it has members, Unavailable if no coordinator answers.
     """
     coordinators = Coordinators(addresses)
     try:
-        request = pb.ResetJobRequest(job=job)
+        request = pb.ResetJobRequest(job=job, job_secret=job_secret)
         return coordinators.call(_reset, request, timeout_s=ANSWER_WITHIN_S).existed
     finally:
         coordinators.close()

@@ -1,6 +1,6 @@
 """Who a member is to the coordinator and to the other members."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.v1 import membership_pb2 as pb
@@ -15,6 +15,8 @@ class Identity:
     public_id: str
     """Of the incarnation, as rosters have it."""
     info: pb.MemberInfo
+    job_secret: str = field(default="", repr=False)
+    """Of the job, as its first member had it; empty: none."""
 
     def token(self, generation: int) -> Token:
         """The fencing token of a generation; 0: of none yet."""
@@ -23,6 +25,7 @@ class Identity:
             generation=generation,
             member_id=self.member_id,
             incarnation=self.incarnation,
+            job_secret=self.job_secret,
         )
 
     def is_in(self, roster: pb.Roster) -> bool:

@@ -1,7 +1,7 @@
 """Who joins a job."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal_client.liveness.beat_board import BeatSlot
@@ -23,6 +23,8 @@ class Member:
     beat_slot: BeatSlot | None = None
     """Where this host's launcher looks for whom to beat. Without it the member beats by itself."""
 
+    job_secret: str = field(default="", repr=False)
+    """See `shoal_proto.secrets`; empty: the job has none."""
     shared_directory: Path | None = None
     """Where the members of this host keep what they have in common. Without it each fetches it."""
 
@@ -35,4 +37,5 @@ class Member:
             incarnation=self.incarnation,
             public_id=public_id(self.incarnation),
             info=self.info,
+            job_secret=self.job_secret,
         )

@@ -31,6 +31,7 @@ class Token(_message.Message):
     MEMBER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    JOB_SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     """0 before the member is part of a generation."""
@@ -43,6 +44,10 @@ class Token(_message.Message):
     """Of the shard map that the caller goes by (ShardMap.run): one of another run is refused, for what
     it knows of shards is of others. Empty: it goes by none, or is of a release that did not say.
     """
+    job_secret: _builtins.str
+    """What the job was begun with, where it was begun with a secret: nobody joins it, or acts on its
+    members by their names, who does not know it. Empty: there is none.
+    """
     def __init__(
         self,
         *,
@@ -51,10 +56,11 @@ class Token(_message.Message):
         member_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         run: _builtins.str = ...,
+        job_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "member_id", b"member_id", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "job_secret", b"job_secret", "member_id", b"member_id", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

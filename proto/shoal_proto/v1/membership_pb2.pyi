@@ -114,6 +114,7 @@ class MemberInfo(_message.Message):
     SHOAL_VERSION_FIELD_NUMBER: _builtins.int
     NUM_DEVICES_FIELD_NUMBER: _builtins.int
     PROBE_PORT_FIELD_NUMBER: _builtins.int
+    LAUNCH_DIGEST_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     pid: _builtins.int
     address: _builtins.str
@@ -127,6 +128,10 @@ class MemberInfo(_message.Message):
     """TCP port at which peers find out, before a generation starts, whether they reach this member.
     0: it has none.
     """
+    launch_digest: _builtins.str
+    """SHA-256, in hexadecimal digits, of the secret by which its launcher proves that it is that.
+    Empty: any report of this process' exit is believed, as before 0.2.
+    """
     def __init__(
         self,
         *,
@@ -138,10 +143,11 @@ class MemberInfo(_message.Message):
         shoal_version: _builtins.str = ...,
         num_devices: _builtins.int = ...,
         probe_port: _builtins.int = ...,
+        launch_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host", b"host", "num_devices", b"num_devices", "pid", b"pid", "probe_port", b"probe_port", "shoal_version", b"shoal_version", "torch_version", b"torch_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host", b"host", "launch_digest", b"launch_digest", "num_devices", b"num_devices", "pid", b"pid", "probe_port", b"probe_port", "shoal_version", b"shoal_version", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1298,11 +1304,14 @@ class ReportExitRequest(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
+    LAUNCH_SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     member_id: _builtins.str
     pid: _builtins.int
     host: _builtins.str
     exit_code: _builtins.int
+    launch_secret: _builtins.str
+    """Which the launcher has given to the process: see MemberInfo.launch_digest."""
     def __init__(
         self,
         *,
@@ -1311,10 +1320,11 @@ class ReportExitRequest(_message.Message):
         pid: _builtins.int = ...,
         host: _builtins.str = ...,
         exit_code: _builtins.int = ...,
+        launch_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "host", b"host", "job", b"job", "member_id", b"member_id", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "host", b"host", "job", b"job", "launch_secret", b"launch_secret", "member_id", b"member_id", "pid", b"pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1329,11 +1339,14 @@ class ReportHaltRequest(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     HALTED_FIELD_NUMBER: _builtins.int
+    LAUNCH_SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     member_id: _builtins.str
     pid: _builtins.int
     host: _builtins.str
     halted: _builtins.bool
+    launch_secret: _builtins.str
+    """See ReportExitRequest."""
     def __init__(
         self,
         *,
@@ -1342,10 +1355,11 @@ class ReportHaltRequest(_message.Message):
         pid: _builtins.int = ...,
         host: _builtins.str = ...,
         halted: _builtins.bool = ...,
+        launch_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["halted", b"halted", "host", b"host", "job", b"job", "member_id", b"member_id", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["halted", b"halted", "host", b"host", "job", b"job", "launch_secret", b"launch_secret", "member_id", b"member_id", "pid", b"pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1360,6 +1374,7 @@ class DrainRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     PUBLIC_ID_FIELD_NUMBER: _builtins.int
+    JOB_SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     member_id: _builtins.str
     incarnation: _builtins.str
@@ -1367,6 +1382,8 @@ class DrainRequest(_message.Message):
     reason: _builtins.str
     public_id: _builtins.str
     """As rosters and the status endpoint have it."""
+    job_secret: _builtins.str
+    """See Token.job_secret; not needed with `incarnation`, nor of an operator with a certificate."""
     def __init__(
         self,
         *,
@@ -1375,10 +1392,11 @@ class DrainRequest(_message.Message):
         incarnation: _builtins.str = ...,
         reason: _builtins.str = ...,
         public_id: _builtins.str = ...,
+        job_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "member_id", b"member_id", "public_id", b"public_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "job_secret", b"job_secret", "member_id", b"member_id", "public_id", b"public_id", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1543,15 +1561,19 @@ class ResetJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    JOB_SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    job_secret: _builtins.str
+    """See DrainRequest."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        job_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "job_secret", b"job_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1563,18 +1585,22 @@ class StopJobRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    JOB_SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     reason: _builtins.str
     """What people are told."""
+    job_secret: _builtins.str
+    """See DrainRequest."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         reason: _builtins.str = ...,
+        job_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "job_secret", b"job_secret", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1586,18 +1612,22 @@ class RetryJobRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     FROM_SCRATCH_FIELD_NUMBER: _builtins.int
+    JOB_SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     from_scratch: _builtins.bool
     """From step 0, whatever it had come to."""
+    job_secret: _builtins.str
+    """See DrainRequest."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         from_scratch: _builtins.bool = ...,
+        job_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_scratch", b"from_scratch", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_scratch", b"from_scratch", "job", b"job", "job_secret", b"job_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

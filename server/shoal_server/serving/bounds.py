@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shoal_proto import MAX_MESSAGE_BYTES
 from shoal_proto.names import MAX_NAME_LENGTH
+from shoal_proto.secrets import MAX_LENGTH
 
 MAX_SECONDS = 1e10
 """Centuries: what waits is bounded by each service far below it."""
@@ -67,6 +68,9 @@ NAMED: Mapping[str, Bound] = {
     "server_id": NAME,
     "incarnation": text(64),
     "run": text(64),
+    "job_secret": text(MAX_LENGTH),
+    "launch_secret": text(MAX_LENGTH),
+    "launch_digest": DIGEST,
     "public_id": text(64),
     "session": text(512),
     "forgotten_sessions": text(512),

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from support.clusters.status_world import World
 
 from shoal_proto.errors import InvalidSpec, UnknownJob
+from shoal_server.serving.access.asker import Asker
 from shoal_server.status.access import tokens
 from shoal_server.status.access.guard import OPEN, REPORT, Guard
 from shoal_server.status.access.sessions import COOKIE, VALID_S, Sessions
@@ -30,15 +31,18 @@ class Asked:
 
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
-    async def stop(self, job: str, reason: str) -> None:
+    async def stop(self, job: str, reason: str, who: Asker) -> None:
+        assert who.is_known
         if job != "digits":
             raise UnknownJob(f"there is no job {job}")
         self.calls.append(("stop", job, reason))
 
-    async def retry(self, job: str) -> None:
+    async def retry(self, job: str, who: Asker) -> None:
+        assert who.is_known
         self.calls.append(("retry", job))
 
-    async def drain(self, job: str, member_id: str, reason: str) -> None:
+    async def drain(self, job: str, member_id: str, reason: str, who: Asker) -> None:
+        assert who.is_known
         self.calls.append(("drain", job, member_id, reason))
 
 

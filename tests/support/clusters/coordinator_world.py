@@ -12,6 +12,7 @@ from shoal_client.liveness.beat_board import BeatSlot
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.secrets import digest_of
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.core.limits import Limits
@@ -35,6 +36,8 @@ class Served:
         desired: int = 2,
         beat_slot: BeatSlot | None = None,
         shared_directory: Path | None = None,
+        launch_secret: str = "",
+        job_secret: str = "",
         **bounds: int,
     ) -> MemberSession:
         """A worker's membership that has not attended yet; closed at the end."""
@@ -49,7 +52,10 @@ class Served:
             spec=spec,
             member_id=name,
             incarnation=new_incarnation(),
-            info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
+            info=pb.MemberInfo(
+                host="h", pid=1, address="127.0.0.1", launch_digest=digest_of(launch_secret)
+            ),
+            job_secret=job_secret,
             beat_slot=beat_slot,
             shared_directory=shared_directory,
         )

@@ -52,6 +52,8 @@ class ExitBook(MembershipServicer):
         self.refused: dict[str, ShoalError] = {}
         """By incarnation, what its beats are refused with."""
         self.reports: queue.SimpleQueue[ReportExitRequest] = queue.SimpleQueue()
+        self.secrets: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """By which the launcher proves that it is that one."""
         self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Of exits and halts, in the order in which they came."""
         self.beats: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
@@ -61,6 +63,7 @@ class ExitBook(MembershipServicer):
 
     def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
         self.reports.put(request)
+        self.secrets.put(request.launch_secret)
         self.told.put(f"{request.pid} {request.exit_code}")
         return Ack(lost=to_detail(self.lost) if self.lost is not None else None)
 

@@ -33,6 +33,7 @@ from shoal_client.liveness.beat_board import BeatBoard, Ending
 from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
+from shoal_proto.secrets import LAUNCH_VARIABLE
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 
 OUTPUT_S = 2.0
@@ -146,6 +147,7 @@ class Launcher:
         environment = worker_environment(self._config, slot.member_id, slot.index)
         environment["SHOAL_BEATS"] = board.address(slot.index)
         environment["SHOAL_SHARED_DIRECTORY"] = board.shared_directory
+        environment[LAUNCH_VARIABLE] = slot.launch_secret
         slot.process = supervisor.spawn(
             Command(
                 name=slot.member_id,
@@ -180,8 +182,12 @@ class Launcher:
                 pid=process.pid,
                 host=self._host,
                 exit_code=code,
+                launch_secret=self._slot_of(process).launch_secret,
             )
         )
+
+    def _slot_of(self, process: Process) -> WorkerSlot:
+        return next(each for each in self.slots if each.member_id == process.name)
 
     def _halted(self, process: Process, halted: bool) -> None:
         # First of all: no beat may follow that says it lives.
@@ -193,6 +199,7 @@ class Launcher:
                 pid=process.pid,
                 host=self._host,
                 halted=halted,
+                launch_secret=self._slot_of(process).launch_secret,
             )
         )
         self._events.put(_Halted(process, halted))

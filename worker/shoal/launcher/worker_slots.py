@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from shoal_client.liveness.beat_board import Ending
 from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Process, how_it_ended
+from shoal_proto.secrets import drawn
 
 DRAINED = 128 + signal.SIGTERM
 """The exit code of a worker that left its job in good order because it was asked to."""
@@ -39,6 +40,8 @@ class WorkerSlot:
 
     index: int
     member_id: str
+    launch_secret: str = field(default_factory=drawn, repr=False)
+    """By which the coordinator knows that a report on its processes is their launcher's."""
     process: Process | None = None
     watch: Watch | None = None
     start_at_s: float | None = None

@@ -20,6 +20,11 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipServicer
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.operations import JobOperations
+from shoal_server.coordinator.jobs.proofs import (
+    check_asker,
+    check_launcher,
+    check_member,
+)
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.jobs.requests import MemberRequest, event_of, joined
 from shoal_server.coordinator.persistence import codec
@@ -27,6 +32,8 @@ from shoal_server.core.generations.roster import Generation
 from shoal_server.core.membership import events
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase
+from shoal_server.serving.access.asker import Asker, asker
+from shoal_server.serving.access.checks import known_caller
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
@@ -50,7 +57,8 @@ class MembershipService(MembershipServicer):
     ) -> AsyncIterator[pb.Notice | bytes]:
         protocol = _agreed_protocol(request)
         _check_attendance(request)
-        token, spec = request.token, codec.spec_from_pb(request.spec)
+        token = request.token
+        spec = codec.spec_from_pb(request.spec, token.job_secret)
         if problem := spec.problem():
             raise InvalidSpec(
                 f"job {spec.job} cannot have these bounds",
@@ -61,6 +69,7 @@ class MembershipService(MembershipServicer):
         self._registry.check_run(token)
         actor = self._registry.find_or_create(spec)
         try:
+            check_member(actor.job.spec, token.job_secret, has_members=bool(actor.job.members))
             _check_not_expelled(actor, token)
             stream = actor.open(
                 token.member_id,
@@ -119,6 +128,7 @@ class MembershipService(MembershipServicer):
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
+            check_launcher(member, request, known_caller(context))
             how = exit_cause(request.exit_code)
             reason = f"its launcher saw it end ({how})"
             await actor.submit(events.Lost(**_identity(member), reason=reason, cause=how))
@@ -129,6 +139,7 @@ class MembershipService(MembershipServicer):
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
+            check_launcher(member, request, known_caller(context))
             event = events.Halted if request.halted else events.Continued
             await actor.submit(event(**_identity(member)))
         return _ack(actor)
@@ -136,8 +147,9 @@ class MembershipService(MembershipServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
         # Earlier releases send the incarnation itself.
         process = request.public_id or (request.incarnation and public_id(request.incarnation))
+        who = asker(known_caller(context), request.job_secret, is_itself=bool(request.incarnation))
         actor = await self._operations.drain(
-            request.job, request.member_id, request.reason, process=process
+            request.job, request.member_id, request.reason, who, process=process
         )
         return _ack(actor)
 
@@ -174,17 +186,29 @@ class MembershipService(MembershipServicer):
         return pb.Cluster(http_url=self._http_url())
 
     async def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.JobStanding:
-        return _standing(await self._operations.stop(request.job, request.reason))
+        return _standing(
+            await self._operations.stop(request.job, request.reason, self._who(request, context))
+        )
 
     async def RetryJob(self, request: pb.RetryJobRequest, context: Context) -> pb.JobStanding:
-        actor = await self._operations.retry(request.job, from_scratch=request.from_scratch)
+        actor = await self._operations.retry(
+            request.job, self._who(request, context), from_scratch=request.from_scratch
+        )
         return _standing(actor)
 
     async def ResetJob(self, request: pb.ResetJobRequest, context: Context) -> pb.ResetJobReply:
         if not is_name(request.job):
             raise InvalidSpec("job is not a valid name", seen=repr(request.job), expected=NAME_RULE)
+        if (known := self._registry.actor_if_known(request.job)) is not None:
+            check_asker(known.job.spec, self._who(request, context))
         existed, last_generation = await self._reset(request.job)
         return pb.ResetJobReply(existed=existed, last_generation=last_generation)
+
+    @staticmethod
+    def _who(
+        request: pb.StopJobRequest | pb.RetryJobRequest | pb.ResetJobRequest, context: Context
+    ) -> Asker:
+        return asker(known_caller(context), request.job_secret)
 
     async def _submit(self, request: MemberRequest) -> pb.Ack:
         event = event_of(request)

@@ -3,31 +3,42 @@
 from shoal_proto.errors import UnknownMember
 from shoal_proto.incarnation import public_id
 from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.jobs.proofs import check_asker
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.jobs.requests import MAX_ERROR
 from shoal_server.core.membership import events
+from shoal_server.serving.access.asker import Asker
 
 
 class JobOperations:
-    """All of them raise UnknownJob, NotLeader, and what the job refuses them with."""
+    """All of them raise UnknownJob, NotLeader, AccessDenied for who lacks the job's secret and is
+    no operator, and what the job refuses them with."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    async def stop(self, job: str, reason: str) -> JobActor:
+    async def stop(self, job: str, reason: str, who: Asker) -> JobActor:
         """Have a job's members end at a step boundary."""
-        actor = self._registry.find(job)
+        actor = self._found(job, who)
         await actor.stop(reason[:MAX_ERROR] or "an operator stopped it")
         return actor
 
-    async def retry(self, job: str, *, from_scratch: bool = False) -> JobActor:
+    def _found(self, job: str, who: Asker) -> JobActor:
+        actor = self._registry.find(job)
+        check_asker(actor.job.spec, who)
+        return actor
+
+    async def retry(self, job: str, who: Asker, *, from_scratch: bool = False) -> JobActor:
         """Let a job be joined again that failed, was stopped or is lost."""
+        self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
 
-    async def drain(self, job: str, member_id: str, reason: str, *, process: str = "") -> JobActor:
+    async def drain(
+        self, job: str, member_id: str, reason: str, who: Asker, *, process: str = ""
+    ) -> JobActor:
         """Let a member finish its step, hand over and leave; with `process`, a public id, only that
         very one. Raises UnknownMember too."""
-        actor = self._registry.find(job)
+        actor = self._found(job, who)
         member = actor.job.members.get(member_id)
         if member is None or process not in ("", public_id(member.incarnation)):
             known = sorted(actor.job.members)

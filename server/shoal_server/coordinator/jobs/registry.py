@@ -20,6 +20,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.jobs.job_actor import JobActor, JobDependencies
 from shoal_server.coordinator.jobs.known_leader import KnownLeader
+from shoal_server.coordinator.jobs.proofs import check_member
 from shoal_server.coordinator.persistence import codec, record_size
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused
 from shoal_server.coordinator.persistence.quarantine import Quarantine
@@ -298,6 +299,7 @@ class Registry:
         an earlier run of the job."""
         actor = self.find(token.job)
         self.check_run(token)
+        check_member(actor.job.spec, token.job_secret, has_members=False)
         return actor
 
     def check_run(self, token: Token) -> None:

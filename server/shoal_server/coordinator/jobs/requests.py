@@ -31,7 +31,7 @@ def joined(request: pb.AttendRequest) -> events.Joined:
     """The member that opens a stream."""
     return events.Joined(
         **_who(request.token),
-        spec=codec.spec_from_pb(request.spec),
+        spec=codec.spec_from_pb(request.spec, request.token.job_secret),
         info=codec.info_from_pb(request.info),
         generation=Generation(request.token.generation),
     )

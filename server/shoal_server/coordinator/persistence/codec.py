@@ -5,12 +5,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from enum import Enum
-from typing import TypeVar
 
 from google.protobuf.json_format import MessageToDict, ParseDict
-from google.protobuf.message import Message
 
-from shoal_proto import errors
+from shoal_proto import errors, secrets
 from shoal_proto.digest import roster_digest
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.incarnation import public_id
@@ -38,8 +36,6 @@ from shoal_server.etcd.json_fields import MAX_COUNT, Fields, Unreadable, check_f
 
 MAX_PORT = 65535
 
-T = TypeVar("T", JobSpec, MemberInfo)
-
 _STATE_TO_PB = {
     StateAction.INITIAL: pb.STATE_ACTION_INITIAL,
     StateAction.KEEP: pb.STATE_ACTION_KEEP,
@@ -54,17 +50,21 @@ _VERDICT_TO_PB = {
 _VERDICT_FROM_PB = {value: key for key, value in _VERDICT_TO_PB.items()}
 
 
-def _same_fields(kind: type[T], message: Message) -> T:
-    """The dataclass of which a message has every field, by the same name."""
-    return kind(**{each.name: getattr(message, each.name) for each in fields(kind)})
-
-
-def spec_from_pb(spec: pb.JobSpec) -> JobSpec:
-    return _same_fields(JobSpec, spec)
+def spec_from_pb(spec: pb.JobSpec, secret: str) -> JobSpec:
+    """The bounds as a member states them, whose token has this secret of the job."""
+    return JobSpec(
+        job=spec.job,
+        min_members=spec.min_members,
+        max_members=spec.max_members,
+        desired_members=spec.desired_members,
+        last_call_s=spec.last_call_s,
+        secret_digest=secrets.digest_of(secret),
+    )
 
 
 def info_from_pb(info: pb.MemberInfo) -> MemberInfo:
-    return _same_fields(MemberInfo, info)
+    """As a member states it."""
+    return MemberInfo(**{each.name: getattr(info, each.name) for each in fields(MemberInfo)})
 
 
 def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
@@ -284,6 +284,7 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
         shoal_version=value.text("shoal_version"),
         num_devices=value.count("num_devices", 0),
         probe_port=value.count("probe_port", 0, most=MAX_PORT),
+        launch_digest=value.text("launch_digest", ""),
     )
     incarnation = value.text("incarnation")
     if not incarnation:

@@ -14,8 +14,11 @@ MAX_MEMBERS = 2**31 - 1
 
 def state_to_json(record: StateRecord) -> bytes:
     """A job's own key."""
+    bounds = asdict(record.spec)
+    # Beside them: an earlier release keeps of the bounds what it knows alone.
+    secret_digest = bounds.pop("secret_digest")
     value: dict[str, object] = {
-        "spec": asdict(record.spec),
+        "spec": bounds,
         "last_generation": record.last_generation,
         "finished": record.finished,
         "reason": record.reason,
@@ -40,13 +43,15 @@ def state_to_json(record: StateRecord) -> bytes:
         value["ended_unix_s"] = record.ended_s
     if record.failed:
         value["failed"] = True
+    if secret_digest:
+        value["secret_digest"] = secret_digest
     return json.dumps({**record.more, **value}).encode()
 
 
 def state_from_json(job: str, data: bytes) -> StateRecord:
     """The record of that job. Raises Unreadable."""
     fields = Fields.parsed(data)
-    spec = spec_from(fields.object("spec"))
+    spec = replace(spec_from(fields.object("spec")), secret_digest=fields.text("secret_digest", ""))
     if spec.job != job:
         raise Unreadable(f"spec.job is {spec.job[:MAX_NAME_LENGTH]!r}; expected {job!r}")
     if problem := spec.problem():

@@ -32,7 +32,7 @@ def mended_state(
     numbers = frozenset(generations)
     last = _count(fields, "last_generation")
     return StateRecord(
-        spec=bounds or _spec(job, fields),
+        spec=replace(bounds or _spec(job, fields), secret_digest=_secret_digest(fields)),
         last_generation=Generation(max(numbers | {last or 0})),
         finished=_flag(fields, "finished"),
         reason="its own record was rewritten, for it could not be read",
@@ -46,6 +46,11 @@ def _spec(job: str, fields: Fields) -> JobSpec:
     if problem := found.problem():
         raise Unreadable(problem)
     return found
+
+
+def _secret_digest(fields: Fields) -> str:
+    """Raises Unreadable: a job that has a secret is not to be open to all by a repair."""
+    return fields.text("secret_digest", "")
 
 
 def _progress(fields: Fields, numbers: Collection[int], records: Sequence[Record]) -> Progress:

@@ -43,6 +43,8 @@ class JobSpec:
     desired_members: int = 1
     last_call_s: float = 0.0
     """A first generation with fewer than desired waits so long. 0: as the limits say."""
+    secret_digest: str = field(default="", repr=False)
+    """Of the secret that the job was begun with; empty: it was begun without one."""
 
     def problem(self) -> str:
         """What is wrong with the bounds, or an empty text."""
@@ -75,6 +77,8 @@ class MemberInfo:
     """Devices of that kind on its host; 0: not stated."""
     probe_port: int = 0
     """Where peers find out whether they reach it; 0: nowhere."""
+    launch_digest: str = field(default="", repr=False)
+    """Of the secret by which its launcher reports on it; empty: it stated none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from pydantic import ConfigDict
 
 from shoal_proto.errors import AccessDenied
 from shoal_proto.names import MAX_NAME_LENGTH
+from shoal_server.serving.access.asker import Asker
 from shoal_server.status.access.guard import Guard, session_of
 from shoal_server.status.access.sessions import cookie
 from shoal_server.status.access.tokens import MAX_TOKEN_LENGTH
@@ -33,15 +34,15 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 class Operations(Protocol):
     """What an operator may have done. All raise ShoalError: UnknownJob, NotLeader ..."""
 
-    async def stop(self, job: str, reason: str) -> object:
+    async def stop(self, job: str, reason: str, who: Asker) -> object:
         """Have a job's members end at a step boundary."""
         ...
 
-    async def retry(self, job: str) -> object:
+    async def retry(self, job: str, who: Asker) -> object:
         """Let a job be joined again that failed, was stopped or is lost."""
         ...
 
-    async def drain(self, job: str, member_id: str, reason: str) -> object:
+    async def drain(self, job: str, member_id: str, reason: str, who: Asker) -> object:
         """Let a member finish its step, hand over and leave."""
         ...
 
@@ -85,7 +86,7 @@ def router(guard: Guard, operations: Operations | None) -> APIRouter:
     api = APIRouter(prefix="/api/v1")
     _add_session(api, guard)
     if operations is not None:
-        _add_operations(api, operations)
+        _add_operations(api, operations, Asker(is_known=guard.tokens is not None))
     return api
 
 
@@ -120,20 +121,20 @@ def _with_cookie(secret: str, request: Request) -> Response:
     return Response(status_code=204, headers={"Set-Cookie": cookie(secret, is_https=is_https)})
 
 
-def _add_operations(api: APIRouter, operations: Operations) -> None:
+def _add_operations(api: APIRouter, operations: Operations, who: Asker) -> None:
     options: dict[str, Any] = {"tags": ["operations"], "status_code": 204, "responses": REFUSED}
 
     @api.post("/jobs/{job}/stop", summary="Stop a job", **options)
     async def stop(job: JobName, reason: Reason) -> None:
         """Have its members end at a step boundary."""
-        await operations.stop(job, reason.reason)
+        await operations.stop(job, reason.reason, who)
 
     @api.post("/jobs/{job}/retry", summary="Let a job go on", **options)
     async def retry(job: JobName) -> None:
         """Let a job be joined again that failed, was stopped or is lost."""
-        await operations.retry(job)
+        await operations.retry(job, who)
 
     @api.post("/jobs/{job}/members/{member}/drain", summary="Drain a member", **options)
     async def drain(job: JobName, member: MemberId, reason: Reason) -> None:
         """Let it finish its step, hand over and leave."""
-        await operations.drain(job, member, reason.reason)
+        await operations.drain(job, member, reason.reason, who)

@@ -1,0 +1,71 @@
+"""Secrets that are proven by saying them, and of which only digests are kept.
+
+A job's is in a file, so that it is in no process' arguments: SHOAL_JOB_SECRET_FILE names it. A
+launcher's is drawn for each process that it starts.
+"""
+
+import hashlib
+import hmac
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from shoal_proto.errors import InvalidSpec
+
+JOB_VARIABLE = "SHOAL_JOB_SECRET_FILE"
+LAUNCH_VARIABLE = "SHOAL_LAUNCH_SECRET"
+MIN_LENGTH, MAX_LENGTH = 16, 128
+
+
+def drawn() -> str:
+    """A fresh one: 256 bits in hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def digest_of(secret: str) -> str:
+    """What is kept of a secret, from which it cannot be told; empty for none."""
+    if not secret:
+        return ""
+    return hashlib.sha256(f"shoal secret\0{secret}".encode()).hexdigest()
+
+
+def proves(secret: str, digest: str) -> bool:
+    """Whether the digest is that of the secret."""
+    return bool(digest) and hmac.compare_digest(digest_of(secret), digest)
+
+
+def job_secret(environment: Mapping[str, str]) -> str:
+    """The secret of the job that this process belongs to; empty where none is set. Raises
+    InvalidSpec."""
+    name = environment.get(JOB_VARIABLE)
+    return read_job_secret(Path(name)) if name else ""
+
+
+def read_job_secret(path: Path) -> str:
+    """The first line of the file. Raises InvalidSpec for one that others may read, or too short."""
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="ascii").partition("\n")[0].strip()
+    except (OSError, UnicodeError) as error:
+        raise InvalidSpec(
+            "the job's secret cannot be read", seen=str(error), expected=f"a text file; {_FIX}"
+        ) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise InvalidSpec(
+            "others may read the job's secret",
+            seen=f"{path} has mode {stat.S_IMODE(mode):04o}",
+            expected="0600",
+            fix=f"chmod 600 {path}",
+        )
+    if not MIN_LENGTH <= len(text) <= MAX_LENGTH:
+        raise InvalidSpec(
+            "the job's secret has a bad length",
+            seen=f"{len(text)} characters in the first line of {path}",
+            expected=f"{MIN_LENGTH} to {MAX_LENGTH}",
+            fix=_FIX,
+        )
+    return text
+
+
+_FIX = "Make one: (umask 077; openssl rand -hex 32 > FILE)"

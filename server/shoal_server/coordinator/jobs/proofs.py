@@ -1,0 +1,58 @@
+"""What a caller shows for what a name alone does not give: a job's secret, a launcher's."""
+
+from shoal_proto.errors import AccessDenied
+from shoal_proto.secrets import JOB_VARIABLE, proves
+from shoal_proto.tls.names import Caller, Role
+from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
+from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.membership.member import Member
+from shoal_server.serving.access.asker import Asker
+
+
+def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
+    """Raise AccessDenied for who joins a job, or speaks in it, without its secret."""
+    if not spec.secret_digest and secret and has_members:
+        raise AccessDenied(
+            f"job {spec.job} was begun without a secret",
+            seen="a member with one",
+            expected="members that all have the same, or none",
+            fix=f"Set {JOB_VARIABLE} for all workers of a job, from its first on.",
+        )
+    if spec.secret_digest and not proves(secret, spec.secret_digest):
+        raise AccessDenied(
+            f"job {spec.job} has a secret",
+            seen="another one" if secret else "none",
+            expected="that of its first member",
+            fix=f"Set {JOB_VARIABLE} to the file that the job was begun with.",
+        )
+
+
+def check_asker(spec: JobSpec, who: Asker) -> None:
+    """Raise AccessDenied for who acts on a job without its secret and is no operator."""
+    if spec.secret_digest and not (who.is_known or proves(who.job_secret, spec.secret_digest)):
+        raise AccessDenied(
+            f"job {spec.job} has a secret",
+            seen="another one" if who.job_secret else "none",
+            expected="the job's secret, or an operator: by a certificate, or a token over HTTP",
+            fix=f"Set {JOB_VARIABLE} to the file that the job was begun with.",
+        )
+
+
+def check_launcher(
+    member: Member, report: ReportExitRequest | ReportHaltRequest, caller: Caller | None
+) -> None:
+    """Raise AccessDenied for a report on a process by who did not start it."""
+    digest = member.info.launch_digest
+    if digest:
+        believed = proves(report.launch_secret, digest)
+    else:
+        # A release before 0.2 started it, or nobody did. Those know no TLS.
+        believed = caller is None or caller.role is Role.OPERATOR
+    if not believed:
+        raise AccessDenied(
+            f"no report on {member.member_id} is believed from this caller",
+            seen="another launcher's secret" if report.launch_secret else "no launcher's secret",
+            expected="the secret that its launcher gave to the process"
+            if digest
+            else "an operator, for it has stated no launcher",
+        )

@@ -1,0 +1,203 @@
+"""Who knows only names acts for nobody: a launcher shows its secret, a member its job's."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from support.clusters.coordinator_world import Served, entered, propose, served
+
+from shoal_client.membership.member_session import MemberSession
+from shoal_proto.errors import AccessDenied, ShoalError
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.protocol import OWN_PROTOCOLS
+from shoal_proto.secrets import digest_of, drawn
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_server.coordinator.jobs.operations import JobOperations
+from shoal_server.etcd import keys
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+
+LAUNCH, JOB = drawn(), drawn()
+WITHIN_S = 10.0
+
+
+async def training(world: Served, **secrets: str) -> MemberSession:
+    """Member `a` alone, in the first generation."""
+    member = world.client("a", desired=1, **secrets)  # type: ignore[arg-type]
+    await asyncio.to_thread(member.join)
+    await asyncio.to_thread(propose, member)
+    await entered(member, 0)
+    return member
+
+
+Call = Callable[[MembershipStub], Awaitable[object]]
+
+
+async def refusal(world: Served, call: Call) -> ShoalError | None:
+    """What a stranger's call is refused with; None if it is not."""
+    async with grpc.aio.insecure_channel(world.address) as channel:
+        try:
+            await call(MembershipStub(channel))
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error, world.address)
+    return None
+
+
+def exited(**fields: str) -> Call:
+    request = pb.ReportExitRequest(job="j", member_id="a", pid=1, host="h", exit_code=-9, **fields)
+    return lambda stub: stub.ReportExit(request)
+
+
+def halted(**fields: str) -> Call:
+    request = pb.ReportHaltRequest(job="j", member_id="a", pid=1, host="h", halted=True, **fields)
+    return lambda stub: stub.ReportHalt(request)
+
+
+@pytest.mark.parametrize("report", [exited, halted])
+@pytest.mark.parametrize("secret", ["", digest_of(LAUNCH), drawn()])
+async def test_a_report_by_who_did_not_start_the_process_is_refused(
+    report: Callable[..., Call], secret: str
+) -> None:
+    """Not with the digest either, which lies in etcd. It changes nothing."""
+    async with served(MemoryStore()) as world:
+        member = await training(world, launch_secret=LAUNCH)
+        refused = await refusal(world, report(launch_secret=secret))
+        assert isinstance(refused, AccessDenied)
+        assert LAUNCH not in str(refused)
+        assert not member.is_broken(1) and member.failure is None
+        assert list(world.coordinator.registry.find("j").job.members) == ["a"]
+
+
+async def test_the_report_of_its_own_launcher_counts() -> None:
+    async with served(MemoryStore()) as world:
+        await training(world, launch_secret=LAUNCH)
+        assert await refusal(world, exited(launch_secret=LAUNCH)) is None
+        assert "a" not in world.coordinator.registry.find("j").job.members
+
+
+async def test_a_leader_that_comes_later_asks_for_the_same_proof() -> None:
+    """Of a member of which it knows what etcd has: the digest, and not the secret."""
+    store = MemoryStore()
+    async with served(store) as world:
+        member = await training(world, launch_secret=LAUNCH)
+        kept = await store.get(keys.member("j", "a"))
+        assert kept is not None and LAUNCH.encode() not in kept.value
+        await world.coordinator.step_down()
+        await world.server.stop(None)
+        async with served(store, address=world.address) as later:
+            assert isinstance(await refusal(later, exited()), AccessDenied)
+            assert "a" in later.coordinator.registry.find("j").job.members
+        await asyncio.to_thread(member.close)
+
+
+def attends(member_id: str, secret: str) -> Call:
+    async def call(stub: MembershipStub) -> object:
+        request = pb.AttendRequest(
+            protocol=OWN_PROTOCOLS.newest,
+            oldest_protocol=OWN_PROTOCOLS.oldest,
+            token=Token(
+                job="j", member_id=member_id, incarnation=new_incarnation(), job_secret=secret
+            ),
+            spec=pb.JobSpec(job="j", min_members=1, max_members=8, desired_members=1),
+            info=pb.MemberInfo(host="elsewhere", pid=2, address="127.0.0.1"),
+        )
+        stream = stub.Attend(request)
+        first = await stream.read()
+        stream.cancel()
+        return first
+
+    return call
+
+
+def acts(secret: str) -> dict[str, Call]:
+    """Everything that is done to a member, or a job, by its name."""
+    return {
+        "joins": attends("stranger", secret),
+        "takes a member's place": attends("a", secret),
+        "drains": lambda stub: stub.Drain(
+            pb.DrainRequest(job="j", member_id="a", job_secret=secret)
+        ),
+        "stops": lambda stub: stub.StopJob(pb.StopJobRequest(job="j", job_secret=secret)),
+        "resets": lambda stub: stub.ResetJob(pb.ResetJobRequest(job="j", job_secret=secret)),
+        "retries": lambda stub: stub.RetryJob(pb.RetryJobRequest(job="j", job_secret=secret)),
+    }
+
+
+async def held(store: MemoryStore) -> dict[str, bytes]:
+    """All that is in etcd."""
+    return {item.key: item.value for item in (await store.range("")).items}
+
+
+@pytest.mark.parametrize("secret", ["", digest_of(JOB), drawn()])
+async def test_who_lacks_a_jobs_secret_does_nothing_in_it(secret: str) -> None:
+    """Whatever names it knows, and whoever leads: with the digest that etcd has neither."""
+    store = MemoryStore()
+    async with served(store) as world:
+        member = await training(world, job_secret=JOB)
+        before = await held(store)
+        for what, call in acts(secret).items():
+            refused = await refusal(world, call)
+            assert isinstance(refused, AccessDenied), (what, refused)
+            assert JOB not in str(refused)
+        token = member.token
+        token.job_secret = secret
+        beat = pb.HeartbeatRequest(beats=[pb.Beat(token=token)])
+        async with grpc.aio.insecure_channel(world.address) as channel:
+            reply = await MembershipStub(channel).Heartbeat(beat)
+        assert reply.replies[0].error.kind == "AccessDenied"
+        assert await held(store) == before
+        assert JOB.encode() not in b"".join(before.values())
+        assert not member.is_broken(1) and member.failure is None
+
+
+async def test_a_jobs_secret_outlives_its_members_and_its_leader() -> None:
+    store = MemoryStore()
+    async with served(store) as world:
+        member = await training(world, job_secret=JOB)
+        await asyncio.to_thread(member.leave, completed=False, reason="done for today")
+        assert isinstance(await refusal(world, attends("b", "")), AccessDenied)
+    async with served(store) as later:
+        assert isinstance(await refusal(later, attends("b", "")), AccessDenied)
+        assert await refusal(later, attends("b", JOB)) is None
+
+
+async def test_who_has_the_secret_joins_and_acts() -> None:
+    async with served(MemoryStore()) as world:
+        await training(world, job_secret=JOB)
+        assert await refusal(world, attends("b", JOB)) is None
+        assert await refusal(world, acts(JOB)["stops"]) is None
+
+
+async def test_a_job_that_was_begun_without_a_secret_gets_none_later() -> None:
+    """Members with and without would train together, and the secret would mean nothing."""
+    async with served(MemoryStore()) as world:
+        await training(world)
+        refused = await refusal(world, attends("b", JOB))
+        assert isinstance(refused, AccessDenied)
+        assert "begun without a secret" in refused.what
+
+
+async def test_http_without_tokens_does_nothing_to_a_job_with_a_secret() -> None:
+    """There everybody is let in, and so nobody has shown anything."""
+    async with served(MemoryStore()) as world:
+        member = await training(world, job_secret=JOB)
+        app = build_app(
+            world.coordinator.view,
+            world.coordinator.board,
+            operations=JobOperations(world.coordinator.registry),
+        )
+        async with (
+            StatusServer(app, "127.0.0.1", 0) as server,
+            httpx.AsyncClient(base_url=server.url, trust_env=False) as http,
+        ):
+            answer = await http.post("/api/v1/jobs/j/stop", json={})
+        assert answer.status_code == 403, answer.text
+        assert "has a secret" in answer.text
+        assert member.failure is None
