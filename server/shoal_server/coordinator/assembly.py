@@ -44,6 +44,7 @@ from shoal_server.core.generations.roster import Step
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
 from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.tasks import keep_on, running
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.history.stories import seconds
@@ -62,11 +63,13 @@ class Coordinator:
         copies: int = 2,
         snapshots: SnapshotPolicy | None = None,
         retention: RetentionPolicy | None = None,
+        bounds: JobLimits | None = None,
     ) -> None:
+        bounds = bounds or JobLimits()
         self.term = Term()
         self.board = StatusBoard()
         shard_reader = ShardReader(store)
-        self.registry = Registry(self._job_dependencies(store), limits)
+        self.registry = Registry(self._job_dependencies(store, bounds.max_jobs), limits)
         leading = self._store = LeaderStore(store, self.term.conditions, self.term.depose)
         self.samples = SamplesService(
             leading,
@@ -81,6 +84,7 @@ class Coordinator:
             self.registry.authorize,
             copies,
             accepting=LossAcceptance(leading, losses, self.samples, self.registry.require_leading),
+            call_wait_s=bounds.call_wait_s,
         )
         server_calls = ServerCalls()
         self._closing = (shard_reader.close, server_calls.close)
@@ -93,7 +97,7 @@ class Coordinator:
             is_restoring=self.snapshots.is_restoring,
         )
         self._while_leading = AsyncExitStack()
-        self.rendezvous = RendezvousService(self.registry)
+        self.rendezvous = RendezvousService(self.registry, bounds)
         self.clocks = ClocksService(
             self.registry.authorize,
             self.registry.declare_lost,
@@ -121,7 +125,7 @@ class Coordinator:
             limits=(retention or RetentionPolicy()).limits,
         )
 
-    def _job_dependencies(self, store: KeyValueStore) -> JobDependencies:
+    def _job_dependencies(self, store: KeyValueStore, max_jobs: int) -> JobDependencies:
         # The services are made after the registry that they ask, so these are looked up late.
         def member_lost(job: str, member_id: str, incarnation: str) -> None:
             self.samples.member_lost(job, member_id, incarnation)
@@ -144,6 +148,7 @@ class Coordinator:
             on_member_lost=member_lost,
             on_change=changed,
             result_of=self._result_of,
+            max_jobs=max_jobs,
         )
 
     async def _take_up_again(self, job: str) -> str:
@@ -201,7 +206,10 @@ class Coordinator:
 
     def add_services(self, server: grpc.aio.Server) -> None:
         membership = MembershipService(
-            self.registry, self.resetting.reset, lambda: self.view.http_url
+            self.registry,
+            self.resetting.reset,
+            lambda: self.view.http_url,
+            call_wait_s=self.rendezvous.limits.call_wait_s,
         )
         membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
         rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous, server)

@@ -13,7 +13,7 @@ from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.election import DEFAULT_TTL_S
 from shoal_server.etcd.remote.config import EtcdConfig
-from shoal_server.serving.admission.config import CallLimits, HttpLimits
+from shoal_server.serving.admission.config import CallLimits, HttpLimits, JobLimits
 from shoal_server.serving.listening import listening
 from shoal_server.serving.options import (
     FLAT,
@@ -52,6 +52,7 @@ class CoordinatorConfig:
     snapshots: Annotated[SnapshotPolicy, FLAT] = field(default_factory=SnapshotPolicy)
     retention: Annotated[RetentionPolicy, FLAT] = field(default_factory=RetentionPolicy)
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
+    jobs: Annotated[JobLimits, FLAT] = field(default_factory=JobLimits)
     calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
     http_limits: Annotated[HttpLimits, FLAT] = field(default_factory=HttpLimits)
 

@@ -63,11 +63,13 @@ async def serve(config: CoordinatorConfig) -> None:
             copies=config.copies,
             snapshots=config.snapshots,
             retention=config.retention,
+            bounds=config.jobs,
         )
         await stack.enter_async_context(coordinator.running())
         measures = ProcessMeasures(
             calls=durations,
             num_leader_changes=lambda: coordinator.registry.known_leader.num_changes,
+            rendezvous=lambda: coordinator.rendezvous.held,
         )
         app = build_app(
             coordinator.view,

@@ -19,15 +19,13 @@ from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousServicer
 from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
 
-MAX_SPACE_BYTES = 64 * 1024 * 1024
-"""Of keys and values together."""
 KEY_BYTES = 128
 """What a key takes beside its text."""
 MAX_COUNTER_BYTES = 20
 """Of a number of 64 bits, in decimal."""
-MAX_WAIT_S = 600.0
 PACKED_BYTES = 16 * 1024
 """Values that are shorter, all together, are sent as they are."""
 
@@ -46,6 +44,7 @@ class Gathering:
 class KeySpace:
     """The keys of one generation."""
 
+    limits: JobLimits = field(default_factory=JobLimits)
     values: dict[str, bytes] = field(default_factory=dict)
     num_bytes: int = 0
     _gatherings: dict[tuple[str, ...], Gathering] = field(default_factory=dict)
@@ -58,11 +57,15 @@ class KeySpace:
         held = self.values.get(key)
         grown = self.num_bytes + len(value)
         grown += _taken_by(key) if held is None else -len(held)
-        if grown > MAX_SPACE_BYTES:
+        num_keys = len(self.values) + (held is None)
+        if grown > self.limits.rendezvous_bytes or num_keys > self.limits.rendezvous_keys:
             raise Overloaded(
                 "the rendezvous store of this generation is full",
-                seen=f"{grown} bytes in {len(self.values)} keys",
-                expected=f"at most {MAX_SPACE_BYTES} bytes, keys counted too",
+                seen=f"{grown} bytes in {num_keys} keys",
+                expected=f"at most {self.limits.rendezvous_bytes} bytes, keys counted too, in"
+                f" {self.limits.rendezvous_keys} keys",
+                fix="Delete keys that are not needed any more, or start the coordinator with more"
+                " --rendezvous-bytes and --rendezvous-keys.",
             )
         self.num_bytes = grown
         self.values[key] = value
@@ -126,13 +129,14 @@ class KeySpace:
 
 
 class RendezvousService(RendezvousServicer):
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, limits: JobLimits | None = None) -> None:
         self._registry = registry
+        self.limits = limits or JobLimits()
         self._spaces: dict[tuple[str, int], KeySpace] = {}
 
     def _space(self, token: Token) -> KeySpace:
         """The space of the token's generation. Raises Fenced, GenerationBroken."""
-        actor = self._registry.find(token.job)
+        actor = self._registry.find_for(token)
         actor.authorize_generation(token)
         key = (token.job, token.generation)
         if key not in self._spaces and token.generation <= actor.inherited_generation:
@@ -142,7 +146,13 @@ class RendezvousService(RendezvousServicer):
                 seen="a coordinator that took over after they were set",
                 fix="Report it as broken; the next generation has keys of its own.",
             )
-        return self._spaces.setdefault(key, KeySpace())
+        return self._spaces.setdefault(key, KeySpace(limits=self.limits))
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Bytes and keys of all generations in force."""
+        spaces = self._spaces.values()
+        return sum(each.num_bytes for each in spaces), sum(len(each.values) for each in spaces)
 
     def drop_dead(self, job: str) -> None:
         """Free what belongs to generations of the job that are over; who waits there is told."""
@@ -175,7 +185,7 @@ class RendezvousService(RendezvousServicer):
     ) -> pb.StoreReply | bytes:
         space, keys = self._space(request.token), tuple(request.keys)
         try:
-            async with asyncio.timeout(min(request.timeout_s, MAX_WAIT_S)):
+            async with asyncio.timeout(min(request.timeout_s, self.limits.rendezvous_wait_s)):
                 await space.wait_for(keys)
         except TimeoutError:
             missing = [key for key in keys if key not in space.values]

@@ -55,6 +55,8 @@ class ProcessMeasures:
     loop_lag: LoopLag = dataclasses.field(default_factory=LoopLag)
     calls: Durations = dataclasses.field(default_factory=call_durations)
     num_leader_changes: Callable[[], int] = lambda: 0
+    rendezvous: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Bytes and keys of the rendezvous stores."""
     ports: PortMetrics | None = None
 
 
@@ -110,6 +112,17 @@ class _Snapshot(Collector):
             "shoal_coordinator_call_duration_seconds",
             "How long gRPC calls with one answer took, by method and outcome (OK, or the error).",
             self.measures.calls,
+        )
+        num_bytes, num_keys = self.measures.rendezvous()
+        yield GaugeMetricFamily(
+            "shoal_coordinator_rendezvous_bytes",
+            "What the rendezvous stores of all generations in force hold, keys counted too.",
+            value=num_bytes,
+        )
+        yield GaugeMetricFamily(
+            "shoal_coordinator_rendezvous_keys_number",
+            "Keys in the rendezvous stores of all generations in force.",
+            value=num_keys,
         )
         if self.measures.ports is not None:
             yield from self.measures.ports.collect()

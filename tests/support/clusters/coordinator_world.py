@@ -17,6 +17,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
+from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import bind, new_server
 
 FIELDS = {"strategy": "ddp", "schema": "s1"}
@@ -97,11 +98,12 @@ async def served(
     conditions: Sequence[Compare] = (),
     *,
     address: str = "127.0.0.1:0",
+    bounds: JobLimits | None = None,
 ) -> AsyncIterator[Served]:
     """A coordinator that leads, on a free port unless one is named."""
     server = new_server()
     address = f"127.0.0.1:{bind(server, address)}"
-    async with Coordinator(store, limits or Limits()).running() as coordinator:
+    async with Coordinator(store, limits or Limits(), bounds=bounds).running() as coordinator:
         coordinator.add_services(server)
         await coordinator.lead(conditions)
         await server.start()

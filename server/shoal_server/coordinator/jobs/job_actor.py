@@ -46,6 +46,7 @@ from shoal_server.core.generations.roster import Record
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import Event, Heartbeat, Log, Refused
 from shoal_server.core.membership.phases import OVER, Phase
+from shoal_server.serving.admission.config import JobLimits
 from shoal_server.status.board import DETAILS, StatusBoard
 from shoal_server.status.from_core import LastSeen
 from shoal_server.status.history.stories import TOLD_WITHIN_S
@@ -72,6 +73,7 @@ class JobDependencies:
     """(job), after each step of its state machine and before anybody is told of it."""
     result_of: Callable[[str], Result]
     """(job), of one that is over: what is known by now of what came of it."""
+    max_jobs: int = JobLimits.max_jobs
 
 
 class JobActor:

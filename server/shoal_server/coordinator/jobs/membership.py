@@ -34,18 +34,25 @@ from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase
 from shoal_server.serving.access.asker import Asker, asker
 from shoal_server.serving.access.checks import known_caller
+from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
-
-MAX_WAIT_S = 60.0
 
 Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
 """Begins a job anew: whether there was one, and its last generation."""
 
 
 class MembershipService(MembershipServicer):
-    def __init__(self, registry: Registry, reset: Reset, http_url: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        reset: Reset,
+        http_url: Callable[[], str],
+        call_wait_s: float = JobLimits.call_wait_s,
+    ) -> None:
+        """`call_wait_s`: the longest that a record is waited for."""
+        self._call_wait_s = call_wait_s
         self._registry = registry
         self._operations = JobOperations(registry)
         self._reset = reset
@@ -170,7 +177,7 @@ class MembershipService(MembershipServicer):
         self, request: pb.GetGenerationRequest, context: Context
     ) -> pb.GenerationRecord:
         actor = self._registry.find(request.job)
-        return await actor.record(request.generation, min(request.wait_s, MAX_WAIT_S))
+        return await actor.record(request.generation, min(request.wait_s, self._call_wait_s))
 
     # Encoded, since many hosts lack the same.
     async def GetRosterChunks(  # type: ignore[override]

@@ -12,6 +12,7 @@ import structlog
 from shoal_proto.errors import (
     AccessDenied,
     JobQuarantined,
+    Overloaded,
     RetryError,
     ShoalError,
     Unavailable,
@@ -280,6 +281,7 @@ class Registry:
         self.require_leading()
         self._require_usable(spec.job)
         if spec.job not in self._actors:
+            self._check_room()
             job = Job(
                 spec=spec,
                 limits=self.limits,
@@ -289,6 +291,17 @@ class Registry:
             )
             self._add(JobActor(job, self._dependencies))
         return self._actors[spec.job]
+
+    def _check_room(self) -> None:
+        known, most = len(self._actors) + len(self._unread), self._dependencies.max_jobs
+        if known >= most:
+            raise Overloaded(
+                "this cluster knows as many jobs as it may",
+                seen=f"{known} jobs, those included that are over",
+                expected=f"fewer than {most}",
+                fix="`shoal rm JOB` removes one; or start the coordinator with more --max-jobs,"
+                " or keep those that are over for a shorter time.",
+            )
 
     async def authorize(self, token: Token) -> None:
         """Raise Fenced unless the token's incarnation is a member of its job now."""

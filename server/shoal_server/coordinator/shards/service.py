@@ -48,11 +48,11 @@ from shoal_server.etcd.api import absent
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.mirror import follow_key
 from shoal_server.etcd.records import assignments, shard_map
+from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
 
-MAX_WAIT_S = 60.0
 ASKS_AGAIN_WITHIN_S = 5.0
 """Who was refused for want of servers and has not asked again since waits no more."""
 MAX_TOLD_DIFFERENCES = 8
@@ -100,10 +100,13 @@ class ShardsService(ShardsServicer):
         choose: Choose = answering,
         *,
         accepting: LossAcceptance | None = None,
+        call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
         """`copies` of each shard are wanted, the primary included; fewer where there are fewer
         servers. `choose` says which of those that etcd lists may be given any. `accepting` gives
-        lost shards up; nobody may ask for that without it."""
+        lost shards up; nobody may ask for that without it. `call_wait_s`: the longest that a map is
+        waited for."""
+        self._call_wait_s = call_wait_s
         self._accepting = accepting
         self._choose = choose
         self._store = store
@@ -147,7 +150,7 @@ class ShardsService(ShardsServicer):
     async def GetMap(self, request: GetMapRequest, context: Context) -> ShardMap:
         job = _job(request.token)
         await self._authorize(request.token)
-        wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
+        wait_s = min(max(request.wait_s, 0.0), self._call_wait_s)
         if wait_s > 0 and await self._layouts.read(job) is None:
             await self._await_map(job, wait_s)
         return await self._read_current(job, wait_s)

@@ -58,7 +58,8 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Pull": _MEMBER,
         "Push": _MEMBER,
         "OpenBulk": _MEMBER,
-        "Drop": _COMMAND,
+        # Of its own job, which a member proves by its incarnation.
+        "Drop": _MEMBER,
         "Describe": _READ | {COORDINATOR},
     },
     "shoal.v1.Tables": {"Lookup": _MEMBER, "Push": _MEMBER},

@@ -73,11 +73,33 @@ class HttpLimits:
         return min(self.http_connections, descriptors.for_strangers(0.25))
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobLimits:
+    """Of what callers have a coordinator keep, and of their waits."""
+
+    max_jobs: Annotated[int, _COUNT] = 10_000
+    """Jobs that this cluster knows, those included that are over and not removed yet. The first
+    worker of one more is refused as Overloaded."""
+    rendezvous_bytes: Annotated[int, Parameter(metavar="BYTES")] = 64 * 1024 * 1024
+    """What the rendezvous store of one generation of a job holds, its keys included. Who sets more
+    is refused as Overloaded."""
+    rendezvous_keys: Annotated[int, _COUNT] = 200_000
+    """How many keys it holds. torch.distributed sets a few for each pair that connects."""
+    rendezvous_wait_s: Annotated[float, _SECONDS] = 600.0
+    """The longest wait for a key of it, whatever a caller asks for."""
+    call_wait_s: Annotated[float, _SECONDS] = 60.0
+    """The longest wait of other calls (for a generation's record, a shard map), whatever a caller
+    asks for."""
+
+    def __post_init__(self) -> None:
+        _check_above_zero(self)
+
+
 def _ms(seconds: float) -> int:
     return int(min(seconds * 1000, 2**31 - 1))
 
 
-def _check_above_zero(limits: CallLimits | HttpLimits) -> None:
+def _check_above_zero(limits: CallLimits | HttpLimits | JobLimits) -> None:
     for name, value in vars(limits).items():
         if not value > 0:
             option = f"--{name.replace('_', '-')}"

@@ -19,13 +19,14 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from support.clusters.tls_world import PAST, TlsWorld, credentials
-from support.members.scripted_member import ScriptedMember
+from support.members.scripted_member import HOST, ScriptedMember
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.tls_refusals import why_refused
-from shoal_proto.errors import AccessDenied, CertificateRefused
+from shoal_proto.errors import AccessDenied, CertificateRefused, Fenced
 from shoal_proto.etcd import etcd_pb2
 from shoal_proto.etcd.etcd_pb2_grpc import KVStub
+from shoal_proto.incarnation import new_incarnation
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls import identity
 from shoal_proto.tls.files import TlsFiles
@@ -214,6 +215,33 @@ def test_a_worker_drains_nobody_but_itself(world: TlsWorld, member: ScriptedMemb
         token.incarnation = ""
         error = caller.call("/shoal.v1.Membership/Drain", token)
     assert error is not None and error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert standing(world) == told and member.failure is None
+
+
+def test_a_member_drops_the_shards_of_its_own_job_and_nobody_else(
+    world: TlsWorld, member: ScriptedMember
+) -> None:
+    """A worker's certificate is not enough: the server asks for the incarnation of a member."""
+    with closing(Caught(world, credentials(world.files(Role.WORKER)))) as caller:
+        assert caller.call("/shoal.v1.Parameters/Drop", member.token()) is None
+        stranger = member.token()
+        stranger.incarnation = new_incarnation()
+        error = caller.call("/shoal.v1.Parameters/Drop", stranger)
+    assert error is not None and isinstance(from_rpc_error(error, "it"), Fenced)
+
+
+def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
+    world: TlsWorld, member: ScriptedMember
+) -> None:
+    """The one here has stated no launcher: no worker's word counts, whatever it knows of it."""
+    told, script = standing(world), member.script
+    report = membership_pb2.ReportExitRequest(
+        job="j", member_id="a", pid=script.pid, host=HOST, exit_code=-9, launch_secret="guess"
+    )
+    with identity.using(world.files(Role.WORKER)):
+        coordinators = Coordinators([world.cluster.coordinator])
+        with closing(coordinators), pytest.raises(AccessDenied, match="no report on a"):
+            coordinators.call(lambda c: MembershipStub(c).ReportExit, report, timeout_s=WITHIN_S)
     assert standing(world) == told and member.failure is None
 
 
