@@ -2,6 +2,7 @@
 
     make bench NAME=fuzz
     .venv/bin/python bench/fuzz.py --inputs 20000 --seed 7     # a piece of it
+    .venv/bin/python bench/fuzz.py --inputs 20000 --add        # and another, added to its figures
 
 Real processes on one machine: etcd, a coordinator, a parameter server with a journal. Every gRPC
 call, the bulk transport, HTTP, records in etcd and files on disk get messages that are drawn from
@@ -12,6 +13,7 @@ has grown since its first rounds.
 """
 
 import argparse
+import json
 import secrets
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from fuzzing.campaign import run, tell
-from rows import Row, publish
+from rows import RESULTS, Row, publish
 
 NUM_INPUTS = 200_000
 
@@ -31,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--inputs", type=int, default=NUM_INPUTS)
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
+    parser.add_argument("--add", action="store_true", help="to the figures of earlier pieces")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}")
     began_s = time.monotonic()
@@ -39,14 +42,31 @@ def main() -> None:
             arguments.seed, seconds=0, num_inputs=arguments.inputs, directory=Path(folder)
         )
     tell(outcome)
-    figures = (
-        ("fuzz_inputs", outcome.num_inputs, "inputs"),
-        ("fuzz_unhandled", len(outcome.findings.unhandled), "inputs"),
-        ("fuzz_depositions", outcome.num_depositions, "terms"),
-        ("fuzz_rss_growth", outcome.rss_growth_bytes / 2**20, "MiB"),
-        ("fuzz_duration", time.monotonic() - began_s, "s"),
-    )
-    publish("fuzz", [Row(metric=m, value=value, unit=unit, runs=1) for m, value, unit in figures])
+    figures = {
+        "fuzz_inputs": (outcome.num_inputs, "inputs"),
+        "fuzz_unhandled": (len(outcome.findings.unhandled), "inputs"),
+        "fuzz_depositions": (outcome.num_depositions, "terms"),
+        "fuzz_rss_growth": (outcome.rss_growth_bytes / 2**20, "MiB"),
+        "fuzz_duration": (time.monotonic() - began_s, "s"),
+    }
+    earlier = before() if arguments.add else {}
+    publish("fuzz", [added(earlier.get(name), name, *each) for name, each in figures.items()])
+
+
+def before() -> dict[str, Row]:
+    """What earlier pieces came to."""
+    path = RESULTS / "fuzz.json"
+    rows = json.loads(path.read_text()) if path.exists() else []
+    return {row["metric"]: Row(**row) for row in rows}
+
+
+def added(earlier: Row | None, metric: str, value: float, unit: str) -> Row:
+    """All pieces together: their sum, and of the growth of memory the largest."""
+    if earlier is None:
+        return Row(metric=metric, value=value, unit=unit, runs=1)
+    both = (earlier.value, value)
+    total = max(both) if metric == "fuzz_rss_growth" else sum(both)
+    return Row(metric=metric, value=total, unit=unit, runs=earlier.runs + 1)
 
 
 if __name__ == "__main__":
