@@ -37,6 +37,8 @@ OTHER_VARIABLES = {
     " coordinators and parameter servers log",
     "SHOAL_TRANSPORT": "`tcp`: tensors do not travel in shared memory, even on one machine; `grpc`:"
     " nor over a bulk connection",
+    "SHOAL_CERTIFICATE_WAIT_S": "how long, in seconds, a member that was let in before waits for a"
+    " certificate that is accepted (600)",
 }
 
 

@@ -221,14 +221,14 @@ def test_no_fork_finds_the_reporter_within_openssl(
 
         monkeypatch.setattr(kind, name, within)
 
-    for name in ("do_handshake", "read", "write"):
+    for name in ("do_handshake", "read", "send"):
         noted(ssl.SSLSocket, name)
     for name in ("load_cert_chain", "load_verify_locations", "wrap_socket"):
         noted(ssl.SSLContext, name)
     with (
         identity.using(in_folder(tmp_path, Role.COORDINATOR)),
         endpoint(board) as server,
-        reporter(server.url) as health,
+        reporter(server.url, 0.01) as health,
     ):
         health.update(HealthFigures(step=1))
         board.wait_for(1)
@@ -237,7 +237,7 @@ def test_no_fork_finds_the_reporter_within_openssl(
         health.update(HealthFigures(step=2))
         board.wait_for(2)
     assert {name for name, _ in used} == {
-        *("do_handshake", "read", "write"),
+        *("do_handshake", "read", "send"),
         *("load_cert_chain", "load_verify_locations", "wrap_socket"),
     }
     assert [name for name, is_held in used if not is_held] == []
