@@ -9,6 +9,7 @@ import hmac
 import secrets
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal_proto.errors import InvalidSpec
@@ -16,6 +17,16 @@ from shoal_proto.errors import InvalidSpec
 JOB_VARIABLE = "SHOAL_JOB_SECRET_FILE"
 LAUNCH_VARIABLE = "SHOAL_LAUNCH_SECRET"
 MIN_LENGTH, MAX_LENGTH = 16, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberSecrets:
+    """What a member shows, or has its launcher show."""
+
+    job: str = field(default="", repr=False)
+    """What its job was, or is to be, begun with; empty: none."""
+    launch_digest: str = field(default="", repr=False)
+    """Of the secret by which its launcher reports on it; empty: whoever names it may."""
 
 
 def drawn() -> str:

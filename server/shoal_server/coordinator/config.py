@@ -25,6 +25,15 @@ from shoal_server.serving.options import (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What callers get of the coordinator."""
+
+    calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
+    http: Annotated[HttpLimits, FLAT] = field(default_factory=HttpLimits)
+    jobs: Annotated[JobLimits, FLAT] = field(default_factory=JobLimits)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
     """Keeps the membership of jobs in etcd and serves gRPC and HTTP until SIGTERM. Run several on
     one etcd: one leads, and another takes over if it dies."""
@@ -52,9 +61,7 @@ class CoordinatorConfig:
     snapshots: Annotated[SnapshotPolicy, FLAT] = field(default_factory=SnapshotPolicy)
     retention: Annotated[RetentionPolicy, FLAT] = field(default_factory=RetentionPolicy)
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
-    jobs: Annotated[JobLimits, FLAT] = field(default_factory=JobLimits)
-    calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
-    http_limits: Annotated[HttpLimits, FLAT] = field(default_factory=HttpLimits)
+    admission: Annotated[Admission, FLAT] = field(default_factory=Admission)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "listen", listening(self.listen, self.reach.bind))

@@ -53,8 +53,8 @@ async def serve(config: CoordinatorConfig) -> None:
     stop = stop_requested()
     descriptors.raise_limit()
     async with AsyncExitStack() as stack:
-        calls, durations = CallCounts(config.calls), call_durations()
-        server = new_server(durations, calls, config.calls)
+        calls, durations = CallCounts(config.admission.calls), call_durations()
+        server = new_server(durations, calls, config.admission.calls)
         address = advertised(config.advertise, config.listen, bind(server, config.listen))
         store = await stack.enter_async_context(opened(config.etcd))
         coordinator = Coordinator(
@@ -63,7 +63,7 @@ async def serve(config: CoordinatorConfig) -> None:
             copies=config.copies,
             snapshots=config.snapshots,
             retention=config.retention,
-            bounds=config.jobs,
+            bounds=config.admission.jobs,
         )
         await stack.enter_async_context(coordinator.running())
         measures = ProcessMeasures(
@@ -75,7 +75,7 @@ async def serve(config: CoordinatorConfig) -> None:
             coordinator.view,
             coordinator.board,
             measures,
-            bounds=HttpBounds(config.http_limits),
+            bounds=HttpBounds(config.admission.http),
             calls=calls,
             hosts=AllowedHosts((*config.http_hosts, split_address(address)[0])),
             guard=Guard(None if config.http_tokens is None else Tokens(config.http_tokens)),

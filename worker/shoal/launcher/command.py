@@ -12,11 +12,11 @@ from typing import NoReturn
 from shoal.launcher.launcher import Launcher
 from shoal.launcher.run_config import RunConfig, threads_per_worker
 from shoal_client.commands.jobs import check_not_finished, reset_job
-from shoal_client.connection.job_secret import secret_in
 from shoal_client.host.reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
+from shoal_proto.secrets import job_secret
 from shoal_proto.tls import identity
 from shoal_proto.tls.options import LauncherTls
 
@@ -63,7 +63,7 @@ def _check_job(config: RunConfig) -> None:
     """Before anything is started: a finished job is begun anew on request, and refused else."""
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
-    elif reset_job(config.coordinators, config.job, secret_in(config.job_secret)):
+    elif reset_job(config.coordinators, config.job, job_secret(config.environment)):
         _say(f"job {config.job} starts over: what was kept of its last run is removed")
 
 

@@ -11,11 +11,10 @@ from cyclopts import Parameter
 
 from shoal.launcher.metrics import parse_address
 from shoal_client.connection.addresses import CoordinatorAddresses
-from shoal_client.connection.job_secret import JobSecretFile, secret_in
 from shoal_client.local.options import ClusterOptions
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
-from shoal_proto.secrets import JOB_VARIABLE
+from shoal_proto.secrets import job_secret
 from shoal_proto.tls.identity import without_tls
 from shoal_proto.tls.names import Role
 from shoal_proto.tls.options import LauncherTls, LauncherTlsOption
@@ -93,7 +92,6 @@ class RunConfig:
     fresh: bool = False
     """Start over: remove what the cluster keeps of an earlier run of this name."""
     coordinators: CoordinatorAddresses = ()
-    job_secret: JobSecretFile = None
     tls: LauncherTlsOption = field(default_factory=LauncherTls)
     min_members: Annotated[int, Parameter(name="--min", metavar="N")] = 1
     """The fewest workers that train, over all hosts."""
@@ -135,7 +133,7 @@ class RunConfig:
                 expected="time limits where the run starts a cluster of its own",
                 fix="Give them to `shoal up` or `shoal coordinator`.",
             )
-        secret_in(self.job_secret)  # refused here, and not by each worker
+        job_secret(self.environment)  # refused here, and not by each worker
         self._set_bounds()
 
     def _set_bounds(self) -> None:
@@ -179,8 +177,6 @@ def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dic
     environment = without_tls(config.environment) | (files.environment() if files else {})
     if config.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"
-    if config.job_secret is not None:
-        environment[JOB_VARIABLE] = str(config.job_secret.resolve())
     environment.update(
         SHOAL_COORDINATOR=",".join(config.coordinators),
         SHOAL_JOB=config.job,

@@ -19,7 +19,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.protocol import OWN_PROTOCOLS
-from shoal_proto.secrets import LAUNCH_VARIABLE, digest_of, drawn, job_secret
+from shoal_proto.secrets import LAUNCH_VARIABLE, MemberSecrets, digest_of, drawn, job_secret
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 
 log = structlog.get_logger(__name__)
@@ -67,10 +67,8 @@ class JoinConfig:
     """How many processes the launcher that started this one has started, where it says so."""
     beat_slot: str = ""
     """Where the launcher looks for whom to beat; empty: this member beats by itself."""
-    launch_digest: str = ""
-    """Of the secret by which the launcher reports on this process; empty: whoever names it may."""
-    job_secret: str = field(default="", repr=False)
-    """What the job was, or is to be, begun with; empty: none."""
+    secrets: MemberSecrets = field(default_factory=MemberSecrets)
+    """Of the job, and of the launcher."""
 
     def __post_init__(self) -> None:
         if not self.job:
@@ -147,9 +145,9 @@ class JoinConfig:
                 num_devices=torch.cuda.device_count() if torch.cuda.is_available() else 1,
                 torch_version=torch.__version__,
                 shoal_version=shoal_version(),
-                launch_digest=self.launch_digest,
+                launch_digest=self.secrets.launch_digest,
             ),
-            job_secret=self.job_secret,
+            job_secret=self.secrets.job,
             beat_slot=_beat_slot(self.beat_slot),
             shared_directory=Path(self.shared_directory) if self.shared_directory else None,
         )
@@ -195,8 +193,9 @@ def read_config(
         num_ranks=max(number("", each, 1) for each in _NUM_RANKS),
         beat_slot=text("beat_slot", "SHOAL_BEATS"),
         shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
-        launch_digest=_launch_digest(environment),
-        job_secret=job_secret(environment),
+        secrets=MemberSecrets(
+            job=job_secret(environment), launch_digest=_launch_digest(environment)
+        ),
     )
 
 
