@@ -52,7 +52,12 @@ class Held:
 
     def tried(self) -> None:
         session = self._session
-        self._told("tried", step=session.step_number, world_size=session.world_size)
+        self._told(
+            "tried",
+            step=session.step_number,
+            world_size=session.world_size,
+            generation=session.generation,
+        )
 
     def hold(self) -> None:
         session, run = self._session, self._run

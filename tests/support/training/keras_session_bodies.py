@@ -119,7 +119,8 @@ def fit(report: Report, run: Fit, **options: Any) -> None:
             # Keras also calls it with symbols, before the first generation.
             step = session.step_number if session.generation else NEVER
             if isinstance(outputs, Tensor) and session._step is not None:
-                report("tried", step=step, world_size=session.world_size)
+                generation = session.generation
+                report("tried", step=step, world_size=session.world_size, generation=generation)
                 if step == run.hold_at and session.generation == 1:
                     report("holds")
                     Path(run.gate).read_bytes()

@@ -77,7 +77,12 @@ class Net(LightningModule):
         if not run.scheduled:
             for group in self.optimizers().param_groups:  # type: ignore[union-attr]
                 group["lr"] = rate(session.step_number)
-        self.told("tried", step=session.step_number, world_size=session.world_size)
+        self.told(
+            "tried",
+            step=session.step_number,
+            world_size=session.world_size,
+            generation=session.generation,
+        )
         loss = cross_entropy(self.layers(batch[0]), batch[1])
         if session.step_number == run.hold_at and session.generation == 1 and not self.held:
             self.held = True

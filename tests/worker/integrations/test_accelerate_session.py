@@ -49,9 +49,7 @@ def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
 
 
 @pytest.mark.sampled()
-@pytest.mark.parametrize(
-    ("strategy", "back_to"), [("ddp", 6), pytest.param("fsdp", 1, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("strategy", "back_to"), [("ddp", 6), ("fsdp", 1)])
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:

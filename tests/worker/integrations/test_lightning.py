@@ -221,7 +221,7 @@ def test_bfloat16_is_autocast_and_weights_are_written_by_one_member(
 
 
 @pytest.mark.sampled()
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_schedules_and_parts_are_those_of_one_process(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:

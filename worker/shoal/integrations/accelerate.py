@@ -228,7 +228,8 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
 
 class PreparedLoader:
-    """The DataLoader's batches, cut for the members. An iteration goes to the job's epoch's end."""
+    """The DataLoader's batches, cut for the members. An iteration goes to the end of the epoch that
+    the job was in when it began."""
 
     def __init__(
         self, steps: AcceleratedSteps, loader: DataLoader[Any], epochs: int, seed: int | None
@@ -255,10 +256,12 @@ class PreparedLoader:
                 batch, self._ahead = self._ahead or self._next(), None
                 if batch is None:
                     return
-                if epoch is not None and batch.epoch != epoch:
+                # A job that goes back, to an earlier epoch perhaps, does so within the iteration:
+                # the script's loop has as many as there are epochs.
+                if epoch is not None and batch.epoch > epoch:
                     self._ahead = batch
                     return
-                epoch = batch.epoch
+                epoch = batch.epoch if epoch is None else epoch
                 self._steps.begin(batch)
                 continue
             yield send_to_device(part.inputs["batch"], self._steps.device)
