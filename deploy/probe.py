@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Answers one health check by its exit code, so that the image needs neither curl nor wget.
 
-    shoal-probe http http://127.0.0.1:7780/readyz  answers with success; https: with the
-                                                   certificates in the folder SHOAL_TLS
+    shoal-probe http http://127.0.0.1:7780/readyz  answers with success; https: with the authority
+                                                   and the certificate in the folder SHOAL_TLS,
+                                                   and with the token in SHOAL_TOKEN_FILE
     shoal-probe tcp 127.0.0.1:7710                 accepts a connection
+
+Of several URLs, one has to.
 
 Standard library only: a check runs every few seconds beside the training, so it must cost little.
 """
@@ -15,23 +18,52 @@ import ssl
 import sys
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+COORDINATOR = "coordinator.shoal"
+ROLES = ("viewer", "worker", "coordinator", "operator")
 ANSWER_MAX_BYTES = 4 << 20
 
 
 def probe_http(options: argparse.Namespace) -> None:
-    context = tls() if options.url.startswith("https:") else None
-    with urllib.request.urlopen(options.url, timeout=options.timeout_s, context=context) as answer:
+    failures = []
+    for url in options.url.split(","):
+        try:
+            ask(url + options.path, options.timeout_s)
+        except OSError as error:
+            failures.append(f"{url}: {error}")
+        else:
+            return
+    raise OSError("; ".join(failures))
+
+
+def ask(url: str, timeout_s: float) -> None:
+    request, context = urllib.request.Request(url), None
+    if url.startswith("https:"):
+        context = tls(Path(os.environ["SHOAL_TLS"]))
+        # Only to who is known: never without TLS.
+        if file := os.environ.get("SHOAL_TOKEN_FILE"):
+            request.add_header("Authorization", f"Bearer {Path(file).read_text().strip()}")
+    with urllib.request.urlopen(request, timeout=timeout_s, context=context) as answer:
         answer.read(ANSWER_MAX_BYTES)
 
 
-def tls() -> ssl.SSLContext:
-    """With the viewer's certificate of the folder SHOAL_TLS."""
-    folder = os.environ["SHOAL_TLS"]
-    context = ssl.create_default_context(cafile=f"{folder}/ca.crt")
-    # Certificates name roles, not addresses.
-    context.check_hostname = False
-    context.load_cert_chain(f"{folder}/viewer.crt", f"{folder}/viewer.key")
+class ByRole(ssl.SSLContext):
+    """Certificates name roles, not addresses: whoever answers has to be a coordinator."""
+
+    def wrap_socket(self, sock: socket.socket, **options: Any) -> ssl.SSLSocket:
+        return super().wrap_socket(sock, **{**options, "server_hostname": COORDINATOR})
+
+
+def tls(folder: Path) -> ssl.SSLContext:
+    """With the certificate of the folder, where there is one."""
+    context = ByRole(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(folder / "ca.crt")
+    for role in ROLES:
+        if (folder / f"{role}.key").exists():
+            context.load_cert_chain(folder / f"{role}.crt", folder / f"{role}.key")
+            break
     return context
 
 
@@ -45,7 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout-s", type=float, default=2.0)
     kinds = parser.add_subparsers(required=True)
     http = kinds.add_parser("http", help="the URL answers with success")
-    http.add_argument("url")
+    http.add_argument("url", metavar="URL[,URL...]")
+    http.add_argument("--path", default="", help="appended to each URL")
     http.set_defaults(probe=probe_http)
     tcp = kinds.add_parser("tcp", help="the address accepts a connection")
     tcp.add_argument("address", metavar="HOST:PORT")

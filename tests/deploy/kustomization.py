@@ -12,7 +12,10 @@ import yaml
 
 Resource = dict[str, Any]
 
-KNOWN = {"apiVersion", "kind", "namespace", "resources", "configMapGenerator", "replicas", "images"}
+KNOWN = {
+    *("apiVersion", "kind", "namespace", "resources", "configMapGenerator", "replicas", "images"),
+    "patches",
+}
 
 
 def render(folder: Path) -> list[Resource]:
@@ -30,7 +33,15 @@ def render(folder: Path) -> list[Resource]:
     for container in containers(resources):
         for image in spec.get("images", ()):
             _rename_image(container, image)
+    for patch in spec.get("patches", ()):
+        target = patch["target"]
+        patched = find(resources, kinds={target["kind"]}, name=target["name"])
+        for operation in yaml.safe_load(patch["patch"]):
+            _apply(patched, operation)
     for resource in resources:
+        if resource["kind"] == "RoleBinding":
+            for subject in resource["subjects"]:
+                subject["namespace"] = spec["namespace"]
         if resource["kind"] == "Namespace":
             resource["metadata"]["name"] = spec["namespace"]
         else:
@@ -68,6 +79,25 @@ def _generate(resources: list[Resource], generator: dict[str, Any]) -> None:
         return
     metadata = {"name": generator["name"]}
     resources.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+
+
+def _apply(resource: Resource, operation: dict[str, Any]) -> None:
+    """One operation of a JSON patch (RFC 6902). Raises LookupError for a place that is none."""
+    *steps, last = [
+        step.replace("~1", "/").replace("~0", "~") for step in operation["path"].split("/")[1:]
+    ]
+    place: Any = resource
+    for step in steps:
+        place = place[int(step)] if isinstance(place, list) else place[step]
+    if operation["op"] not in ("add", "replace"):
+        raise ValueError(f"cannot render {operation['op']}")
+    if isinstance(place, list) and operation["op"] == "add":
+        place.insert(int(last), operation["value"])
+        return
+    key = int(last) if isinstance(place, list) else last
+    if operation["op"] == "replace":
+        place[key]  # has to be there
+    place[key] = operation["value"]
 
 
 def _rename_image(container: Resource, image: dict[str, str]) -> None:

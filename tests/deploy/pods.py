@@ -2,21 +2,24 @@
 
 What a kubelet would do with a pod's own fields is done here: command and arguments with their
 variables, user, read-only root, volumes, restarts and probes. What a cluster does (scheduling,
-scaling, Services, budgets) is not. A pod's names come from aliases in a Docker network.
+scaling, Services, budgets) is not. A pod's names come from aliases in a Docker network; its Secrets
+are folders that the maker of the Secrets fills.
 """
 
 import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deploy.kustomization import Resource, find, workloads
-from deploy.stack import POLL_S, run
+from deploy.stack import POLL_S, ROOT, run
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
@@ -73,8 +76,24 @@ def expand(arguments: list[str], known: dict[str, str]) -> list[str]:
     return [re.sub(r"\$\(([A-Z_]+)\)", lambda match: known[match[1]], item) for item in arguments]
 
 
+def make_secrets(resources: list[Resource], folder: Path) -> None:
+    """What the Deployment `credentials` puts into Secrets, into a folder for each."""
+    maker = find(resources, kinds={"Deployment"}, name="credentials")
+    [container] = maker["spec"]["template"]["spec"]["containers"]
+    program, kind, *arguments = container["command"]
+    assert (program, kind) == ("shoal-credentials", "secrets")
+    once = [each for each in arguments if not each.startswith("--every-h")]
+    script = str(ROOT / "deploy" / "credentials.py")
+    run(sys.executable, script, "files", f"--to={folder}", *once)
+    owner = maker["spec"]["template"]["spec"]["securityContext"]["runAsUser"]
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, owner, owner)
+
+
 @contextmanager
-def started(resources: list[Resource], names: set[str], image: str) -> Iterator[dict[str, Pod]]:
+def started(
+    resources: list[Resource], names: set[str], images: str, secrets: Path
+) -> Iterator[dict[str, Pod]]:
     """All replicas of the named workloads, started at once as a cluster would; by pod name."""
     prefix = f"shoal-pods-{os.getpid()}"
     with ExitStack() as stack:
@@ -94,12 +113,14 @@ def started(resources: list[Resource], names: set[str], image: str) -> Iterator[
                     docker_name=f"{prefix}-{name}-{ordinal}",
                 )
                 stack.callback(run, "docker", "rm", "--force", "--volumes", pod.docker_name)
-                run(*docker_run(resources, pod, prefix, image))
+                run(*docker_run(resources, pod, prefix, images, secrets))
                 pods[pod.name] = pod
         yield pods
 
 
-def docker_run(resources: list[Resource], pod: Pod, network: str, image: str) -> list[str]:
+def docker_run(
+    resources: list[Resource], pod: Pod, network: str, images: str, secrets: Path
+) -> list[str]:
     """The `docker run` that stands for the kubelet's start of the pod."""
     security = pod.spec["securityContext"]
     known = variables(resources, pod.container, pod.fields())
@@ -109,7 +130,13 @@ def docker_run(resources: list[Resource], pod: Pod, network: str, image: str) ->
         command += ["--network-alias", alias]
     command += ["--user", f"{security['runAsUser']}:{security['runAsGroup']}"]
     command += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+    brought = {each["name"]: each for each in pod.spec.get("volumes", ())}
     for mount in pod.container["volumeMounts"]:
+        if secret := brought.get(mount["name"], {}).get("secret"):
+            part = secrets / secret["secretName"].removeprefix("shoal-")
+            assert {item["key"] for item in secret["items"]} == {p.name for p in part.iterdir()}
+            command += ["--volume", f"{part}:{mount['mountPath']}:ro"]
+            continue
         # As a kubelet hands over a volume: written by the pod's user.
         owner = f"uid={security['runAsUser']},gid={security['runAsGroup']},mode=0770"
         command += ["--tmpfs", f"{mount['mountPath']}:{owner}"]
@@ -118,6 +145,7 @@ def docker_run(resources: list[Resource], pod: Pod, network: str, image: str) ->
     entrypoint = expand(pod.container.get("command", []), known)
     if entrypoint:
         command += ["--entrypoint", entrypoint[0]]
+    image = images + pod.container["image"].removeprefix("shoal")
     return [*command, image, *entrypoint[1:], *expand(pod.container.get("args", []), known)]
 
 
@@ -131,11 +159,9 @@ def passes(pod: Pod, kind: str) -> bool:
         command = probe["exec"]["command"]
     elif "httpGet" in probe:
         request = probe["httpGet"]
-        command = [
-            "shoal-probe",
-            "http",
-            f"http://127.0.0.1:{ports[request['port']]}{request['path']}",
-        ]
+        scheme = request.get("scheme", "HTTP").lower()
+        url = f"{scheme}://127.0.0.1:{ports[request['port']]}{request['path']}"
+        command = ["shoal-probe", "http", url]
     else:
         command = ["shoal-probe", "tcp", f"127.0.0.1:{ports[probe['tcpSocket']['port']]}"]
     result = subprocess.run(
@@ -170,13 +196,17 @@ def log(pod: Pod) -> str:
     return result.stdout
 
 
-def ask(pod: Pod, url: str) -> Any:
-    """The JSON that a URL answers inside the network, seen from a pod; None for a refusal."""
+def ask(pod: Pod, path: str) -> Any:
+    """The JSON that the leader answers, seen from a pod with a token; None for a refusal."""
     script = (
-        "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=5).read().decode())"
+        "import json, os, sys\n"
+        "from shoal_client.commands.status import StatusClient\n"
+        "from shoal_proto.tls import identity\n"
+        "identity.use(identity.from_environment())\n"
+        "print(json.dumps(StatusClient(os.environ['SHOAL_HTTP'])._get(sys.argv[1])))\n"
     )
     result = subprocess.run(
-        ["docker", "exec", pod.docker_name, "python", "-c", script, url],
+        ["docker", "exec", pod.docker_name, "python", "-c", script, path],
         capture_output=True,
         text=True,
         check=False,

@@ -3,11 +3,13 @@
 import json
 import os
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +20,11 @@ OFFLINE_WHEELS = ROOT / "deploy" / "offline" / "wheels"
 POLL_S = 0.25
 SERVERS = ("etcd", "coordinator", "ps-0", "ps-1")
 NO_SETTINGS: Mapping[str, str] = {}
+IMAGES = ("etcd", "coordinator", "server", "worker")
+OWN = "/var/lib/shoal/own"
+CERTS_VALID_S = 150.0
+"""So short that certificates are renewed, and the first ones run out, while the tests go on."""
+CERTS_EVERY_S = 50.0
 
 Found = TypeVar("Found")
 
@@ -44,20 +51,26 @@ def run(*command: str, environment: dict[str, str] | None = None, timeout_s: flo
     return result.stdout
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Stack:
     """The compose file under a project name and a port of its own."""
 
     project: str = field(default_factory=lambda: f"shoal-test-{os.getpid()}")
     http_port: int = field(default_factory=free_port)
-    image: str = "shoal:compose-test"
+    images: str = "shoal-test"
+    """Their names begin with it."""
 
     def compose(
         self, *arguments: str, settings: Mapping[str, str] = NO_SETTINGS, timeout_s: float = 300
     ) -> str:
         """Standard output of `docker compose`, run with further settings in its environment."""
         environment = {**os.environ, **settings}
-        environment |= {"SHOAL_HTTP_PORT": str(self.http_port), "SHOAL_IMAGE": self.image}
+        environment |= {
+            "SHOAL_HTTP_PORT": str(self.http_port),
+            "SHOAL_IMAGES": self.images,
+            "SHOAL_CERTS_VALID_H": str(CERTS_VALID_S / 3600),
+            "SHOAL_CERTS_EVERY_H": str(CERTS_EVERY_S / 3600),
+        }
         if any(OFFLINE_WHEELS.glob("*.whl")):
             # Who has put wheels there wants the image made of them.
             environment["PIP_NO_INDEX"] = "1"
@@ -66,9 +79,33 @@ class Stack:
 
     def get(self, path: str) -> Any:
         """What the coordinator answers over HTTP. Raises httpx.HTTPError."""
-        answer = httpx.get(f"http://127.0.0.1:{self.http_port}{path}", timeout=5)
+        answer = httpx.get(
+            f"{self.url}{path}",
+            timeout=5,
+            verify=self._tls,
+            headers={"Authorization": f"Bearer {self.token}"},
+        )
         answer.raise_for_status()
         return answer.json()
+
+    @property
+    def url(self) -> str:
+        """Of the page, for a browser of this machine."""
+        return f"https://localhost:{self.http_port}"
+
+    def operate(self, *command: str, entrypoint: str = "shoal") -> str:
+        """What an operator's command prints."""
+        run_once = ("run", "--rm", "--no-deps", "-T", f"--entrypoint={entrypoint}", "shoal")
+        return self.compose(*run_once, *command)
+
+    @cached_property
+    def token(self) -> str:
+        """An operator's, for the page."""
+        return self.operate(f"{OWN}/token", entrypoint="cat").strip()
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cadata=self.operate(f"{OWN}/ca.crt", entrypoint="cat"))
 
     def wait_for(self, what: str, see: Callable[[], Found | None], timeout_s: float) -> Found:
         """The first value that `see` returns. On time-out the failure shows the stack's state."""
@@ -104,7 +141,9 @@ def brought_up(stack: Stack) -> Iterator[Stack]:
         stack.compose("up", "--detach", "--wait", "--no-build", *SERVERS, timeout_s=300)
         yield stack
     finally:
-        stack.compose("down", "--volumes", "--remove-orphans", "--rmi=all", timeout_s=120)
+        stack.compose(
+            "--profile=tools", "down", "--volumes", "--remove-orphans", "--rmi=all", timeout_s=120
+        )
     label = f"label=com.docker.compose.project={stack.project}"
     for kind in (("ps", "--all"), ("volume", "ls"), ("network", "ls")):
         assert not run("docker", *kind, "--quiet", "--filter", label).strip()

@@ -4,10 +4,13 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import httpx
 import pytest
-from deploy.stack import Stack, brought_up, run
+from cryptography import x509
+from deploy.stack import CERTS_VALID_S, OWN, Stack, brought_up, run
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
 
@@ -15,6 +18,23 @@ EPOCHS = 300
 UNDER_WAY_STEPS = 20
 MIN_ACCURACY = 0.95
 OUTLIVED_S = 45.0
+# Prints `in` where the other end goes on with us: gRPC speaks first. Over TLS 1.3 one learns of the
+# refusal only then.
+DIAL = """
+import socket, ssl, sys
+context = ssl.create_default_context()
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+context.set_alpn_protocols(["h2"])
+if len(sys.argv) > 3:
+    context.load_cert_chain(sys.argv[3] + ".crt", sys.argv[3] + ".key")
+try:
+    tls = context.wrap_socket(socket.create_connection((sys.argv[1], int(sys.argv[2])), 10))
+    print("in" if tls.recv(1) else "out")
+except TimeoutError:
+    print("no answer")
+except OSError:
+    print("out")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +173,8 @@ def test_a_stopped_worker_drains(stack: Stack) -> None:
         each["member"]["member_id"]: each["member"]["public_id"] for each in job["members"]
     }
     for member in incarnations:
-        asked = ("shoal", "why", member, f"--job={training.name}")
-        assert "it trains" in stack.compose("exec", "-T", "coordinator", *asked)
-    status = stack.compose("exec", "-T", "coordinator", "shoal", "status", "--json")
+        assert "it trains" in stack.operate("why", member, f"--job={training.name}")
+    status = stack.operate("status", "--json")
     assert training.name in {each["summary"]["job"] for each in json.loads(status)}
 
     training.scale(2)
@@ -173,6 +192,95 @@ def test_a_stopped_worker_drains(stack: Stack) -> None:
     assert [container["State"]["ExitCode"] for container in ended] == [143, 143]
     assert set(training.removed()) == set(incarnations)
     assert training.job()["members"] == []
+
+
+def test_a_cluster_outlives_its_certificates(stack: Stack) -> None:
+    """Those of the first moment run out; nobody restarts, and who comes then is let in."""
+    training = Training(stack, "ddp", "digits-renewed", epochs=100_000)
+    training.start()
+    job = stack.wait_for("training with three workers", training.under_way, 180)
+    at_first = {part: certificate(stack, part) for part in ("coordinator", "ps-0", "worker")}
+    ends = max(each.not_valid_after_utc for each in at_first.values())
+    stack.wait_for(
+        "past the first certificates",
+        lambda: datetime.now(UTC) > ends + timedelta(seconds=5) or None,
+        CERTS_VALID_S + 60,
+    )
+    for part, old in at_first.items():
+        new = certificate(stack, part)
+        assert new.serial_number != old.serial_number
+        assert new.not_valid_after_utc > datetime.now(UTC)
+    now = training.job()
+    assert now["summary"]["generation"] == job["summary"]["generation"], "nobody was lost"
+    assert now["summary"]["step"] > job["summary"]["step"]
+
+    # Connections that are made now go by what is in the files: a process that began with others,
+    # and one that begins now.
+    containers = stack.containers("worker")
+    victim = min(containers)
+    run("docker", "kill", "--signal", "KILL", containers[victim]["Id"])
+    run("docker", "start", containers[victim]["Id"])
+    stack.wait_for(
+        "a generation with the replacement",
+        lambda: (
+            [
+                each
+                for each in training.committed(job["summary"]["generation"])
+                if victim in roster(each)
+            ]
+            or None
+        ),
+        120,
+    )
+    # Coordinator and servers reach etcd anew, too.
+    [etcd] = [container["Id"] for container in stack.containers("etcd").values()]
+    run("docker", "restart", etcd)
+    number = training.job()["summary"]["generation"]
+    training.scale(2)
+    stack.wait_for("a change that etcd holds", lambda: training.committed(number) or None, 120)
+    for part in ("coordinator", "ps-0", "ps-1"):
+        [container] = stack.containers(part).values()
+        assert container["RestartCount"] == 0, part
+    stack.compose("stop", "worker", timeout_s=120)
+
+
+def certificate(stack: Stack, service: str) -> x509.Certificate:
+    role = "server" if service.startswith("ps") else service
+    path = f"{OWN}/{role}.crt"
+    return x509.load_pem_x509_certificate(
+        stack.compose("exec", "-T", service, "cat", path).encode()
+    )
+
+
+def test_each_service_has_its_own_files_alone(stack: Stack) -> None:
+    """No key of another part, and no authority's; nobody runs as root or writes its own image."""
+    common, client = {"ca.crt"}, {"etcd-ca.crt", "etcd-client.crt", "etcd-client.key"}
+    expected = {
+        "coordinator": common | client | {"coordinator.crt", "coordinator.key", "tokens"},
+        "ps-0": common | client | {"server.crt", "server.key"},
+        "etcd": common | {"etcd.crt", "etcd.key"},
+    }
+    for service, files in expected.items():
+        shell = ("exec", "-T", service, "sh", "-c")
+        assert set(stack.compose(*shell, f"ls -A {OWN}").split()) == files
+        found = stack.compose(*shell, "find / -xdev -name '*.key' -user shoal 2>/dev/null; true")
+        keys = {line.removeprefix(f"{OWN}/") for line in found.split()}
+        assert keys <= {name for name in files if name.endswith(".key")}
+        assert stack.compose(*shell, "id -u").strip() == "10001"
+        assert "refused" in stack.compose(*shell, "touch /usr/x 2>/dev/null || echo refused")
+
+
+def test_strangers_get_nothing(stack: Stack) -> None:
+    """The page asks for a token; gRPC and etcd for a certificate of their own authority."""
+    assert httpx.get(f"{stack.url}/api/v1/jobs", verify=False).status_code == 401
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"http://localhost:{stack.http_port}/api/v1/jobs")
+    ask = ("run", "--rm", "--no-deps", "-T", "--entrypoint=python", "shoal", "-c", DIAL)
+    own = f"{OWN}/operator"
+    assert stack.compose(*ask, "coordinator", "7700", own).strip() == "in", "the dial works"
+    assert stack.compose(*ask, "coordinator", "7700").strip() == "out"
+    assert stack.compose(*ask, "ps-0", "7710").strip() == "out"
+    assert stack.compose(*ask, "etcd", "2379", own).strip() == "out", "another authority's"
 
 
 def check_outcome(stack: Stack, job: dict[str, Any]) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
+from deploy.scripts import credentials
 
 from shoal_client.cli import installed_commands, read_config
+from shoal_proto.tls import identity
 
 ROOT = Path(__file__).parents[2]
+OWN = "/var/lib/shoal/own"
 
 
 @pytest.fixture
@@ -20,31 +23,36 @@ def compose() -> dict[str, Any]:
 
 
 def test_parts_are_there(compose: dict[str, Any]) -> None:
-    """etcd, a coordinator, two parameter servers, three workers."""
+    """etcd, a coordinator, two parameter servers, three workers, and who makes certificates."""
     services = compose["services"]
-    assert set(services) == {"etcd", "coordinator", "ps-0", "ps-1", "worker"}
+    assert set(services) == {"certs", "etcd", "coordinator", "ps-0", "ps-1", "worker", "shoal"}
+    assert services["shoal"]["profiles"] == ["tools"], "not started with the others"
     assert services["worker"]["scale"] == 3
 
 
-def test_commands_parse(compose: dict[str, Any]) -> None:
+def test_commands_parse(compose: dict[str, Any], tmp_path: Path) -> None:
     """The program itself understands each flag; servers advertise the name of their service."""
+    assert credentials.main(["files", f"--to={tmp_path}"]) == 0
     for name in ("coordinator", "ps-0", "ps-1"):
-        options = read_config(compose["services"][name]["command"], installed_commands())
+        command = compose["services"][name]["command"]
+        folder = tmp_path / ("server" if name.startswith("ps") else name)
+        options = read_config([*command, f"--tls={folder}"], installed_commands())
         assert options.advertise.split(":")[0] == name
         assert f"0.0.0.0:{options.advertise.split(':')[1]}" == options.listen
-        assert f"--etcd=etcd:{etcd_port(compose)}" in compose["services"][name]["command"]
+        assert f"--etcd=etcd:{etcd_port(compose)}" in command
 
 
 def etcd_port(compose: dict[str, Any]) -> str:
-    flags = dict(flag.split("=", 1) for flag in compose["services"]["etcd"]["command"])
+    command = compose["services"]["etcd"]["command"]
+    flags = dict(flag.split("=", 1) for flag in command if "=" in flag)
     port: str = flags["--advertise-client-urls"].rpartition(":")[2]
     return port
 
 
 def test_every_service_is_checked(compose: dict[str, Any]) -> None:
     """Each service has a health check, and waits until those that it needs are healthy."""
-    for service in compose["services"].values():
-        assert service["healthcheck"]["test"]
+    for name, service in compose["services"].items():
+        assert name == "shoal" or service["healthcheck"]["test"]
         for condition in service.get("depends_on", {}).values():
             assert condition == {"condition": "service_healthy"}
     assert set(compose["services"]["worker"]["depends_on"]) == {"coordinator", "ps-0", "ps-1"}
@@ -53,7 +61,8 @@ def test_every_service_is_checked(compose: dict[str, Any]) -> None:
 def test_workers_come_back_when_they_fail_only(compose: dict[str, Any]) -> None:
     """A worker that finished stays away; all others are kept up; all have time to stop."""
     for name, service in compose["services"].items():
-        assert service["restart"] == ("on-failure:3" if name == "worker" else "unless-stopped")
+        restarts = {"worker": "on-failure:3", "shoal": "no"}
+        assert service["restart"] == restarts.get(name, "unless-stopped")
         assert service["stop_grace_period"]
 
 
@@ -82,13 +91,19 @@ def _by_default(setting: str) -> str:
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(setting))
 
 
-def test_one_image_and_no_privileges(compose: dict[str, Any]) -> None:
-    """All run the image that the coordinator's service builds, with nothing they do not need."""
-    assert len({service["image"] for service in compose["services"].values()}) == 1
-    assert [name for name, service in compose["services"].items() if "build" in service] == [
-        "coordinator"
-    ]
+def test_an_image_a_role_and_no_privileges(compose: dict[str, Any]) -> None:
+    """Each image is built by one service, from the lock of its role; none has what it need not."""
+    built = {s["image"]: s["build"] for s in compose["services"].values() if "build" in s}
+    assert sum("build" in service for service in compose["services"].values()) == len(built)
+    assert {service["image"] for service in compose["services"].values()} == set(built)
+    for image, build in built.items():
+        role = re.fullmatch(r"\$\{SHOAL_IMAGES:-shoal\}/(\w+):\$\{SHOAL_TAG:-dev\}", image)
+        assert role is not None
+        lock = _by_default(build["args"].get("LOCK", ""))
+        assert role[1] == (lock or build["target"])
+        assert not lock or (ROOT / "deploy" / "locks" / f"{lock}.txt").exists()
     for service in compose["services"].values():
+        assert service["logging"]["options"] == {"max-size": "10m", "max-file": "3"}
         assert service["cap_drop"] == ["ALL"]
         assert service["read_only"] is True
 
@@ -103,6 +118,65 @@ def test_the_page_is_for_this_machine_only(compose: dict[str, Any]) -> None:
     assert published == {"coordinator": ["127.0.0.1:${SHOAL_HTTP_PORT:-7780}:7780"]}
 
 
+def mounts(service: dict[str, Any]) -> dict[str, str]:
+    """Where each volume is mounted."""
+    split = [entry.split(":") for entry in service.get("volumes", ())]
+    return {volume: ":".join(rest) for volume, *rest in split}
+
+
+def test_tls_is_what_one_gets(compose: dict[str, Any]) -> None:
+    """No part says --insecure; each mounts the certificates of its role alone, and cannot write
+    them; the authority's key is with `certs` only, which has no network."""
+    services = compose["services"]
+    words = [word for service in services.values() for word in service.get("command", ())]
+    assert not [word for word in words if "insecure" in word]
+    parts = credentials.parts()
+    roles = {"etcd": "etcd", "coordinator": "coordinator", "worker": "worker"}
+    roles |= {"ps-0": "server", "ps-1": "server", "shoal": "operator"}
+    assert set(roles) == set(services) - {"certs"}
+    for name, role in roles.items():
+        assert mounts(services[name]).pop(role) == f"{OWN}:ro"
+        assert not set(mounts(services[name])) & (set(parts) | {"authority"}) - {role}
+        if name != "etcd":
+            assert services[name]["environment"]["SHOAL_TLS"] == OWN
+    assert services["certs"]["network_mode"] == "none"
+    options = credentials.build_parser().parse_args(
+        [_by_default(word) for word in services["certs"]["command"]]
+    )
+    assert options.give is credentials.to_folders
+    assert 2 * options.every <= options.valid
+    assert mounts(services["certs"]) == {
+        name: f"{options.to}/{name}" for name in (*parts, credentials.AUTHORITY)
+    }
+
+
+def test_what_is_given_out_is_what_parts_take(compose: dict[str, Any], tmp_path: Path) -> None:
+    """Each file that a command names, and the certificate that it takes, is its part's."""
+    command = [_by_default(word) for word in compose["services"]["certs"]["command"]]
+    once = [word for word in command if "--to" not in word and "--every" not in word]
+    assert credentials.main([*once, f"--to={tmp_path}"]) == 0
+    for name, role in (("coordinator", "coordinator"), ("ps-0", "server"), ("ps-1", "server")):
+        words = compose["services"][name]["command"]
+        assert "https://" not in " ".join(words)
+        folder = str(tmp_path / role)
+        with identity.using(None):
+            options = read_config(
+                [*(word.replace(OWN, folder) for word in words), f"--tls={folder}"],
+                installed_commands(),
+            )
+            assert options.reach.files.cert == tmp_path / role / f"{role}.crt"
+            assert options.etcd.cert_file.exists()
+    etcd = compose["services"]["etcd"]["command"]
+    named = {word.split("=", 1)[1] for word in etcd if OWN in word}
+    assert {Path(path).name for path in named} == {
+        path.name for path in (tmp_path / "etcd").iterdir()
+    }
+    for part, files in credentials.parts().items():
+        found = list((tmp_path / part).iterdir())
+        assert {path.name for path in found} == set(files)
+        assert {path.stat().st_mode & 0o777 for path in found} == {0o600}
+
+
 def test_ignored_by_the_build(compose: dict[str, Any]) -> None:
     """What the Dockerfile copies from the checkout enters the build; git's files do not."""
     admitted = {
@@ -113,6 +187,9 @@ def test_ignored_by_the_build(compose: dict[str, Any]) -> None:
     dockerfile = (ROOT / compose["services"]["coordinator"]["build"]["dockerfile"]).read_text()
     copies = [line.split()[1:-1] for line in dockerfile.splitlines() if line.startswith("COPY ")]
     sources = {item.rstrip("/") for copy in copies if "--from" not in copy[0] for item in copy}
+    locks = {source for source in sources if source.startswith("deploy/locks/")}
+    assert locks == {"deploy/locks/build.txt", "deploy/locks/${LOCK}.txt"}
+    sources = sources - locks | {"deploy/locks"}
     assert sources == admitted
     assert all((ROOT / source).exists() for source in sources)
 
@@ -124,4 +201,6 @@ def test_the_build_names_no_package_index(compose: dict[str, Any]) -> None:
     passed = compose["services"]["coordinator"]["build"]["args"]
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"):
         assert f"\nARG {name}\n" in dockerfile, "without a default"
-        assert passed[name] is None
+    assert passed["PIP_INDEX_URL"] is passed["PIP_TRUSTED_HOST"] is None
+    # Where torch without CUDA is: what the locks `server` and `worker` name is nowhere else.
+    assert "download.pytorch.org" in passed["PIP_EXTRA_INDEX_URL"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from deploy.kustomization import find, render
-from deploy.pods import ask, log, passes, started, wait_until_ready
-from deploy.stack import Stack, run
+from deploy.pods import ask, log, make_secrets, passes, started, wait_until_ready
+from deploy.stack import IMAGES, Stack, run
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
 
@@ -15,16 +15,26 @@ KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 
 
 @pytest.fixture(scope="module")
-def image() -> Iterator[str]:
-    stack = Stack(image="shoal:pods-test")
+def images() -> Iterator[str]:
+    stack = Stack(images="shoal-pods-test")
     stack.compose("build", timeout_s=1200)
-    yield stack.image
-    run("docker", "image", "rm", stack.image)
+    yield stack.images
+    run("docker", "image", "rm", *(f"{stack.images}/{name}:dev" for name in IMAGES))
 
 
-def test_etcd_loses_a_member_and_serves_on(image: str) -> None:
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("secrets")
+    # Docker's processes go through it.
+    for each in (folder, *folder.parents[:2]):
+        each.chmod(0o755)
+    make_secrets(render(KUBERNETES / "base"), folder)
+    return folder
+
+
+def test_etcd_loses_a_member_and_serves_on(images: str, secrets: Path) -> None:
     """Three pods find each other by their names; with one gone the other two stay ready."""
-    with started(render(KUBERNETES / "base"), {"etcd"}, image) as pods:
+    with started(render(KUBERNETES / "base"), {"etcd"}, images, secrets) as pods:
         wait_until_ready(pods, 60)
         run("docker", "stop", pods["etcd-1"].docker_name)
         assert passes(pods["etcd-0"], "livenessProbe")
@@ -35,7 +45,7 @@ def test_etcd_loses_a_member_and_serves_on(image: str) -> None:
         assert passes(pods["etcd-0"], "livenessProbe"), "and no reason to restart it"
 
 
-def test_every_role_becomes_ready_and_a_worker_drains(image: str) -> None:
+def test_every_role_becomes_ready_and_a_worker_drains(images: str, secrets: Path) -> None:
     """Started all at once, in no order, every pod passes its probes and the job trains.
 
     A worker that is told to stop leaves the job in good order, well within its grace period.
@@ -44,9 +54,9 @@ def test_every_role_becomes_ready_and_a_worker_drains(image: str) -> None:
     worker = find(resources, kinds={"Deployment"}, name="worker")["spec"]["template"]["spec"]
     [container] = worker["containers"]
     container["args"] = ["--epochs=1000"]  # so that it still trains when we look
-    with started(resources, {"etcd", "coordinator", "ps", "worker"}, image) as pods:
+    with started(resources, {"etcd", "coordinator", "ps", "worker"}, images, secrets) as pods:
         wait_until_ready(pods, 180)
-        url = "http://coordinator:7780/api/v1/jobs/digits"
+        url = "/api/v1/jobs/digits"
         job = ask(pods["worker-0"], url)
         assert {m["member"]["member_id"] for m in job["members"]} == {"worker-0", "worker-1"}
 

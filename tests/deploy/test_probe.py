@@ -4,10 +4,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from deploy.scripts import credentials
+
+from shoal_proto.tls import identity
+from shoal_proto.tls.identity import in_folder
+from shoal_proto.tls.names import Role
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -24,19 +30,26 @@ class Coordinator(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Coordinator) as server:
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"127.0.0.1:{server.server_address[1]}"
+        yield server
         server.shutdown()
         thread.join()
 
 
-def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def address() -> Iterator[str]:
+    with serving(Coordinator) as server:
+        yield f"127.0.0.1:{server.server_address[1]}"
+
+
+def probe(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, DEPLOY / "probe.py", *arguments],
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -56,6 +69,31 @@ def test_tcp_probe(address: str) -> None:
     """A port that listens is exit 0, one that does not is exit 1."""
     assert probe("tcp", address).returncode == 0
     assert probe("tcp", "127.0.0.1:1").returncode == 1
+
+
+def test_over_tls_it_asks_a_coordinator_and_nobody_else(tmp_path: Path) -> None:
+    """With the authority and the token that its environment names; a part that only has a server's
+    certificate is not told the token."""
+    assert credentials.main(["files", f"--to={tmp_path}"]) == 0
+    seen: list[str | None] = []
+
+    class Guarded(Coordinator):
+        def do_GET(self) -> None:
+            seen.append(self.headers["Authorization"])
+            super().do_GET()
+
+    worker = tmp_path / "worker"
+    environment = {"SHOAL_TLS": str(worker), "SHOAL_TOKEN_FILE": str(worker / "token")}
+    for role, expected in (("coordinator", 0), ("server", 1)):
+        with identity.using(in_folder(tmp_path / role, Role(role))), serving(Guarded) as server:
+            own = identity.own()
+            assert own is not None
+            server.socket = own.material.server.wrap_socket(server.socket, server_side=True)
+            url = f"https://127.0.0.1:{server.server_address[1]}"
+            done = probe("http", f"https://127.0.0.1:1,{url}", "--path=/readyz", **environment)
+            assert done.returncode == expected, done.stderr
+    assert seen == [f"Bearer {(worker / 'token').read_text()}"]
+    assert "SHOAL_TLS" in probe("http", "https://127.0.0.1:1").stderr, "says what is missing"
 
 
 def requirements(extra: str, *arguments: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from deploy.scripts import credentials
 
 from shoal_client.cli import installed_commands, read_config
 from shoal_proto.names import is_name
@@ -19,6 +20,35 @@ DRAINED = 143
 def job() -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load(FILE.read_text())
     return loaded
+
+
+@pytest.fixture
+def job_set() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(FILE.with_name("worker-jobset.yaml").read_text())
+    return loaded
+
+
+def test_the_job_set_is_of_the_same_job(job: dict[str, Any], job_set: dict[str, Any]) -> None:
+    """No schema of JobSet is at hand: its Job is the one that is validated here, and the rest is
+    compared with the fields of `jobset.x-k8s.io/v1alpha2` by name."""
+    assert job_set["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    fields = {"network", "failurePolicy", "successPolicy", "ttlSecondsAfterFinished"}
+    assert set(job_set["spec"]) == fields | {"replicatedJobs"}
+    [replicated] = job_set["spec"]["replicatedJobs"]
+    assert set(replicated) == {"name", "replicas", "template"}
+    own = {k: v for k, v in job["spec"].items() if k != "ttlSecondsAfterFinished"}
+    assert replicated["template"] == {"spec": own}
+    assert job_set["metadata"] == job["metadata"]
+
+
+def test_it_has_a_workers_certificate_and_token(job: dict[str, Any]) -> None:
+    pod = job["spec"]["template"]["spec"]
+    [secret] = [v["secret"] for v in pod["volumes"] if "secret" in v]
+    assert secret["secretName"] == "shoal-worker"
+    assert {item["key"] for item in secret["items"]} == set(credentials.parts()["worker"])
+    [container] = pod["containers"]
+    [path] = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "own"]
+    assert {"name": "SHOAL_TLS", "value": path} in container["env"]
 
 
 def test_it_is_valid() -> None:

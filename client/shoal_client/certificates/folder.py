@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -37,7 +37,12 @@ class CertificateFolder:
         """Whether an authority is there."""
         return (self.path / CA_FILE).exists() or (self.path / CA_KEY_FILE).exists()
 
-    def init(self, valid: timedelta = DEFAULT_VALID, hosts: Sequence[str] = ()) -> None:
+    def init(
+        self,
+        valid: timedelta = DEFAULT_VALID,
+        hosts: Sequence[str] = (),
+        roles: Iterable[Role] = Role,
+    ) -> None:
         """Make the authority, and a certificate for each role. The hosts are the coordinator's.
 
         Raises InvalidSpec where there is an authority already, or others may read the folder.
@@ -60,7 +65,7 @@ class CertificateFolder:
         authority, own = Authority.new(f"shoal {secrets.token_hex(4)}")
         _write_new(self.path / CA_KEY_FILE, own.key)
         _write_new(self.path / CA_FILE, own.cert)
-        for role in Role:
+        for role in roles:
             named = hosts if role is Role.COORDINATOR else ()
             holder = Holder(caller=Caller(role, role.value), hosts=named, valid=valid)
             self._keep_new(authority, holder)

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -15,7 +16,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal_client.commands.address import StatusAddress
-from shoal_proto.errors import InternalError, NotLeader, ShoalError, Unavailable, UnknownJob
+from shoal_proto.errors import (
+    InternalError,
+    InvalidSpec,
+    NotLeader,
+    ShoalError,
+    Unavailable,
+    UnknownJob,
+)
 from shoal_proto.tls import identity
 from shoal_proto.tls.names import COORDINATOR_NAME
 
@@ -66,13 +74,29 @@ def _whole(url: str) -> str:
     return f"http://{host}" if identity.own() is None else f"https://{host}"
 
 
+def _token() -> str:
+    """That of SHOAL_TOKEN, or in the file SHOAL_TOKEN_FILE; empty: neither is set. Raises
+    InvalidSpec for a file that cannot be read."""
+    file = os.environ.get("SHOAL_TOKEN_FILE", "")
+    if (token := os.environ.get("SHOAL_TOKEN", "")) or not file:
+        return token
+    try:
+        return Path(file).read_text().strip()
+    except OSError as error:
+        raise InvalidSpec(
+            "the token in $SHOAL_TOKEN_FILE cannot be read",
+            seen=str(error),
+            expected="a file with a token of `shoal token create`",
+        ) from error
+
+
 class StatusClient:
     """Reads the HTTP API of the coordinator that leads, of those at the URLs (with commas between
     them); raises the class of error that the server names."""
 
     def __init__(self, urls: str) -> None:
         self._urls = [_whole(url.strip().rstrip("/")) for url in urls.split(",")]
-        token = os.environ.get("SHOAL_TOKEN", "")
+        token = _token()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         own = identity.own()
         self._http = httpx.Client(

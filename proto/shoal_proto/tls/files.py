@@ -46,6 +46,8 @@ class Material:
     key: bytes
     server: ssl.SSLContext
     """For taking connections: the other end must have a certificate."""
+    open: ssl.SSLContext
+    """For taking connections of callers that need have no certificate: browsers."""
     client: ssl.SSLContext
     """For making connections, to a name of `shoal_proto.tls.names`. The same object always."""
 
@@ -108,8 +110,9 @@ def _read(files: TlsFiles) -> Material:
         server.verify_mode = ssl.CERT_REQUIRED
         # A connection is for long: nothing is gained by tickets, and each is a message more.
         server.num_tickets = 0
+        anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        for context in (server, client):
+        for context in (server, anybody, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.load_verify_locations(cadata=ca.decode("ascii"))
             context.load_cert_chain(files.cert, files.key)
@@ -129,7 +132,7 @@ def _read(files: TlsFiles) -> Material:
             seen=f"{files.ca}: {error}",
             expected="PEM",
         ) from error
-    return Material(ca=ca, cert=cert, key=key, server=server, client=client)
+    return Material(ca=ca, cert=cert, key=key, server=server, open=anybody, client=client)
 
 
 def _unreadable(error: OSError) -> InvalidSpec:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -49,6 +49,11 @@ class CoordinatorConfig:
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Let only holders of a token read the page and its API, and only operators act: `shoal token`
     makes tokens and this file. Without it, whoever reaches the port may."""
+    http_clients: Annotated[Literal["certificate", "token"], Parameter(show_default=True)] = (
+        "certificate"
+    )
+    """Who may connect to the page over TLS. certificate: holders of one of the cluster's authority.
+    token: everybody, and reading takes a token: for browsers, which have no certificate."""
     advertise: AdvertisedAddress = ""
     ready_file: ReadyFile = None
     limits: Annotated[Limits, FLAT] = field(default_factory=Limits)
@@ -67,6 +72,13 @@ class CoordinatorConfig:
         object.__setattr__(self, "listen", listening(self.listen, self.reach.bind))
         object.__setattr__(self, "http", listening(self.http, self.reach.bind, "--http"))
         self.reach.check({"gRPC": self.listen, "HTTP": self.http})
+        if self.http_clients == "token" and self.http_tokens is None:
+            raise InvalidSpec(
+                "anybody could read the page",
+                seen="--http-clients token without --http-tokens",
+                expected="a file of tokens as well",
+                fix="Make one: shoal token create --role viewer --name NAME --file FILE",
+            )
         if self.copies < 1:
             raise InvalidSpec("bad --copies", seen=str(self.copies), expected="1 or more")
         if not self.leader_lease_s > 0:

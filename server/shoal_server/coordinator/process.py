@@ -81,7 +81,11 @@ async def serve(config: CoordinatorConfig) -> None:
             guard=Guard(None if config.http_tokens is None else Tokens(config.http_tokens)),
             operations=_operations(config, coordinator),
         )
-        status = await stack.enter_async_context(StatusServer(app, *split_address(config.http)))
+        host, port = split_address(config.http)
+        certificates = config.http_clients == "certificate"
+        status = await stack.enter_async_context(
+            StatusServer(app, host, port, certificates=certificates)
+        )
         coordinator.view.http_url = _http_url(config, address, status.port)
         coordinator.add_services(server)
         health = HealthService()

@@ -72,10 +72,12 @@ def _add_probes(app: FastAPI, reading: StatusQueries, measures: metrics.ProcessM
         tags=["probes"],
         responses={503: {"model": Readiness, "description": "Not leading, or etcd is away."}},
     )
-    async def readyz(response: Response) -> Readiness:
-        """200 while this coordinator leads and reaches etcd; 503 with the reason otherwise."""
+    async def readyz(response: Response, standby: bool = False) -> Readiness:
+        """200 while this coordinator leads and reaches etcd; 503 with the reason otherwise. With
+        `standby` also 200 while it knows another one that leads, and would take over from it."""
         readiness = reading.source.readiness()
-        response.status_code = 200 if readiness.ready else 503
+        stands_by = standby and bool(readiness.leader)
+        response.status_code = 200 if readiness.ready or stands_by else 503
         return readiness
 
     @app.get("/metrics", summary="Prometheus metrics", tags=["probes"], response_class=Response)

@@ -22,13 +22,15 @@ class StatusServer:
     """Serves the app between `async with` and its end.
 
     The port is bound on entry: a busy one raises AddressInUse before anything else happens, and
-    port 0 takes a free one. Signals are left to the process' own handlers.
+    port 0 takes a free one. Signals are left to the process' own handlers. Over TLS callers need a
+    certificate, unless `certificates` is False: then the app has to know them by something else.
     """
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI, host: str, port: int, *, certificates: bool = True) -> None:
         self._app = app
         self._host = host
         self._port = port
+        self._certificates = certificates
         self._server: BoundedServer | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -60,7 +62,7 @@ class StatusServer:
             timeout_graceful_shutdown=STOP_WITHIN_S,
         )
         config.load()
-        config.ssl = _tls()
+        config.ssl = _tls(certificates=self._certificates)
         bounds: HttpBounds = self._app.state.bounds
         self._server = BoundedServer(config, listener, bounds.limits, bounds.connections)
         self._task = asyncio.create_task(self._server.serve(), name="status-http")
@@ -84,17 +86,21 @@ class StatusServer:
         await self._task
 
 
-def _tls() -> ssl.SSLContext | None:
-    """What connections are taken with, where this process has a certificate: only from callers that
-    have one too. A certificate that was renewed is taken from the next handshake on."""
+def _tls(*, certificates: bool) -> ssl.SSLContext | None:
+    """What connections are taken with, where this process has a certificate. One that was renewed
+    is taken from the next handshake on."""
     own = identity.own()
     if own is None:
         return None
+
+    def now() -> ssl.SSLContext:
+        return own.material.server if certificates else own.material.open
+
     # The one that listens is never read anew: each handshake gets that of its time.
-    context = own.material.server
+    context = now()
 
     def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        connection.context = own.material.server
+        connection.context = now()
 
     context.sni_callback = renew
     return context

@@ -92,6 +92,8 @@ def test_a_killed_leader_is_succeeded_and_training_does_not_notice(tmp_path: Pat
         second = replica(supervisor, tmp_path, "second", etcd)
         assert http.get(f"{first.http}/readyz").status_code == 200
         assert http.get(f"{second.http}/readyz").status_code == 503
+        # It would take over, and a cluster's rollout need not wait for it to lead.
+        assert http.get(f"{second.http}/readyz?standby=1").status_code == 200
         addresses = [first.grpc, second.grpc]
         with closing([member(name, addresses, 2) for name in ("a", "b")]) as members:
             form(members)

@@ -108,6 +108,53 @@ async def test_tls_to_an_etcd_without(secured: Secured, etcd_endpoint: str) -> N
             await client.get("/shoal/a")
 
 
+async def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_path: Path) -> None:
+    """etcd comes back with another authority, which did not sign the certificate of before."""
+    files = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key", "own", "own-key")}
+
+    def renew() -> None:
+        authority = trustme.CA()
+        server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("s@example.org")
+        authority.cert_pem.write_to_path(files["ca"])
+        server.cert_chain_pems[0].write_to_path(files["cert"])
+        server.private_key_pem.write_to_path(files["key"])
+        client.cert_chain_pems[0].write_to_path(files["own"])
+        client.private_key_pem.write_to_path(files["own-key"])
+
+    def options() -> EtcdOptions:
+        return EtcdOptions(
+            fsync=False,
+            credentials=grpc.ssl_channel_credentials(
+                files["ca"].read_bytes(), files["own-key"].read_bytes(), files["own"].read_bytes()
+            ),
+            arguments=(
+                *("--cert-file", str(files["cert"]), "--key-file", str(files["key"])),
+                *("--client-cert-auth", "--trusted-ca-file", str(files["ca"])),
+            ),
+        )
+
+    renew()
+    with etcd_processes(tmp_path, options()) as (supervisor, (etcd,)):
+        config = EtcdConfig(
+            endpoints=(etcd.endpoint,),
+            ca_file=files["ca"],
+            cert_file=files["own"],
+            key_file=files["own-key"],
+            timeout_s=10,
+            attempt_timeout_s=1,
+        )
+        async with EtcdClient(config) as client:
+            await client.put("/shoal/a", b"1")
+            etcd.process.kill()
+            etcd.process.wait()
+            renew()
+            start_members(supervisor.spawn, [replace(etcd.member, options=options())])
+            await client.put("/shoal/a", b"2")
+            # A file that is away for a moment changes nothing for who has read it.
+            files["own"].unlink()
+            await client.put("/shoal/a", b"3")
+
+
 # --- user and password ---
 
 

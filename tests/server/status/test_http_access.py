@@ -253,7 +253,16 @@ def test_the_command_makes_tokens_that_only_it_has_seen(
         token(TokenConfig("create", name="ann", file=file))
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o644])
+@pytest.mark.parametrize("mode", [0o400, 0o440, 0o640])
+def test_a_file_that_its_group_may_read_is_taken(tmp_path: Path, mode: int) -> None:
+    """As files of a Kubernetes Secret are: root's, and the group's of the pod."""
+    file = tmp_path / "tokens"
+    secret = tokens.add(file, "ann", HttpRole.VIEWER)
+    file.chmod(mode)
+    assert Tokens(file).holder(secret) is not None
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o604, 0o666, 0o644])
 def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
     file = tmp_path / "tokens"
     tokens.add(file, "ann", HttpRole.VIEWER)

@@ -4,14 +4,24 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
+from pathlib import Path
 
 import httpx
 import pytest
 from support.clusters.status_world import World
 from support.processes.load import unhurried
 
-from shoal_proto.errors import AddressInUse
+from shoal_client.certificates.folder import CertificateFolder
+from shoal_proto.errors import AddressInUse, InvalidSpec
+from shoal_proto.tls import identity
+from shoal_proto.tls.identity import in_folder
+from shoal_proto.tls.names import COORDINATOR_NAME, Role
+from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.serving.admission.config import HttpLimits
+from shoal_server.status.access import tokens
+from shoal_server.status.access.guard import Guard
+from shoal_server.status.access.tokens import HttpRole, Tokens
 from shoal_server.status.app import build_app
 from shoal_server.status.http.bounds import HttpBounds
 from shoal_server.status.serve import StatusServer
@@ -88,3 +98,38 @@ async def test_live_pages_are_bounded_and_given_back(world: World) -> None:
             # The server notices at its next write, of which nobody is told.
             while bounds.streams.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+
+async def test_over_tls_a_browser_is_let_in_where_it_shows_a_token(
+    world: World, tmp_path: Path
+) -> None:
+    """Who has no certificate gets no connection; where tokens are asked for instead, one."""
+    folder = CertificateFolder(tmp_path / "certs")
+    folder.init(hosts=["127.0.0.1"])
+    secret = tokens.add(tmp_path / "tokens", "ann", HttpRole.VIEWER)
+    app = build_app(world, world.board, guard=Guard(Tokens(tmp_path / "tokens")))
+    browser = ssl.create_default_context(cafile=str(folder.path / "ca.crt"))
+    with identity.using(in_folder(folder.path, Role.COORDINATOR)):
+        async with (
+            StatusServer(app, "127.0.0.1", 0) as closed,
+            StatusServer(app, "127.0.0.1", 0, certificates=False) as opened,
+            httpx.AsyncClient(trust_env=False, verify=browser) as http,
+        ):
+            with pytest.raises(httpx.HTTPError):
+                await http.get(f"{closed.url}/healthz")
+            assert (await http.get(f"{opened.url}/healthz")).status_code == 200
+            jobs = f"{opened.url}/api/v1/jobs"
+            assert (await http.get(jobs)).status_code == 401
+            known = {"authorization": f"Bearer {secret}"}
+            assert (await http.get(jobs, headers=known)).status_code == 200
+            # A certificate does no harm, and is no token.
+            own = identity.own()
+            assert own is not None
+            async with httpx.AsyncClient(trust_env=False, verify=own.material.client) as holder:
+                answer = await holder.get(jobs, extensions={"sni_hostname": COORDINATOR_NAME})
+            assert answer.status_code == 401
+
+
+def test_a_page_for_everybody_is_refused() -> None:
+    with pytest.raises(InvalidSpec, match=r"anybody could read.*--http-tokens"):
+        CoordinatorConfig(http_clients="token")

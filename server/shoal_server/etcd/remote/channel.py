@@ -36,6 +36,7 @@ class Connection:
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.address = address
+        self.credentials = credentials
         if credentials is None:
             self.channel = grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS)
         else:

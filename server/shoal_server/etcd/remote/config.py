@@ -66,7 +66,7 @@ class EtcdConfig:
     ca_file: Annotated[Path | None, _option("--etcd-ca", "FILE")] = None
     """PEM file of the authority that signed etcd's certificate. Setting it turns TLS on."""
     cert_file: Annotated[Path | None, _option("--etcd-cert", "FILE")] = None
-    """PEM file of the client certificate, if etcd asks for one."""
+    """PEM file of the client certificate, if etcd asks for one. Read anew when it changes."""
     key_file: Annotated[Path | None, _option("--etcd-key", "FILE")] = None
     """PEM file of the certificate's key."""
     timeout_s: Annotated[float, INTERNAL] = 10.0

@@ -51,6 +51,8 @@ class Connections:
         self._open: dict[str, Connection] = {}
         self._index = 0
         self._credentials: grpc.ChannelCredentials | None = None
+        self._stamps: list[tuple[int, int]] = []
+        """Of the files that the credentials were read from."""
         self.token: str | None = None
         """None before the login; empty where etcd wants none."""
         self._login_lock = asyncio.Lock()
@@ -63,9 +65,15 @@ class Connections:
         if self._closed:
             raise _closed()
         address = self.config.endpoints[self._index]
-        if address not in self._open:
-            self._open[address] = Connection(address, self._load_credentials())
-        return self._open[address]
+        credentials = self._load_credentials()
+        found = self._open.get(address)
+        if found is not None and found.credentials is not credentials and not found.stands:
+            # It would show the certificate of before its renewal for as long as it lives.
+            self.replace(found)
+            found = None
+        if found is None:
+            found = self._open[address] = Connection(address, credentials)
+        return found
 
     def move_on(self, failed: str) -> None:
         """Take the endpoint after the failed one, unless somebody already has."""
@@ -185,17 +193,23 @@ class Connections:
         return str(reply.token)
 
     def _load_credentials(self) -> grpc.ChannelCredentials | None:
+        """Those of the files as they are now; the same object until the files change."""
         if self.config.ca_file is None:
             return None
-        if self._credentials is None:
-            files = (self.config.ca_file, self.config.key_file, self.config.cert_file)
-            try:
+        files = (self.config.ca_file, self.config.key_file, self.config.cert_file)
+        try:
+            found = [file.stat() for file in files if file]
+            stamps = [(each.st_mtime_ns, each.st_ino) for each in found]
+            if self._credentials is None or stamps != self._stamps:
                 ca, key, cert = (file.read_bytes() if file else None for file in files)
-            except OSError as error:
+                self._credentials = grpc.ssl_channel_credentials(ca, key, cert)
+                self._stamps = stamps
+        except OSError as error:
+            if self._credentials is None:
                 raise InvalidSpec(
                     "cannot read a TLS file for etcd", seen=str(error), expected="a PEM file"
                 ) from error
-            self._credentials = grpc.ssl_channel_credentials(ca, key, cert)
+            log.warning("etcd_certificate_not_renewed", reason=str(error))
         return self._credentials
 
 

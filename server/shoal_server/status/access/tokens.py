@@ -96,11 +96,12 @@ def read(path: Path) -> Sequence[TokenHolder]:
             expected="a file of lines NAME ROLE SHA256",
             fix=f"Make one: shoal token create --role viewer --name NAME --file {path}",
         ) from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    # A group may read: files of a Kubernetes Secret belong to root, and to the group of the pod.
+    if mode & (stat.S_IWGRP | stat.S_IXGRP | stat.S_IRWXO):
         raise InvalidSpec(
             f"others may read or write {path}",
             seen=f"mode {stat.S_IMODE(mode):04o}",
-            expected="0600",
+            expected="0600, or 0640 for a group",
             fix=f"chmod 600 {path}",
         )
     return [_holder(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]

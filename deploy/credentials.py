@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""Makes all that the parts of a cluster know each other by, gives each part its own, and renews it.
+
+    shoal-credentials files --to DIR       a folder for each part; mount each into its part alone
+    shoal-credentials secrets              a Kubernetes Secret for each part
+
+There are two authorities: one for Shoal's processes, one for etcd, so that a worker's certificate
+opens no etcd. Their keys stay in `authority`. What each part gets:
+
+    coordinator   its certificate, that of a client of etcd, the hashes of the HTTP tokens
+    server        a parameter server's certificate, that of a client of etcd
+    worker        a worker's certificate, a viewer's token for its health check
+    operator      an operator's certificate and token
+    viewer        a viewer's certificate and token, for Prometheus
+    etcd          the certificate of etcd, for its clients and its peers
+
+Certificates are made anew each `--every-h` hours, tokens and authorities are kept. Everything runs
+on: processes read changed files anew.
+"""
+
+import argparse
+import base64
+import json
+import os
+import signal
+import ssl
+import sys
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from shoal_client.certificates.authority import Holder
+from shoal_client.certificates.folder import CA_KEY_FILE, CertificateFolder
+from shoal_proto.errors import ShoalError
+from shoal_proto.tls.identity import CA_FILE
+from shoal_proto.tls.names import Caller, Role
+from shoal_server.status.access import tokens
+from shoal_server.status.access.tokens import HttpRole
+
+AUTHORITY = "authority"
+TOKENS = "tokens"
+TOKEN = "token"
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+ANSWER_WITHIN_S = 30
+
+TOKEN_ROLES = {
+    "worker": HttpRole.VIEWER,
+    "viewer": HttpRole.VIEWER,
+    "operator": HttpRole.OPERATOR,
+}
+PARTS: Mapping[str, Mapping[str, str]] = {
+    **{
+        role.value: {
+            CA_FILE: f"shoal/{CA_FILE}",
+            f"{role.value}.crt": f"shoal/{role.value}.crt",
+            f"{role.value}.key": f"shoal/{role.value}.key",
+        }
+        for role in Role
+    },
+    "etcd": {CA_FILE: f"etcd/{CA_FILE}", "etcd.crt": "etcd/etcd.crt", "etcd.key": "etcd/etcd.key"},
+}
+"""The files of each part, and what they are called in the authority's folder."""
+ETCD_CLIENT = {
+    "etcd-ca.crt": f"etcd/{CA_FILE}",
+    "etcd-client.crt": "etcd/etcd-client.crt",
+    "etcd-client.key": "etcd/etcd-client.key",
+}
+
+
+def parts() -> dict[str, dict[str, str]]:
+    """What each part gets: file by name, and its place in the authority's folder."""
+    found = {part: dict(files) for part, files in PARTS.items()}
+    for part in ("coordinator", "server"):
+        found[part] |= ETCD_CLIENT
+    for part in TOKEN_ROLES:
+        found[part][TOKEN] = f"{part}.{TOKEN}"
+    found["coordinator"][TOKENS] = TOKENS
+    return found
+
+
+def make(
+    authority: Path, valid: timedelta, hosts: Sequence[str], etcd_hosts: Sequence[str]
+) -> None:
+    """Have all of it in the authority's folder, certificates made anew. Raises ShoalError."""
+    authority.mkdir(mode=0o700, exist_ok=True, parents=True)
+    wanted = {
+        "shoal": [
+            Holder(
+                caller=Caller(role, role.value),
+                hosts=hosts if role is Role.COORDINATOR else (),
+                valid=valid,
+            )
+            for role in Role
+        ],
+        # Names of roles mean nothing to etcd: it lets in whoever its own authority signed for.
+        "etcd": [
+            Holder(caller=Caller(Role.SERVER, "etcd"), hosts=etcd_hosts, valid=valid),
+            Holder(caller=Caller(Role.OPERATOR, "etcd-client"), valid=valid),
+        ],
+    }
+    for name, holders in wanted.items():
+        folder = CertificateFolder(authority / name)
+        if not folder.is_made:
+            folder.init(roles=())
+        for holder in holders:
+            for kind in ("crt", "key"):
+                (folder.path / f"{holder.caller.name}.{kind}").unlink(missing_ok=True)
+            folder.issue(holder)
+    for name, role in TOKEN_ROLES.items():
+        own = authority / f"{name}.{TOKEN}"
+        if not own.exists():
+            forget(authority / TOKENS, name)
+            write(own, tokens.add(authority / TOKENS, name, role).encode())
+
+
+def forget(path: Path, name: str) -> None:
+    """Take out the token that was made when its own file was not written any more."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        write(path, "".join(line for line in lines if line.split()[0] != name).encode())
+
+
+def write(path: Path, data: bytes) -> None:
+    """Whole or not at all, for its owner alone."""
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    part.replace(path)
+
+
+# --- into folders ---
+
+
+def to_folders(options: argparse.Namespace) -> None:
+    """Each part's files into a folder of its own."""
+    authority = options.to / AUTHORITY
+    make(authority, options.valid, options.host, options.etcd_host)
+    for part, files in parts().items():
+        folder = options.to / part
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # A certificate last: a part is served once all is there (see --wait of the compose file).
+        for name, source in sorted(files.items(), key=lambda item: item[0].endswith(".crt")):
+            data = (authority / source).read_bytes()
+            target = folder / name
+            if not target.exists() or target.read_bytes() != data:
+                write(target, data)
+
+
+# --- into Secrets ---
+
+
+class Cluster:
+    """The Kubernetes API, as the pod's service account may use it."""
+
+    def __init__(self, account: Path, server: str) -> None:
+        self._namespace = (account / "namespace").read_text().strip()
+        self._token = account / "token"
+        self._server = server
+        self._tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
+
+    def get(self, name: str) -> Mapping[str, object]:
+        """A Secret. Raises OSError."""
+        return self._ask("GET", name)
+
+    def fill(self, name: str, files: Mapping[str, bytes], version: str = "") -> None:
+        """Put the files into a Secret that is there. With a version, only into that one: OSError
+        if somebody else has changed it meanwhile."""
+        data = {key: base64.b64encode(value).decode() for key, value in files.items()}
+        metadata = {"resourceVersion": version} if version else {}
+        self._ask("PATCH", name, {"metadata": metadata, "data": data})
+
+    def _ask(self, method: str, name: str, body: object = None) -> Mapping[str, object]:
+        request = urllib.request.Request(
+            f"{self._server}/api/v1/namespaces/{self._namespace}/secrets/{name}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={
+                "Authorization": f"Bearer {self._token.read_text().strip()}",
+                "Content-Type": "application/merge-patch+json",
+            },
+        )
+        try:
+            with urllib.request.urlopen(
+                request, timeout=ANSWER_WITHIN_S, context=self._tls
+            ) as answer:
+                found: Mapping[str, object] = json.load(answer)
+        except urllib.error.HTTPError as error:
+            said = error.read(2000).decode(errors="replace")
+            raise OSError(f"{method} secret {name}: {error.code} {said}") from error
+        return found
+
+
+def to_secrets(options: argparse.Namespace) -> None:
+    """Each part's files into the Secret PREFIX-PART. The authority's is read first."""
+    host = os.environ["KUBERNETES_SERVICE_HOST"]
+    address = f"[{host}]" if ":" in host else host
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    cluster = Cluster(options.account, f"https://{address}:{port}")
+    secret = cluster.get(f"{options.prefix}-{AUTHORITY}")
+    with tempfile.TemporaryDirectory() as folder:
+        authority = Path(folder) / AUTHORITY
+        unpack(secret.get("data") or {}, authority)
+        make(authority, options.valid, options.host, options.etcd_host)
+        version = secret["metadata"]["resourceVersion"]  # type: ignore[index]
+        cluster.fill(f"{options.prefix}-{AUTHORITY}", kept(authority), version)
+        for part, files in parts().items():
+            contents = {name: (authority / source).read_bytes() for name, source in files.items()}
+            cluster.fill(f"{options.prefix}-{part}", contents)
+
+
+def kept(authority: Path) -> dict[str, bytes]:
+    """What makes the same authority again: keys of a Secret have no slash."""
+    names = [f"{name}/{file}" for name in ("shoal", "etcd") for file in (CA_FILE, CA_KEY_FILE)]
+    names += [TOKENS, *(f"{part}.{TOKEN}" for part in TOKEN_ROLES)]
+    return {name.replace("/", "-"): (authority / name).read_bytes() for name in names}
+
+
+def unpack(data: Mapping[str, str], authority: Path) -> None:
+    """The reverse of `kept`, as far as there is something."""
+    for key, text in data.items():
+        name, _, file = key.partition("-")
+        path = authority / name / file if name in ("shoal", "etcd") else authority / key
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write(path, base64.b64decode(text))
+
+
+# --- the command ---
+
+
+def hours(text: str) -> timedelta:
+    found = timedelta(hours=float(text))
+    if found <= timedelta():
+        raise argparse.ArgumentTypeError(f"{text}: expected hours above 0")
+    return found
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shoal-credentials", allow_abbrev=False)
+    kinds = parser.add_subparsers(required=True)
+    files = kinds.add_parser("files", help="a folder for each part")
+    files.add_argument("--to", type=Path, required=True, metavar="DIR")
+    files.set_defaults(give=to_folders)
+    secrets = kinds.add_parser("secrets", help="a Kubernetes Secret for each part")
+    secrets.add_argument("--prefix", default="shoal", help="Secrets are called PREFIX-PART")
+    secrets.add_argument("--account", type=Path, default=SERVICE_ACCOUNT, metavar="DIR")
+    secrets.set_defaults(give=to_secrets)
+    for each in (files, secrets):
+        each.add_argument("--valid-h", dest="valid", type=hours, default=timedelta(hours=24))
+        each.add_argument("--every-h", dest="every", type=hours, help="go on; by default once")
+        each.add_argument("--host", action="append", default=[], help="of the page, for browsers")
+        each.add_argument("--etcd-host", action="append", default=[], help="of each etcd member")
+    return parser
+
+
+def run(options: argparse.Namespace, wait: Callable[[float], bool]) -> int:
+    """Give out, again and again if that is asked for. `wait` answers whether to end."""
+    if options.every and options.every * 2 > options.valid:
+        print("shoal-credentials: --every-h must be half of --valid-h at most", file=sys.stderr)
+        return 2
+    while True:
+        try:
+            options.give(options)
+        except (OSError, ShoalError) as error:
+            # Ended, it is started again, soon and with longer and longer pauses.
+            print(f"shoal-credentials: {error}", file=sys.stderr)
+            return 1
+        print(f"shoal-credentials: given out, valid for {options.valid}", flush=True)
+        if not options.every or wait(options.every.total_seconds()):
+            return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = build_parser().parse_args(arguments)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return run(options, stop.wait)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The chart gives what the kustomization does, rendered by Helm itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from deploy.kustomization import Resource, find, render
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+CHART = DEPLOY / "helm" / "shoal"
+HELM = Path(sys.executable).with_name("helm")
+
+
+def helm(*arguments: str) -> str:
+    done = subprocess.run([HELM, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def template(values: dict[str, Any] | None = None, namespace: str = "shoal") -> list[Resource]:
+    """What Helm would apply."""
+    given = [] if values is None else [f"--set-json={k}={json.dumps(v)}" for k, v in values.items()]
+    text = helm("template", "any-name", str(CHART), f"--namespace={namespace}", *given)
+    found = [document for document in yaml.safe_load_all(text) if document]
+    for resource in found:
+        # Helm applies into the namespace; it need not stand there.
+        if resource["kind"] != "Namespace":
+            resource["metadata"].setdefault("namespace", namespace)
+    return found
+
+
+def by_name(resources: list[Resource]) -> dict[tuple[str, str], Resource]:
+    found = {(r["kind"], r["metadata"]["name"]): r for r in resources}
+    assert len(found) == len(resources)
+    # Instead of a new name of the config map, at which kustomize rolls the workers.
+    worker = found["Deployment", "worker"]["spec"]["template"]["metadata"]
+    worker.pop("annotations", None)
+    return found
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "base": {"namespace.create": True},
+    "overlays/dev": {
+        "namespace.create": True,
+        "etcd.replicas": 1,
+        "coordinator.replicas": 1,
+        "parameterServer.replicas": 1,
+        "worker.replicas": 2,
+    },
+    "overlays/gpu": {
+        "namespace.create": True,
+        "worker.image": "worker-cuda",
+        "worker.resources": {
+            "requests": {"cpu": "1", "memory": "1Gi"},
+            "limits": {"memory": "32Gi", "nvidia.com/gpu": 1},
+        },
+        "worker.sharedMemory": "8Gi",
+        "worker.tolerations": [
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_chart_is_the_kustomization(variant: str) -> None:
+    """Resource by resource, field by field."""
+    theirs = by_name(render(DEPLOY / "kubernetes" / variant))
+    namespace = theirs["Deployment", "worker"]["metadata"]["namespace"]
+    ours = by_name(template(VARIANTS[variant], namespace))
+    if variant == "overlays/dev":
+        # It names further members of etcd, which are not there.
+        for each in (theirs, ours):
+            [container] = each["Deployment", "credentials"]["spec"]["template"]["spec"][
+                "containers"
+            ]
+            container["command"] = [c for c in container["command"] if "etcd-host" not in c]
+    assert set(ours) == set(theirs)
+    for key, resource in theirs.items():
+        assert ours[key] == resource, key
+
+
+def test_the_spot_overlay_can_be_said_in_values() -> None:
+    theirs = by_name(render(DEPLOY / "kubernetes" / "overlays" / "spot"))
+    pod = theirs["Deployment", "worker"]["spec"]["template"]["spec"]
+    values = {
+        "worker.graceSeconds": 12,
+        "worker.terminationGracePeriodSeconds": pod["terminationGracePeriodSeconds"],
+        "worker.tolerations": pod["tolerations"],
+        "worker.nodeAffinity": pod["affinity"]["nodeAffinity"],
+    }
+    ours = by_name(template(values))
+    assert ours["Deployment", "worker"] == theirs["Deployment", "worker"]
+
+
+def test_a_changed_job_rolls_the_workers() -> None:
+    def checksum(values: dict[str, Any]) -> str:
+        worker = find(template(values), kinds={"Deployment"}, name="worker")
+        found: str = worker["spec"]["template"]["metadata"]["annotations"]["checksum/job"]
+        return found
+
+    assert checksum({"job.name": "a"}) == checksum({"job.name": "a"})
+    assert checksum({"job.name": "a"}) != checksum({"job.name": "b"})
+
+
+def test_it_is_valid_with_other_values(tmp_path: Path) -> None:
+    """By Kubernetes' own schemas, and by Helm's; the PodMonitor has none there."""
+    helm("lint", "--strict", str(CHART))
+    values = {
+        "etcd.replicas": 5,
+        "storageClass": "fast",
+        "coordinator.hosts": ["shoal.example"],
+        "coordinator.arguments": ["--copies=3"],
+        "images.registry": "registry.example/team",
+        "images.tag": "1",
+    }
+    resources = template(values)
+    path = tmp_path / "all.yaml"
+    path.write_text(yaml.safe_dump_all(resources))
+    program = Path(sys.executable).with_name("kubernetes-validate")
+    done = subprocess.run([program, "--strict", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    images = {
+        container["image"]
+        for resource in resources
+        if resource["kind"] in ("Deployment", "StatefulSet")
+        for container in resource["spec"]["template"]["spec"]["containers"]
+    }
+    assert {image.rpartition("/")[0] for image in images} == {"registry.example/team"}
+    assert {image.rpartition(":")[2] for image in images} == {"1"}
+    etcd = find(resources, kinds={"ConfigMap"}, name="etcd")["data"]["INITIAL_CLUSTER"]
+    assert etcd.count("https://") == 5
+
+
+def test_monitors_are_those_beside_the_kustomization() -> None:
+    """Only where the operator is said to be there."""
+    path = DEPLOY / "kubernetes" / "pod-monitor.yaml"
+    theirs = {each["metadata"]["name"]: each for each in yaml.safe_load_all(path.read_text())}
+    found = [r for r in template({"monitoring.podMonitor": True}) if r["kind"] == "PodMonitor"]
+    for each in found:
+        each["metadata"].pop("namespace")
+    assert {each["metadata"]["name"]: each for each in found} == theirs
+    assert not [r for r in template() if r["kind"] == "PodMonitor"]

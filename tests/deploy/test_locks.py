@@ -1,0 +1,86 @@
+"""What images install: locked by hash, by the versions that the tests ran with."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from deploy.scripts import lock
+
+ROOT = Path(__file__).parents[2]
+LOCKS = ROOT / "deploy" / "locks"
+CUDA = re.compile("nvidia-|triton$|cuda-")
+"""What torch for GPUs requires besides: constraints.txt is of the one without."""
+FREE = {"setuptools"}
+"""Which comes with an environment, and is not held by constraints.txt."""
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked(name: str) -> dict[str, tuple[str, list[str]]]:
+    """Version and hashes by package."""
+    found = {}
+    text = (LOCKS / f"{name}.txt").read_text().replace("\\\n", " ")
+    for line in text.splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        pinned = re.match(r"([\w.-]+)==(\S+)", line)
+        assert pinned is not None, line
+        found[normal(pinned[1])] = (pinned[2], re.findall(r"--hash=sha256:([0-9a-f]{64})\b", line))
+    return found
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    return {normal(name): version for name, version in pairs}
+
+
+@pytest.mark.parametrize("name", lock.LOCKS)
+def test_a_lock_agrees_with_the_constraints(name: str) -> None:
+    """The same versions, each with a hash. `make locks` writes them anew."""
+    found, wanted = locked(name), constraints()
+    is_cuda = name == "worker-cuda"
+    for package, (version, hashes) in found.items():
+        assert hashes, f"{package} has no hash"
+        if package in FREE or (is_cuda and CUDA.match(package)):
+            continue
+        assert version.removesuffix("+cpu") == wanted[package], f"{package}: run `make locks`"
+    assert any(CUDA.match(package) for package in found) is is_cuda
+
+
+@pytest.mark.parametrize("name", lock.LOCKS)
+def test_a_lock_has_what_its_extra_asks_for(name: str) -> None:
+    extra, _ = lock.LOCKS[name]
+    direct = {normal(re.split(r"[\s<>=!~;\[]", each)[0]) for each in lock.wanted(extra)}
+    assert direct <= set(locked(name)), "run `make locks`"
+
+
+def test_a_coordinator_has_no_torch_and_a_worker_no_server() -> None:
+    assert not {"torch", "numpy"} & set(locked("coordinator"))
+    assert not {"fastapi", "uvicorn"} & set(locked("worker"))
+    assert locked("worker")["torch"][0].endswith("+cpu")
+
+
+def test_what_builds_is_locked_too() -> None:
+    """The build's own tools, of which none ends in an image."""
+    found = locked("build")
+    assert {"hatchling", "cyclonedx-bom", "pip"} <= set(found)
+    assert all(hashes for _, hashes in found.values())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["build-system"]["build-backend"].startswith("hatchling")
+
+
+def test_a_dockerfile_takes_nothing_without_a_hash() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert "PIP_REQUIRE_HASHES=1" in text
+    installs = [
+        line for line in text.replace("\\\n", " ").splitlines() if "PIP_REQUIRE_HASHES=0" in line
+    ]
+    [only] = installs
+    for command in only.split("&&"):
+        if "PIP_REQUIRE_HASHES=0" in command:
+            assert "--no-deps" in command and ("--no-index" in command or "wheel" in command)
+    assert re.search(r"^ARG BASE=\S+:\d+\.\d+\.\d+-", text, re.MULTILINE), "a release, not a line"
