@@ -1,0 +1,107 @@
+"""The batch script for Slurm, run with a `srun` that starts its tasks on this machine."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal_client.local.etcd import find_etcd
+
+SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "shoal.sbatch"
+SRUN = """#!/usr/bin/env bash
+# Two nodes, a task on each, as the options of the script say; the worst exit code is its own.
+command=()
+for word in "$@"; do
+    if [[ ${#command[@]} -gt 0 || $word != --* ]]; then command+=("$word"); fi
+done
+echo "srun: $*" >> "$SRUN_LOG"
+pids=()
+for node in 0 1; do
+    SHOAL_LOG_DIR="$SRUN_LOG.$node" "${command[@]}" --epochs=2 &
+    pids+=($!)
+done
+code=0
+for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+exit $code
+"""
+
+
+def test_shellcheck_finds_nothing() -> None:
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("no shellcheck here")
+    done = subprocess.run([program, SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def environment(folder: Path) -> dict[str, str]:
+    srun = folder / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    (srun.parent / "etcd").symlink_to(find_etcd())
+    path = f"{srun.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = probe.getsockname()[1]
+    return {
+        "PATH": path,
+        "HOME": str(folder),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SHOAL_PORT": str(number - number % 20),
+        "SHOAL_HEAD": "localhost",
+        "SHOAL_DIR": str(folder / "shoal"),
+        "SHOAL_JOB": "batch",
+        "PARAMETER_SERVERS": "1",
+        "SRUN_LOG": str(folder / "srun"),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.mark.long
+def test_it_trains_over_tls_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    given = environment(tmp_path)
+    done = subprocess.run(
+        ["bash", SCRIPT, "-m", "shoal.demo.digits", "--strategy=ddp"],
+        env=given,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    logs = "".join(path.read_text() for path in (tmp_path / "shoal" / "logs").iterdir())
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert (done.stdout + done.stderr).count("test accuracy") == 2, "both nodes trained to the end"
+    # Keys are the user's alone, and nothing was served without TLS.
+    for path in (tmp_path / "shoal").rglob("*.key"):
+        assert path.stat().st_mode & 0o077 == 0
+    assert "ports_open_to_others" not in logs
+    # What it started has ended.
+    for name in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert str(tmp_path / "shoal") not in name.read_bytes().decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+
+
+def test_without_slurm_or_a_script_it_says_so(tmp_path: Path) -> None:
+    for arguments, given, told in (
+        ([], {"SLURM_JOB_ID": "7"}, "usage: sbatch"),
+        (["train.py"], {}, "run it by sbatch"),
+    ):
+        done = subprocess.run(
+            ["bash", SCRIPT, *arguments],
+            env={"PATH": os.environ["PATH"], **given},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode != 0 and told in done.stderr
+    assert list(tmp_path.iterdir()) == []
