@@ -1,5 +1,6 @@
 """docker-compose.yml agrees with itself and with the program; test_compose.py runs it."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -192,6 +193,8 @@ def test_ignored_by_the_build(compose: dict[str, Any]) -> None:
     sources = sources - locks | {"deploy/locks"}
     assert sources == admitted
     assert all((ROOT / source).exists() for source in sources)
+    for script in (source for source in sources if source.endswith(".py")):
+        assert os.access(ROOT / script, os.X_OK), "it is copied as it is"
 
 
 def test_the_build_names_no_package_index(compose: dict[str, Any]) -> None:
