@@ -35,10 +35,10 @@ class FileFuzzer:
         self._draw = draw
         self._directory = directory
         good = directory / "good"
-        self._image = _journal(good)
+        self.image = _journal(good)
         self._journal = {path.relative_to(good): path.read_bytes() for path in _files(good)}
         self._segment = next(d for p, d in self._journal.items() if p.name.startswith("segment"))
-        self._manifest = _manifest(self._image).to_bytes()
+        self._manifest = _manifest(self.image).to_bytes()
         self._readers: dict[str, Callable[[bytes], object]] = {
             "segment": lambda data: scan(data, "segment-1.log", is_last=self._draw.random() < 0.5),
             "image": self._read_image,
@@ -50,7 +50,7 @@ class FileFuzzer:
         kind = self._draw.choices(list(self._readers), (10, 10, 10, 1))[0]
         good = {
             "segment": self._segment,
-            "image": self._image,
+            "image": self.image,
             "manifest": self._manifest,
             "journal": self._segment,
         }[kind]

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import secrets
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from fuzzing.files import FileFuzzer
 from fuzzing.findings import Findings, Input, corpus
 from fuzzing.messages import MessageMaker, spoilt
 
+from shoal_proto.errors import InternalError
+from shoal_proto.v1.replication_pb2 import DenseSpec
+from shoal_server.parameters.shard import image_file
+from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.message_bounds import MessageBounds
 
 SEED = 20261123
@@ -56,7 +61,17 @@ def test_files_that_were_found_before_are_refused(tmp_path: Path) -> None:
     assert findings.unhandled == []
 
 
-@pytest.mark.nightly
+def test_an_image_of_values_of_an_unknown_type_is_refused_by_name(tmp_path: Path) -> None:
+    """Its checksum is right: somebody has written it so, or a later release has."""
+    data = FileFuzzer(random.Random(SEED), tmp_path).image
+    image = image_file.from_bytes(data, sha256=image_file.digest(data), file="image", shard_id=0)
+    spec = DenseSpec.FromString(image.spec)
+    spec.shard.dtype = "flmat32"
+    with pytest.raises(InternalError, match="unknown type"):
+        restore(replace(image, spec=spec.SerializeToString()))
+
+
+@pytest.mark.long
 def test_nothing_unforeseen_comes_of_any_input(tmp_path: Path) -> None:
     """A cluster of real processes takes some of every surface, and those that were found before."""
     outcome = run(SEED, seconds=0, size=0.3, directory=tmp_path, before=replay)

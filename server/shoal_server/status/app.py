@@ -45,7 +45,13 @@ def build_app(
     """
     bounds, guard = bounds or HttpBounds(), guard or Guard()
     # The pages that FastAPI offers for its schema load scripts from a CDN: they stay off.
-    app = FastAPI(title="Shoal", description=DESCRIPTION, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Shoal",
+        description=DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     reading = StatusQueries(source, board)
     app.state.bounds, app.state.loop_lag = bounds, LoopLag()
     errors.install(app, bounds.limits.http_request_s)

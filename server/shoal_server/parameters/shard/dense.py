@@ -189,6 +189,12 @@ def dense_from_image(image: Image) -> DenseShard:
     Raises InternalError if the image is not whole or not of a dense shard.
     """
     spec = _dense_spec(image)
+    if spec.shard.dtype not in DTYPES:
+        raise InternalError(
+            f"the image of shard {image.shard_id} has values of an unknown type",
+            seen=repr(spec.shard.dtype),
+            expected=f"one of {', '.join(DTYPES)}",
+        )
     num_elements = sum(block.num_elements for block in spec.shard.blocks)
     values = image.tensors.get(VALUES)
     if image.kind != DenseBody.kind or values is None or values.numel() != num_elements:
