@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -28,7 +28,16 @@ from shoal.torch_private.compiling import compiled_in_place, is_compiled
 from shoal_proto.errors import InvalidSpec
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Chosen = str | Strategy
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+
+
+class How(TypedDict, total=False):
+    """The keywords of `Session.distribute`."""
+
+    checkpoints: Checkpoints | None
+    keyed_dropout: bool
+    sync_batchnorm: bool
 
 
 @dataclass(frozen=True, kw_only=True)

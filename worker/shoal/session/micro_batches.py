@@ -139,6 +139,16 @@ class MicroBatches:
         self._num_passes += 1
         return self._fraction()
 
+    def backward(self, loss: Tensor, fraction: float, counted: float | None) -> None:
+        """Compute gradients of a mean loss over this fraction of the share, or, where `counted` is
+        given, over so many of what the step's losses are weighted by."""
+        if counted is not None:
+            with counting(loss, counted) as counts:
+                self._strategy.backward_by_weight(counts, counted)
+        else:
+            weight = self._batch.weight if self._batch is not None else 1.0
+            self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
+
     def counted(self, weight: float | Tensor) -> float:
         """What a loss of this weight counts for: nothing where there are no samples.
 

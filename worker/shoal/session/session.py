@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,10 +21,10 @@ from shoal.membership.join_config import JoinConfig
 from shoal.membership.validators import Validator, ValidatorSet, validators_of
 from shoal.model.frameworks import adapter_of, fits_by_itself
 from shoal.session.batch_sources import Batches, BatchSource, LeasedBatches, SynchronousBatches
-from shoal.session.distribution import Distribution, Models, Optimizers, Options
+from shoal.session.distribution import Chosen, Distribution, How, Models, Optimizers, Options
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
-from shoal.session.micro_batches import counting, scaled
+from shoal.session.micro_batches import scaled
 from shoal.session.own_pause import PAUSE_S, OwnPause
 from shoal.session.shared_calls import Reduction, SharedCalls, Value, note_loss
 from shoal.session.step import Step, reason_of, reason_of_end
@@ -37,6 +37,8 @@ from shoal_proto.errors import InvalidSpec, ShoalError
 
 MAX_REASON_CHARS = 200
 S = TypeVar("S", bound=Stateful)
+M = TypeVar("M", bound=nn.Module)
+Given = TypeVar("Given", bound=Optimizers)
 
 
 class Session:
@@ -115,11 +117,23 @@ class Session:
 
     # --- what the training script calls ---
 
+    @overload
+    def distribute(
+        self, model: M, optimizer: Given, strategy: Chosen = ..., **how: Unpack[How]
+    ) -> tuple[M, Given]: ...
+    @overload
+    def distribute(
+        self, model: Mapping[str, M], optimizer: Given, strategy: Chosen = ..., **how: Unpack[How]
+    ) -> tuple[dict[str, M], Given]: ...
+    @overload
+    def distribute(
+        self, model: Sequence[M], optimizer: Given, strategy: Chosen = ..., **how: Unpack[How]
+    ) -> tuple[list[M], Given]: ...
     def distribute(
         self,
         model: Models,
         optimizer: Optimizers,
-        strategy: str | Strategy = "ddp",
+        strategy: Chosen = "ddp",
         *,
         checkpoints: Checkpoints | None = None,
         keyed_dropout: bool = True,
@@ -259,19 +273,11 @@ class Session:
         step = self._open_step("backward")
         self._trained.choose(optimizer, "session.backward", weight=weight)
         fraction = step.micro_batches.passing(by_weight=weight is not None)
-        batch, strategy = step.batch, self._controller.strategy
         counted = fraction if weight is None else step.micro_batches.counted(weight)
         scaler = self._trained.registered.scaler
         step.note_loss(loss if scaler is None else loss.detach() / scaler.get_scale(), counted)
         with step.guard.computing():
-            if weight is not None:
-                with counting(loss, counted) as counts:
-                    strategy.backward_by_weight(counts, counted)
-            else:
-                strategy.backward(
-                    loss if fraction == 1.0 else loss * fraction,
-                    batch.weight if batch is not None else 1.0,
-                )
+            step.micro_batches.backward(loss, fraction, None if weight is None else counted)
 
     def update(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Step one of several optimizers now, within the step: what comes behind it in the step
