@@ -150,7 +150,8 @@ def test_trains_through_the_loss_of_the_coordinator(stack: Stack) -> None:
 
     def outlived() -> dict[str, Any] | None:
         now = training.job()
-        assert now["summary"]["generation"] == job["summary"]["generation"], now["summary"]
+        same = now["summary"]["generation"] == job["summary"]["generation"]
+        assert same, f"{now['summary']}\n{stack.state()}"
         trains = now["summary"]["num_training"] == 3
         return now if trains and time.monotonic() - killed_s > OUTLIVED_S else None
 
@@ -293,7 +294,8 @@ def check_outcome(stack: Stack, job: dict[str, Any]) -> None:
         assert samples["ignored"] == 0
     ids = [container["Id"] for container in stack.containers("worker").values()]
     assert len(ids) == 3
-    assert run("docker", "wait", *ids, timeout_s=60).split() == ["0", "0", "0"]
+    ended = run("docker", "wait", *ids, timeout_s=60).split()
+    assert ended == ["0", "0", "0"], stack.state()
     for container in ids:
         found = re.findall(r"test accuracy ([0-9.]+)", run("docker", "logs", container))
         assert len(found) == 1, "each container completed the job once"
