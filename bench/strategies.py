@@ -22,10 +22,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -132,7 +135,9 @@ def descriptors(cluster: LocalCluster, place: Path, strategy: str) -> Row:
     try:
         await_steps(steps, NUM_RANKS)
         before, began = after_visits(start("1"), steps, staying)
+        had = kinds(staying[0])
         after, ended = after_visits(start(str(VISITS)), steps, staying, wanted=before)
+        print(f"fds {strategy}: the first has more of {dict(kinds(staying[0]) - had)}", flush=True)
         (directory / "stop").touch()
         for process in staying:
             if process.wait(START_S):
@@ -146,6 +151,16 @@ def descriptors(cluster: LocalCluster, place: Path, strategy: str) -> Row:
     per_generation = more / num_generations
     name = f"fds_per_generation_{strategy}"
     return Row(metric=name, value=per_generation, unit="", runs=num_generations)
+
+
+def kinds(process: subprocess.Popen[bytes]) -> Counter[str]:
+    """What the descriptors of a process are: sockets, files, ..."""
+    found: Counter[str] = Counter()
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        # One that is closed meanwhile is none.
+        with suppress(FileNotFoundError):
+            found[re.sub(r"[0-9a-f]{4,}|[0-9]+", "N", str(link.readlink()))] += 1
+    return found
 
 
 def after_visits(

@@ -1,19 +1,22 @@
 """What ranks of the tests of shared memory run, in processes of their own."""
 
+import gc
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.models.sharded_models import deep, lay_out, sgd, training_of
 from support.processes.ranks import Report
-from support.processes.worlds import train_rank
+from support.processes.worlds import LaidOutTraining, train_rank
 from torch import Tensor
 
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
+from shoal.layouts.base import World
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter
 from shoal.layouts.sharded.shared_slots import NUM_GATHERED, SharedSlots
@@ -98,6 +101,32 @@ def leaves_early() -> str:
             except GenerationBroken as error:
                 assert "this rank has left" in str(error)
     return memory._reason
+
+
+def descriptors_after(num_generations: int) -> list[int]:
+    """How many this process has once each layout is released and dropped, without help from the
+    collector of what refers to itself."""
+    training, group = training_of(deep, sgd, num_steps=2), whole_world()
+    counts = []
+    gc.collect()
+    gc.disable()
+    for number in range(num_generations):
+        world = World(
+            rank=group.rank(),
+            world_size=group.size(),
+            device=torch.device("cpu"),
+            group=group,
+            generation=number,
+        )
+        trained = LaidOutTraining(training, lay_out(min_group_bytes=150), world)
+        trained.run()
+        links = [each for each in threading.enumerate() if each.name == "shoal-links"]
+        assert len(links) == 1, "nothing is shared"
+        trained.layout.release()
+        del trained
+        links[0].join()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts
 
 
 def slots(gathered_bytes: int = 4096, summed_bytes: int = 4096) -> SharedSlots:

@@ -1,5 +1,6 @@
 """What a member offers after a loss: nothing that could be taken for a whole state and is none."""
 
+import itertools
 import threading
 
 import torch
@@ -62,6 +63,33 @@ def test_what_a_member_had_alone_outlives_a_joiner_that_is_lost_at_once() -> Non
         return before, still
 
     assert run_in_memory(body, 2) == [([5], False), ([], False)]
+
+
+def held_after_a_drain(leaves: bool) -> set[str]:
+    """Names of what this member has after all four have handed over; each had a tensor alone."""
+    names = [f"model.{each}" for each in range(4)]
+    own = names[dist.get_rank()]
+    others = tuple(name for name in names if name != own)
+    peer_checkpoints = PeerCheckpoints(copies=1, every_steps=100)
+    shard = state_shard(5, own, elsewhere=others)
+    peer_checkpoints.start(shard, frozenset(names), dist.new_group, lambda _: True)
+    peer_checkpoints.hand_over(shard, leaves=leaves)
+    peer_checkpoints.stop(shard)
+    held = peer_checkpoints.held(frozenset(names))
+    dist.barrier()
+    peer_checkpoints.close()
+    return {name for each in held if each.step == 5 for name in each.shards}
+
+
+def test_one_that_leaves_and_one_that_is_lost_right_behind_it_take_nothing_along() -> None:
+    """Regression: with a member that left went its copies of what another had, and until the others
+    had made new ones the loss of that one lost the state of the job."""
+    ranks = run_in_memory(held_after_a_drain, 4, True)
+    for leaver, lost in itertools.permutations(range(4), 2):
+        left = (held for rank, held in enumerate(ranks) if rank not in (leaver, lost))
+        assert set().union(*left) == {f"model.{rank}" for rank in range(4)}
+    usual = run_in_memory(held_after_a_drain, 4, False)
+    assert [len(held) for held in usual] == [2] * 4, "a join makes no copy more"
 
 
 def test_the_end_waits_for_the_copy_under_way() -> None:

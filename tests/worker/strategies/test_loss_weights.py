@@ -91,7 +91,7 @@ def by_tokens(
     ("strategy", "world_size", "max_norm"),
     [
         *(("ddp", 2, math.inf), ("ddp", 3, 0.1), ("zero1", 3, 0.1), ("fsdp", 3, math.inf)),
-        *(("zero2", 2, 0.1), ("tensor", 2, 0.1)),
+        *(("zero2", 2, 0.1), ("tensor", 2, 0.1), ("fsdp-tensor", 4, 0.1)),
     ],
 )
 def test_each_token_counts_alike(

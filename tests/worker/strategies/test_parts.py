@@ -34,7 +34,7 @@ CUT = (3, 3, 1, 4, 4)
 """Parts of each step, over and over: also of 7 samples on 3 members, in 4 parts."""
 WORLDS = [
     *(("ddp", 2), ("ddp", 3), ("zero1", 3), ("zero2", 3), ("fsdp", 2), ("fsdp", 3)),
-    *(("tensor", 2), ("pipeline", 2), ("hybrid", 4)),
+    *(("tensor", 2), ("fsdp-tensor", 4), ("pipeline", 2), ("hybrid", 4)),
 ]
 
 

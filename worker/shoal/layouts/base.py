@@ -137,6 +137,11 @@ class Layout(ABC):
         """
         return True
 
+    def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
+        """By rank, a name for those that may be lost at the same time: copies lie on others. As it
+        stands: the members of a host."""
+        return hosts
+
     @property
     def leaves(self) -> Sequence[Tensor] | None:
         """The tensors that a backward pass ends in, where gradients of these alone can be asked

@@ -128,13 +128,15 @@ class ElasticController:
                 self._form(fields)
             strategy.asks(begins=True)
             try:
-                record = self.membership.begin_step(strategy.step, self._hand_over)
+                record = self.membership.begin_step(strategy.step, self._hand_over_and_leave)
             finally:
                 strategy.asks(begins=False)
             generation = self.generation
             assert generation is not None
             if record is not None:
-                self._hand_over()
+                stay = {entry.member_id for entry in record.roster.entries}
+                gone = any(entry.member_id not in stay for entry in generation.entries)
+                self._hand_over(leaves=gone)
                 strategy.abandon()
                 self._is_ready = False
                 self._bring_up(record)
@@ -166,9 +168,13 @@ class ElasticController:
                 raise
             self._recover(error)
 
-    def _hand_over(self) -> None:
+    def _hand_over_and_leave(self) -> None:
+        """The next generation goes on without this member."""
+        self._hand_over(leaves=True)
+
+    def _hand_over(self, *, leaves: bool) -> None:
         try:
-            self.strategy.hand_over()
+            self.strategy.hand_over(leaves=leaves)
         except (RuntimeError, RetryError, RejoinError) as error:
             # Somebody is lost just now: the next generation finds out, and starts from less.
             log.debug("hand_over_failed", reason=str(error)[:300])

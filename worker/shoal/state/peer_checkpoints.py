@@ -105,10 +105,14 @@ class PeerCheckpoints:
             if self._copies.complete_step is not None:
                 self._alone = None
 
-    def hand_over(self, state_shard: StateShard) -> None:
-        """As `offer`, but returns once the copy is complete on all members."""
+    def hand_over(self, state_shard: StateShard, *, leaves: bool = False) -> None:
+        """As `offer`, but returns once the copy is complete on all members.
+
+        Until those that stay have copied what they have then, this is all that a loss finds. With
+        `leaves`, who goes takes a copy with it; so one more is made, on all members alike.
+        """
         if self._copies is not None:
-            self._copies.offer(state_shard)
+            self._copies.offer(state_shard, more=int(leaves))
             self._copies.flush()
 
     @property

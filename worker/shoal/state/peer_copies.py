@@ -93,9 +93,9 @@ class PeerCopies:
                 expected="copies of at least 0, every 1 or more steps",
             )
         rank, world_size = group.rank(), group.size()
-        targets = targets_of(hosts or [""] * world_size, copies)
-        self._targets = targets[rank]
-        self._sources = [column.index(rank) for column in zip(*targets, strict=True)]
+        self._rank, self._hosts = rank, hosts or [""] * world_size
+        self._num_copies = copies
+        self._has_peers = bool(copies) and world_size > 1
         self._every_steps = every_steps
         self._travels = travels
         self._remains: tuple[StepCopies, ...] = before._left() if before is not None else ()
@@ -107,11 +107,11 @@ class PeerCopies:
         self._busy = False
         self._closed = False
         self._failure: BaseException | None = None
-        self._queue: queue.SimpleQueue[StepCopies | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[StepCopies, int] | None] = queue.SimpleQueue()
         self._catalogue = Catalogue(world_size)
         self._limit = None if limit_s is None else timedelta(seconds=limit_s)
         self._thread: threading.Thread | None = None
-        if self._targets:
+        if self._has_peers:
             # It alone has the group: whoever is the last to hold one must wait for its threads.
             self._thread = threading.Thread(
                 target=self._serve, args=(group,), name="peer-copies", daemon=True
@@ -122,17 +122,18 @@ class PeerCopies:
 
     def due(self, step: int) -> bool:
         """Whether the state after `step` committed steps is to be offered."""
-        return bool(self._targets) and step % self._every_steps == 0
+        return self._has_peers and step % self._every_steps == 0
 
-    def offer(self, state_shard: StateShard) -> None:
-        """Copy this rank's holding; on return it may change. All ranks offer the same steps.
+    def offer(self, state_shard: StateShard, *, more: int = 0) -> None:
+        """Copy this rank's holding; on return it may change. All ranks offer the same steps, with
+        `more` copies than usual of some, as far as there are ranks.
 
         What goes to peers goes in the background. Waits for the copy before to be complete on all
         ranks: no longer than the time limits of its messages. Raises what that copy failed
         with, as a collective of the group would, and GenerationBroken after `close`. Also in a
         world of one, which forgets what is left of the last generation: nobody needs it any more.
         """
-        if not self._targets:
+        if not self._has_peers:
             self._remains = ()
             return
         self.flush()
@@ -141,7 +142,7 @@ class PeerCopies:
         self._slots = (newer, slot)
         slot.take(state_shard, self._travels)
         self._busy = True
-        self._queue.put(slot)
+        self._queue.put((slot, min(self._num_copies + more, len(self._hosts) - 1)))
 
     def flush(self) -> None:
         """Return once the copy under way is complete on all ranks. Raises as `offer`."""
@@ -212,8 +213,9 @@ class PeerCopies:
 
     def _serve(self, group: dist.ProcessGroup) -> None:
         try:
-            while (slot := self._queue.get()) is not None:
-                self._copy(slot, group)
+            while (order := self._queue.get()) is not None:
+                slot, num_copies = order
+                self._copy(slot, num_copies, group)
                 with self._changed:
                     slot.everywhere = True
                     self._remains = ()
@@ -226,14 +228,16 @@ class PeerCopies:
                 self._failure = error.with_traceback(None)
                 self._changed.notify_all()
 
-    def _copy(self, slot: StepCopies, group: dist.ProcessGroup) -> None:
-        """Give the slot's own part to the peers of this rank, and take theirs."""
+    def _copy(self, slot: StepCopies, num_copies: int, group: dist.ProcessGroup) -> None:
+        """Give the slot's own part to so many peers of this rank, and take theirs."""
         own = slot.own
         assert own is not None
+        targets = targets_of(self._hosts, num_copies)
+        sources = [column.index(self._rank) for column in zip(*targets, strict=True)]
         values = self._catalogue.announce(own, group)
         slot.know(self._catalogue.names)
         arriving = {}
-        for peer in self._sources:
+        for peer in sources:
             chunks, metas = self._catalogue.of(peer)
             coming = {name: chunk for name, chunk in chunks.items() if self._travels(name)}
             shards, memory = slot.room_for(peer, coming, metas)
@@ -241,7 +245,7 @@ class PeerCopies:
             arriving[peer] = (shards, works)
         leaving = [
             dist.isend(chunk, group=group, group_dst=peer)
-            for peer in self._targets
+            for peer in targets[self._rank]
             for chunk in _chunks(slot.travelling)
         ]
         for peer, (shards, works) in arriving.items():

@@ -160,10 +160,11 @@ class Strategy(ABC):
         Runs on the membership's thread: be quick, raise nothing.
         """
 
-    def hand_over(self) -> None:  # noqa: B027 - nobody holds what others do not by default
+    def hand_over(self, *, leaves: bool = False) -> None:  # noqa: B027 - all hold all by default
         """The generation stops here by agreement: leave nothing with members that are to go.
 
-        Called by all its members, at the same step, before any of them abandons it.
+        Called by all its members, at the same step, before any of them abandons it. `leaves`, on
+        all alike: some are to go now.
         """
 
     @abstractmethod

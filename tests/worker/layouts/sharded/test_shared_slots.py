@@ -26,6 +26,12 @@ def test_what_somebody_still_has_is_not_overwritten(num_kept: int) -> None:
         assert all(sound)
 
 
+def test_a_layout_that_is_released_leaves_no_descriptor() -> None:
+    """Regression: neither the memory nor the connections of those who shared it were closed."""
+    for counts in run_on_gloo(3, shared_memory_bodies.descriptors_after, 5):
+        assert counts == counts[:1] * 5
+
+
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     "options",

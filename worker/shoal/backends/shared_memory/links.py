@@ -46,6 +46,16 @@ class Links:
 def _watch(
     connections: Sequence[socket.socket], on_lost: "weakref.WeakMethod[Callable[[str], None]]"
 ) -> None:
+    """Until nobody is left to watch; then the connections, which others may still refer to, are
+    closed."""
+    _await_lost(connections, on_lost)
+    for connection in connections:
+        connection.close()
+
+
+def _await_lost(
+    connections: Sequence[socket.socket], on_lost: "weakref.WeakMethod[Callable[[str], None]]"
+) -> None:
     by_descriptor = {each.fileno(): each for each in connections}
     poll = select.poll()
     for descriptor in by_descriptor:

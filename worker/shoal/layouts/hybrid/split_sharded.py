@@ -5,7 +5,7 @@ every split layer. Ranks with the same place in their groups are the rows: they 
 from each other, a group of layers at a time, and reduce its gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from shoal.layouts.tensor.layout import parallelise
 from shoal.layouts.tensor.parts import Cut
 from shoal.layouts.tensor.plan import TensorPlan
 from shoal.model.local_parts import local_part
-from shoal.state.shards import MODEL, OPTIM, Chunk, TensorShard
+from shoal.state.shards import Chunk, TensorShard
 from shoal.torch_private.dtensor import forget_groups
 from shoal.torch_private.fsdp import mesh_of_rows
 
@@ -91,14 +91,13 @@ class SplitShardedLayout(ShardedLayout):
             return self._column == 0
         return super().counts(name)
 
-    def travels(self, name: str) -> bool:
-        """What is split, and all if nobody else in a tensor group has the same rows."""
-        if self.plan.degree == 1:
-            return super().travels(name)
-        owner = name.removeprefix(MODEL)
-        if name.startswith(OPTIM):
-            owner, _, _ = name.removeprefix(OPTIM).rpartition("/")
-        return owner in self._split
+    def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
+        """The hosts where there are several, else the tensor groups: their ranks work on the same
+        samples, and all leave with a gradient that is not finite. So what is not split is copied
+        too, although each of them has it."""
+        if len(set(hosts)) > 1:
+            return hosts
+        return [str(rank // self.plan.degree) for rank in range(self.world.world_size)]
 
     # --- a step ---
 

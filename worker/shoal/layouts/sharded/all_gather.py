@@ -18,6 +18,11 @@ class SharedMemoryAllGather(DefaultAllGather):
     def __init__(self, slots: SharedSlots | None) -> None:
         self._slots = slots
 
+    def release(self) -> None:
+        """Hold the slots no longer: modules keep this in circles, and with it the memory, until
+        Python looks for those. What is gathered from here on goes as torch has it."""
+        self._slots = None
+
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._slots is not None:
             room = self._slots.to_gather(math.prod(size) * dtype.itemsize)

@@ -81,6 +81,7 @@ class ShardedLayout(Layout):
         self._mesh = self._rows_and_copies(options)
         self._passes: list[GroupPasses] = []
         self._reductions: list[NanPropagatingReduceScatter] = []
+        self._gatherings: list[SharedMemoryAllGather] = []
         self._shard(model, options)
         self._slots = self._share(model, options)
         for part in fsdp_parameters(model):
@@ -147,7 +148,9 @@ class ShardedLayout(Layout):
             backend.options._timeout.total_seconds(),
         )
         for head in heads:
-            head.set_custom_all_gather(SharedMemoryAllGather(slots))
+            gathering = SharedMemoryAllGather(slots)
+            head.set_custom_all_gather(gathering)
+            self._gatherings.append(gathering)
         for reduction in self._reductions:
             reduction.slots = slots
         return slots
@@ -239,14 +242,18 @@ class ShardedLayout(Layout):
         return reduced and not any(map(has_unreduced_gradient, self._fsdp_parameters))
 
     def cut(self, reason: str) -> None:
-        if self._slots is not None:
-            self._slots.cut(reason)
+        slots = self._slots
+        if slots is not None:
+            slots.cut(reason)
 
     def release(self) -> None:
-        if self._slots is not None:
-            self._slots.close()
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.close()
+        for gathering in self._gatherings:
+            gathering.release()
         for reduction in self._reductions:
-            reduction.copies = None
+            reduction.copies = reduction.slots = None
         self._groups.clear()
         for part in self._fsdp_parameters:
             part.mesh_info.shard_process_group = None

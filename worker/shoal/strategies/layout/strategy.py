@@ -147,7 +147,7 @@ class LayoutStrategy(SynchronousStrategy):
             dist.new_group,
             # What is registered is whole on every member.
             lambda name: not name.startswith(REGISTERED) and binding.layout.travels(name),
-            [entry.host for entry in generation.entries],
+            binding.layout.lost_together([entry.host for entry in generation.entries]),
         )
         self._checkpoints.join_writers(world.world_size)
         check_same_step(generation.number, self._step, group)
@@ -219,9 +219,9 @@ class LayoutStrategy(SynchronousStrategy):
     def num_moved(self) -> int:
         return self._peer_checkpoints.num_moved
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, *, leaves: bool) -> None:
         if self._binding is not None:
-            self._peer_checkpoints.hand_over(self._collect(self._binding))
+            self._peer_checkpoints.hand_over(self._collect(self._binding), leaves=leaves)
 
     # --- steps ---
 

@@ -140,7 +140,7 @@ class LocalSGD(SynchronousStrategy):
     def _let_go(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, *, leaves: bool) -> None:
         if self._process_group is not None:
             self._meet(self._process_group)
 

@@ -219,14 +219,14 @@ class SynchronousStrategy(Strategy):
     def cut(self, generation: int) -> None:
         self._generation_group.cut(generation)
 
-    def hand_over(self) -> None:
+    def hand_over(self, *, leaves: bool = False) -> None:
         group = self._process_group
         if group is not None:
             # As slow as its state is large: judged as a bring-up is.
             self._set_stage(TrainerStage.BRINGING_UP, self._generation_group.number, group)
-            self._hand_over()
+            self._hand_over(leaves=leaves)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, *, leaves: bool) -> None:
         """See `Strategy.hand_over`."""
 
     def abandon(self) -> None:
