@@ -40,7 +40,7 @@ def main() -> None:
     log, stop = StepLog(directory), directory / "stop"
     torch.manual_seed(0)
     model = Tuned(megabytes)
-    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=1e-6)
     rows = torch.arange(4096) % ROWS_OF_TABLE
     with shoal.join() as session:
         model, optimizer = session.distribute(model, optimizer)
