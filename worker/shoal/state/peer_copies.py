@@ -61,9 +61,9 @@ class PeerCopies:
     at most K steps if the last copy was complete already.
 
     **Memory**, on the host: 2 x (this rank's holding + what travels of the `copies` ranks whose
-    copies it has). Until a generation's first copy is complete, up to four copies of generations
-    before it and one of its own; no more than three unless several generations in a row end that
-    soon.
+    copies it has), and one rank's more where a member leaves. Until a generation's first copy is
+    complete, up to four copies of generations before it and one of its own; no more than three
+    unless several generations in a row end that soon.
 
     The group must be for nothing else: it is used from a thread, at the same time as others. A
     state's names, shapes and chunks are sent only when they have changed.
