@@ -119,9 +119,10 @@ def descriptors_after(num_generations: int) -> list[int]:
             generation=number,
         )
         trained = LaidOutTraining(training, lay_out(min_group_bytes=150), world)
-        trained.run()
+        # Before the last meeting: behind it another rank may have left already.
         links = [each for each in threading.enumerate() if each.name == "shoal-links"]
         assert len(links) == 1, "nothing is shared"
+        trained.run()
         trained.layout.release()
         del trained
         links[0].join()
