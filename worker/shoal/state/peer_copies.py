@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +45,27 @@ def targets_of(hosts: Sequence[str], copies: int) -> list[list[int]]:
         [ring[(place[rank] + distance) % world_size] for distance in distances]
         for rank in range(world_size)
     ]
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Where copies go from one rank, and come to it from."""
+
+    rank: int
+    hosts: Sequence[str]
+    copies: int
+
+    @property
+    def has_peers(self) -> bool:
+        return bool(self.copies) and len(self.hosts) > 1
+
+    def peers(self, more: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The ranks that get copies of this one's, `more` than usual as far as there are so many,
+        and those whose copies it gets."""
+        targets = targets_of(self.hosts, min(self.copies + more, len(self.hosts) - 1))
+        return targets[self.rank], [
+            column.index(self.rank) for column in zip(*targets, strict=True)
+        ]
 
 
 class PeerCopies:
@@ -93,9 +115,7 @@ class PeerCopies:
                 expected="copies of at least 0, every 1 or more steps",
             )
         rank, world_size = group.rank(), group.size()
-        self._rank, self._hosts = rank, hosts or [""] * world_size
-        self._num_copies = copies
-        self._has_peers = bool(copies) and world_size > 1
+        self._ring = _Ring(rank, hosts or [""] * world_size, copies)
         self._every_steps = every_steps
         self._travels = travels
         self._remains: tuple[StepCopies, ...] = before._left() if before is not None else ()
@@ -111,7 +131,7 @@ class PeerCopies:
         self._catalogue = Catalogue(world_size)
         self._limit = None if limit_s is None else timedelta(seconds=limit_s)
         self._thread: threading.Thread | None = None
-        if self._has_peers:
+        if self._ring.has_peers:
             # It alone has the group: whoever is the last to hold one must wait for its threads.
             self._thread = threading.Thread(
                 target=self._serve, args=(group,), name="peer-copies", daemon=True
@@ -122,7 +142,7 @@ class PeerCopies:
 
     def due(self, step: int) -> bool:
         """Whether the state after `step` committed steps is to be offered."""
-        return self._has_peers and step % self._every_steps == 0
+        return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, more: int = 0) -> None:
         """Copy this rank's holding; on return it may change. All ranks offer the same steps, with
@@ -133,7 +153,7 @@ class PeerCopies:
         with, as a collective of the group would, and GenerationBroken after `close`. Also in a
         world of one, which forgets what is left of the last generation: nobody needs it any more.
         """
-        if not self._has_peers:
+        if not self._ring.has_peers:
             self._remains = ()
             return
         self.flush()
@@ -142,7 +162,7 @@ class PeerCopies:
         self._slots = (newer, slot)
         slot.take(state_shard, self._travels)
         self._busy = True
-        self._queue.put((slot, min(self._num_copies + more, len(self._hosts) - 1)))
+        self._queue.put((slot, more))
 
     def flush(self) -> None:
         """Return once the copy under way is complete on all ranks. Raises as `offer`."""
@@ -214,8 +234,8 @@ class PeerCopies:
     def _serve(self, group: dist.ProcessGroup) -> None:
         try:
             while (order := self._queue.get()) is not None:
-                slot, num_copies = order
-                self._copy(slot, num_copies, group)
+                slot, more = order
+                self._copy(slot, more, group)
                 with self._changed:
                     slot.everywhere = True
                     self._remains = ()
@@ -228,12 +248,11 @@ class PeerCopies:
                 self._failure = error.with_traceback(None)
                 self._changed.notify_all()
 
-    def _copy(self, slot: StepCopies, num_copies: int, group: dist.ProcessGroup) -> None:
-        """Give the slot's own part to so many peers of this rank, and take theirs."""
+    def _copy(self, slot: StepCopies, more: int, group: dist.ProcessGroup) -> None:
+        """Give the slot's own part to the peers of this rank, `more` than usual, and take theirs."""
         own = slot.own
         assert own is not None
-        targets = targets_of(self._hosts, num_copies)
-        sources = [column.index(self._rank) for column in zip(*targets, strict=True)]
+        targets, sources = self._ring.peers(more)
         values = self._catalogue.announce(own, group)
         slot.know(self._catalogue.names)
         arriving = {}
@@ -245,7 +264,7 @@ class PeerCopies:
             arriving[peer] = (shards, works)
         leaving = [
             dist.isend(chunk, group=group, group_dst=peer)
-            for peer in targets[self._rank]
+            for peer in targets
             for chunk in _chunks(slot.travelling)
         ]
         for peer, (shards, works) in arriving.items():
