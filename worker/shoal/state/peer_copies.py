@@ -249,7 +249,7 @@ class PeerCopies:
                 self._changed.notify_all()
 
     def _copy(self, slot: StepCopies, more: int, group: dist.ProcessGroup) -> None:
-        """Give the slot's own part to the peers of this rank, `more` than usual, and take theirs."""
+        """Give the slot's own part to peers of this rank, `more` than usual, and take theirs."""
         own = slot.own
         assert own is not None
         targets, sources = self._ring.peers(more)
