@@ -16,6 +16,7 @@ from rich import box
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls import identity
 from shoal_proto.tls.options import TlsOptions
+from shoal_proto.traces import tracing
 
 COMMANDS_GROUP = "shoal.commands"
 FAILED = 1
@@ -117,6 +118,7 @@ def _carry_out(given: Sequence[str]) -> int:
         print(f"{f'shoal {_name_of(given)}'.rstrip()}: {_sentence(error)}", file=sys.stderr)
         return BAD_ARGUMENTS
     try:
+        tracing.from_environment()
         return run()
     except ShoalError as error:
         # The name leads to its section in docs/troubleshooting.md.

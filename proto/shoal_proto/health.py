@@ -2,16 +2,19 @@
 its checks, the views, the metrics and their texts are made."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
-from annotated_types import Ge, Le, MaxLen
+from annotated_types import Ge, Le, MaxLen, MinLen
 
 MAX_COUNT = 2**53 - 1
 """Beyond it a number in JSON is not exact."""
 
 Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Amount = Annotated[float, Ge(0), Le(MAX_COUNT)]
+MAX_LOGGED = 32
+"""Names that a report says what was logged under."""
+LoggedName = Annotated[str, MinLen(1), MaxLen(100)]
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,27 @@ class Gauge:
     """Marks a figure that Prometheus is told, under this name."""
 
     name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CourseFigures:
+    """How far a job has come, as a member of it says."""
+
+    __pydantic_config__: ClassVar[Any] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+        "ser_json_inf_nan": "strings",
+    }
+
+    num_steps: Count | None = None
+    """Steps that the job has in all, where its members take them together."""
+    checkpoint_step: Count | None = None
+    """The step of the newest checkpoint that the member has helped to write."""
+    logged: Annotated[dict[LoggedName, tuple[Count, float]], MaxLen(MAX_LOGGED)] = field(
+        default_factory=dict
+    )
+    """Step and newest value of what the script logged, by name; the one member says it that writes
+    to the trackers. "NaN" and "Infinity" (as text) are allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +81,8 @@ class HealthFigures:
     usually takes; it had trained before."""
     lost_steps: Count | None = None
     """Steps that it had committed before, and took again from there on."""
+    course: CourseFigures | None = None
+    """How far the job has come."""
 
     def said(self) -> dict[str, Any]:
         """The figures that are known, by name."""
@@ -91,4 +117,12 @@ def _marked(kind: type) -> Iterator[tuple[str, Any]]:
         yield from ((name, mark) for mark in marks if isinstance(mark, kind))
 
 
-__all__ = ["FIRST_FIGURES", "MAX_COUNT", "HealthFigures", "gauges", "max_lengths"]
+__all__ = [
+    "FIRST_FIGURES",
+    "MAX_COUNT",
+    "MAX_LOGGED",
+    "CourseFigures",
+    "HealthFigures",
+    "gauges",
+    "max_lengths",
+]

@@ -44,6 +44,9 @@ from shoal.strategies.layout.zero1 import Zero1 as Zero1
 from shoal.strategies.local_sgd.strategy import DiLoCo as DiLoCo
 from shoal.strategies.local_sgd.strategy import LocalSGD as LocalSGD
 from shoal.strategies.synchronous.ddp import DDP as DDP
+from shoal.tracking.mlflow import MLflow as MLflow
+from shoal.tracking.tensorboard import TensorBoard as TensorBoard
+from shoal.tracking.weights_and_biases import WandB as WandB
 from shoal.without_session.distribute import clip_grad_norm as clip_grad_norm
 from shoal.without_session.distribute import data_share as data_share
 from shoal.without_session.distribute import distribute as distribute

@@ -90,6 +90,10 @@ def _of_job(job: Json, events: Json, height: int) -> RenderableType:
         f"  {summary['phase']}, step {summary['step']}, {total:.0f} samples/s,"
         f" goodput {_share(summary.get('goodput'))}",
     )
+    logged = [
+        f"{name} {_figure(value, '.4g')} (step {step})"
+        for name, (step, value) in job.get("course", {}).get("logged", {}).items()
+    ]
     slow = slowest(job["members"])
     table = _table("member", "rank>", "state", "step>", "loss>", "ms/step>", "seen>")
     now_s = time.time()
@@ -107,7 +111,8 @@ def _of_job(job: Json, events: Json, height: int) -> RenderableType:
             duration(now_s - member["last_seen_unix_s"]),
         )
     more = len(job["members"]) - height
-    parts: list[RenderableType] = [head, Text(summary["reason"], style="dim"), table]
+    told = [Text(summary["reason"], style="dim"), *([Text("  ".join(logged))] if logged else [])]
+    parts: list[RenderableType] = [head, *told, table]
     if more > 0:
         parts.append(Text(f"and {more} more", style="dim"))
     return Group(*parts, Text(""), *(line_of(event) for event in events))

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import re
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from shoal_proto.names import check_prefix
 GRPC_PORT = 7700
 RENEW_EVERY_S = DEFAULT_VALID.total_seconds() / 3
 HTTP_PORT = 7780
+CONNECTS_WITHIN_S = 3.0
 LEADS_WITHIN_S = 15.0
 """A coordinator that led here before, and was killed, leads until its lease runs out."""
 
@@ -70,6 +72,9 @@ class UpConfig:
             raise InvalidSpec(
                 "bad --coordinators", seen=str(self.num_coordinators), expected="1 or more"
             )
+        for endpoint in self.etcd.split(",") if self.etcd else ():
+            if not re.fullmatch(r"[^/]+:\d{1,5}", endpoint):
+                raise InvalidSpec("bad --etcd", seen=endpoint, expected="host:port,...")
 
 
 def up(config: UpConfig) -> int:
@@ -82,6 +87,8 @@ def up(config: UpConfig) -> int:
             directory = config.directory or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-up-"))
             )
+            if config.etcd:
+                _check_listens(config.etcd)
             certificates = _certificates(directory) if config.tls else None
             started = LocalClusterConfig(
                 directory=directory,
@@ -107,6 +114,25 @@ def up(config: UpConfig) -> int:
         except KeyboardInterrupt:
             print("stopping", flush=True)
             return 0
+
+
+def _check_listens(etcd: str) -> None:
+    """Raise Unavailable if nobody takes a connection at any of these addresses."""
+    seen = []
+    for endpoint in etcd.split(","):
+        host, _, port = endpoint.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECTS_WITHIN_S).close()
+        except OSError as error:
+            seen.append(f"{endpoint}: {error.strerror or error}")
+        else:
+            return
+    raise Unavailable(
+        "the cluster does not come up without etcd",
+        seen="; ".join(seen),
+        expected=f"an etcd that answers at {etcd}",
+        fix="Check --etcd, and that nothing keeps this machine from reaching it.",
+    )
 
 
 def _await_leader(cluster: LocalCluster, etcd: str) -> None:

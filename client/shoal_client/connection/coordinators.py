@@ -27,6 +27,7 @@ from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.channels import material, open_channel
 from shoal_proto.tls.files import Material
 from shoal_proto.tls.names import COORDINATOR_NAME
+from shoal_proto.traces import tracing
 
 log = structlog.get_logger(__name__)
 
@@ -139,6 +140,19 @@ class Coordinators:
 
         Raises what the server raised; a RetryError only once the time is over.
         """
+        if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
+            with tracing.span(name):
+                if (token := getattr(request, "token", None)) is not None:
+                    tracing.mark(token)
+                return self._call(method_of, request, timeout_s)
+        return self._call(method_of, request, timeout_s)
+
+    def _call(
+        self,
+        method_of: Callable[[grpc.Channel], Method[Reply_co]],
+        request: Any,
+        timeout_s: float,
+    ) -> Reply_co:
         give_up_s = time.monotonic() + timeout_s
         back_off = BackOff()
         while True:

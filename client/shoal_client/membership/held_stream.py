@@ -11,6 +11,7 @@ from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto.errors import ShoalError
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.names import COORDINATOR_NAME
+from shoal_proto.traces import tracing
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
@@ -39,7 +40,9 @@ class HeldStream:
         """Until the stream ends, or `hear` raises a ShoalError; what it ended with."""
         address = self.address = coordinators.current
         try:
-            stream = MembershipStub(coordinators.channel()).Attend(request)
+            with tracing.span("Attend"):
+                tracing.mark(request.token)
+                stream = MembershipStub(coordinators.channel()).Attend(request)
             with self._lock:
                 self._call = stream
                 if self._closing.is_set():

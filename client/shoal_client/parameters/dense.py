@@ -7,7 +7,7 @@ of which, and what happens when a server is away for a while, is dealt with here
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shoal_client.bulk.way import transport_of
@@ -22,6 +22,7 @@ from shoal_client.shards.parts import EncodedPush, Part, Pieces
 from shoal_proto import pieces
 from shoal_proto.errors import ShoalError, StalePush, StateLost
 from shoal_proto.status import from_detail
+from shoal_proto.traces import tracing
 from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
@@ -242,7 +243,9 @@ class ParameterClient:
         ) -> None:
             self._push_once(calls, shards, timeout_s, todo, push)
 
-        push.result.retries = self._until_done(attempt, shard_ids=only)
+        with tracing.span("Push"):
+            push = replace(push, traceparent=tracing.carried())
+            push.result.retries = self._until_done(attempt, shard_ids=only)
         return push.result
 
     def _push_once(
@@ -306,8 +309,12 @@ class ParameterClient:
             )
             for shard in shards
         ]
+        token = self._job.token()
+        if push.traceparent:
+            # Parts go from threads of their own.
+            token.traceparent = push.traceparent
         return PushHeader(
-            token=self._job.token(),
+            token=token,
             sequence=push.result.sequence,
             shards=items,
             lr=push.lr,
@@ -388,6 +395,7 @@ class _Push:
     """All that the step touches; none: every shard here."""
     base_versions: Mapping[int, int]
     base_epochs: Mapping[int, int]
+    traceparent: str = ""
 
     def codec(self, shard_id: int) -> GradientCodec | None:
         gradient = self.encoded.shards.get(shard_id)

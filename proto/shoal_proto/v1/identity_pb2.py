@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dshoal_proto/v1/identity.proto\x12\x08shoal.v1\"q\n\x05Token\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tmember_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0b\n\x03run\x18\x05 \x01(\t\x12\x12\n\njob_secret\x18\x06 \x01(\t\"\xbb\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0c\n\x04seen\x18\x03 \x01(\t\x12\x10\n\x08\x65xpected\x18\x04 \x01(\t\x12\x0b\n\x03\x66ix\x18\x05 \x01(\t\x12\x33\n\x07\x64\x65tails\x18\x06 \x03(\x0b\x32\".shoal.v1.ErrorDetail.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dshoal_proto/v1/identity.proto\x12\x08shoal.v1\"\x86\x01\n\x05Token\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tmember_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0b\n\x03run\x18\x05 \x01(\t\x12\x12\n\njob_secret\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\"\xbb\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0c\n\x04seen\x18\x03 \x01(\t\x12\x10\n\x08\x65xpected\x18\x04 \x01(\t\x12\x0b\n\x03\x66ix\x18\x05 \x01(\t\x12\x33\n\x07\x64\x65tails\x18\x06 \x03(\x0b\x32\".shoal.v1.ErrorDetail.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORDETAIL_DETAILSENTRY']._loaded_options = None
   _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_options = b'8\001'
-  _globals['_TOKEN']._serialized_start=43
-  _globals['_TOKEN']._serialized_end=156
-  _globals['_ERRORDETAIL']._serialized_start=159
-  _globals['_ERRORDETAIL']._serialized_end=346
-  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_start=300
-  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_end=346
+  _globals['_TOKEN']._serialized_start=44
+  _globals['_TOKEN']._serialized_end=178
+  _globals['_ERRORDETAIL']._serialized_start=181
+  _globals['_ERRORDETAIL']._serialized_end=368
+  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_start=322
+  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_end=368
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,7 @@ class Token(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     JOB_SECRET_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     """0 before the member is part of a generation."""
@@ -48,6 +49,8 @@ class Token(_message.Message):
     """What the job was begun with, where it was begun with a secret: nobody joins it, or acts on its
     members by their names, who does not know it. Empty: there is none.
     """
+    traceparent: _builtins.str
+    """The span that the call belongs to, as W3C Trace Context writes it. Empty: none."""
     def __init__(
         self,
         *,
@@ -57,10 +60,11 @@ class Token(_message.Message):
         incarnation: _builtins.str = ...,
         run: _builtins.str = ...,
         job_secret: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "job_secret", b"job_secret", "member_id", b"member_id", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "job_secret", b"job_secret", "member_id", b"member_id", "run", b"run", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from shoal_server.etcd.api import Put, unchanged_since
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.serving.tasks import gather_bounded
 from shoal_server.status.board import StatusBoard
-from shoal_server.status.history.records import ChangeView, SeriesView
+from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.series import Reading
 from shoal_server.status.views import HealthView
 
@@ -52,6 +52,7 @@ class KeptHistory:
     series: SeriesView
     changes: tuple[ChangeView, ...] = ()
     extra_s: float = 0.0
+    logged: tuple[LoggedView, ...] = ()
 
 
 _KEPT = TypeAdapter(KeptHistory)
@@ -119,7 +120,7 @@ class HistoryKeeper:
             log.warning("history_unreadable", job=job, key=found.key, reason=str(error)[:300])
             return
         if kept.begun_unix_s == actor.job.tally.begun_s:
-            self._board.restore_history(job, kept.series, kept.changes, kept.extra_s)
+            self._board.restore_history(job, kept.series, kept.changes, kept.extra_s, kept.logged)
             self._kept[job] = found.value
 
     async def _keep_one(self, actor: JobActor) -> None:
@@ -135,6 +136,7 @@ class HistoryKeeper:
                 series=series.view(),
                 changes=tuple(stories.changes),
                 extra_s=stories.extra_s,
+                logged=self._board.logged(job).view(),
             )
         )
         if value == self._kept.get(job) or len(value) > MAX_BYTES:

@@ -112,7 +112,7 @@ def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOpera
     """Over HTTP nobody acts by a certificate: of which role it is, only gRPC looks at."""
     if config.http_tokens is None and identity.own() is not None:
         return None
-    return JobOperations(coordinator.registry)
+    return JobOperations(coordinator.registry, coordinator.snapshots.take)
 
 
 def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:

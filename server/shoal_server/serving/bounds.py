@@ -73,6 +73,7 @@ NAMED: Mapping[str, Bound] = {
     "launch_digest": DIGEST,
     "public_id": text(64),
     "session": text(512),
+    "traceparent": text(64),
     "forgotten_sessions": text(512),
     "host": HOST,
     "address": HOST,

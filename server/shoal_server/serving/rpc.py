@@ -27,6 +27,7 @@ from shoal_proto.status import to_status
 from shoal_proto.tls import identity
 from shoal_proto.tls.channels import add_port
 from shoal_proto.tls.names import Caller
+from shoal_proto.traces import tracing
 from shoal_server.serving.access.checks import Admit, admission, check_request
 from shoal_server.serving.admission import audit
 from shoal_server.serving.admission.calls import CallCounts
@@ -251,7 +252,12 @@ def _once(
         try:
             with counts.open(context.peer()):
                 request = decode(context, data)
-                answer = await inner(request, context)
+                token = getattr(request, "token", None)
+                if token is None or not token.traceparent:
+                    answer = await inner(request, context)
+                else:
+                    with tracing.span(name, token):
+                        answer = await inner(request, context)
             audit.note(method, request, context, "OK")
             return answer
         except (grpc.aio.AbortError, grpc.aio.UsageError):

@@ -4,11 +4,13 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import structlog
 
 from shoal_server.core.membership.changes import Story
-from shoal_server.status.history.records import ChangeView, SeriesView
+from shoal_server.status.history.logged import Logged
+from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.series import Reading, Series
 from shoal_server.status.history.stories import ChangeTotals, Pause, Stories
 from shoal_server.status.views import EventView, HealthView
@@ -50,6 +52,7 @@ class _JobBoard:
     event_counts: Counter[str] = field(default_factory=Counter)
     stories: Stories = field(default_factory=Stories)
     series: Series = field(default_factory=Series)
+    logged: Logged = field(default_factory=Logged)
     snapshot_unix_s: float | None = None
 
     def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
@@ -156,10 +159,16 @@ class StatusBoard:
         return {name: each.latest for name, each in board.health.items()} if board else {}
 
     def restore_history(
-        self, job: str, series: SeriesView, changes: Sequence[ChangeView], extra_s: float
+        self,
+        job: str,
+        series: SeriesView,
+        changes: Sequence[ChangeView],
+        extra_s: float,
+        logged: Sequence[LoggedView] = (),
     ) -> None:
         """Go on from what another leader kept."""
         board = self._board(job)
+        board.logged.restore(logged)
         board.series.restore(series)
         board.stories.restore(changes, extra_s)
 
@@ -167,6 +176,18 @@ class StatusBoard:
         """What is charted of the job; None of one that nothing is known of."""
         board = self._jobs.get(job)
         return (board.stories, board.series) if board else None
+
+    def highest(self, job: str, figure: Literal["num_steps", "checkpoint_step"]) -> int | None:
+        """The highest that a member of the job has said; None if none has."""
+        board = self._jobs.get(job)
+        courses = [each.latest.course for each in board.health.values()] if board else []
+        said = [getattr(course, figure) for course in courses if course is not None]
+        return max((value for value in said if value is not None), default=None)
+
+    def logged(self, job: str) -> Logged:
+        """What the script of the job has logged."""
+        board = self._jobs.get(job)
+        return board.logged if board else Logged()
 
     def events(
         self, job: str, *, after: int = 0, limit: int = 100, details: bool = True
@@ -207,6 +228,8 @@ class StatusBoard:
                 steps_lost=health.lost_steps or 0,
             )
             self._tell(job, board.stories.paused(pause))
+        if health.course is not None:
+            board.logged.add(health.course.logged)
         if health.loss is not None:
             board.last_loss = health.loss
         if health.loss is not None and health.step is not None:
@@ -222,7 +245,7 @@ class StatusBoard:
             board.health.clear()
             board.gone_highest_step = board.gone_total_steps = 0
             board.last_loss = None
-            board.stories, board.series = Stories(), Series()
+            board.stories, board.series, board.logged = Stories(), Series(), Logged()
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
         """The latest report of that very process, by its public id."""

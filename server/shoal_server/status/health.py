@@ -25,6 +25,11 @@ EXAMPLE = {
     "generation": 4,
     "paused_s": 0.06,
     "lost_steps": 0,
+    "course": {
+        "num_steps": 56000,
+        "checkpoint_step": 1000,
+        "logged": {"accuracy": [1000, 0.97]},
+    },
 }
 
 

@@ -133,6 +133,7 @@ class _Snapshot(Collector):
         yield from self._jobs()
         yield from self._changes()
         yield from self._members()
+        yield from self._logged()
         yield from self._samples()
         yield from shard_metrics.collect(self.shards)
 
@@ -244,6 +245,15 @@ class _Snapshot(Collector):
                     if value is not None:
                         gauge.add_metric(key, float(value))
         yield from (age, steps, warned, *(gauge for gauge, _ in figures))
+
+    def _logged(self) -> Iterator[Metric]:
+        newest = GaugeMetricFamily(
+            "shoal_job_logged_value", "What the script logged last.", labels=["job", "name"]
+        )
+        for job in self.jobs:
+            for name, (_, value) in self.reading.board.logged(job.job).newest().items():
+                newest.add_metric([job.job, name], value)
+        yield newest
 
     def _samples(self) -> Iterator[Metric]:
         names = ("completed", "returned", "ignored")

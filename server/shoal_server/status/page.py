@@ -1,10 +1,14 @@
 """The live page: a few static files, and a stream of what they show."""
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from heapq import nsmallest
 from importlib.resources import files
+from itertools import islice
 from typing import Annotated, Any
 
 import structlog
@@ -16,16 +20,36 @@ from shoal_proto.errors import ShoalError
 from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.status.http.streams import LiveResponse, LiveStreams
 from shoal_server.status.reading import JobDetail, JobSummary, StatusQueries
-from shoal_server.status.views import EventView, Readiness, ShardsView, View
+from shoal_server.status.views import (
+    EventView,
+    GenerationView,
+    HealthView,
+    JobView,
+    MemberView,
+    Readiness,
+    ShardsView,
+    View,
+)
 
 log = structlog.get_logger(__name__)
 
 TICK_S = 1.0
+FRESH_S = 0.9
+"""Pages that look at different moments are shown the same."""
 MAX_SHOWN_EVENTS = 100
+SHOWN_MEMBERS = 50
+"""Unless all are asked for: those with something to tell first."""
+SHOWN_GENERATIONS = 30
+SHOWN_CHIPS = 60
+MAX_KEPT_GENERATIONS = 4096
+WELL = frozenset({"training", "ready", "standby"})
+SLOW = 1.5
+"""Times the step of the member in the middle."""
 _TYPES = {
     "index.html": "text/html",
     "page.js": "text/javascript",
     "charts.js": "text/javascript",
+    "actions.js": "text/javascript",
     "login.js": "text/javascript",
     "page.css": "text/css",
 }
@@ -40,13 +64,42 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageGeneration(View):
+    """A generation, with as much of its roster as people can read."""
+
+    record: GenerationView
+    """With the first 60 members of the roster, and those that joined."""
+    num_members: int
+    joined: tuple[str, ...]
+    """Who was not in the one before; at most 60."""
+    gone: tuple[str, ...]
+    """Who was; at most 60."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageJob(View):
+    """The job that is looked at."""
+
+    detail: JobDetail
+    """With the members that are shown, and without generations."""
+    generations: tuple[PageGeneration, ...]
+    """The newest 30, newest first."""
+    num_generations: int
+    slow: tuple[str, ...]
+    """Members whose steps take half as long again as those of the one in the middle; at most 50."""
+    samples_per_s: float | None
+    """Of all that train, together."""
+    mean_loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PageState(View):
     """All that the page shows at one moment."""
 
     now_unix_s: float
     readiness: Readiness
     jobs: tuple[JobSummary, ...]
-    job: JobDetail | None
+    job: PageJob | None
     """The job that is looked at; null if there is none of that name."""
     shards: ShardsView | None
     shards_error: str
@@ -75,9 +128,11 @@ def router(reading: StatusQueries, streams: LiveStreams) -> APIRouter:
         job: Annotated[
             str, Query(max_length=MAX_NAME_LENGTH, description="The job to look at.")
         ] = "",
+        all_members: Annotated[bool, Query(description="Not only the first 50 of them.")] = False,
     ) -> LiveResponse:
         """Server-sent events: `state` once a second, with everything the page shows as JSON."""
-        return LiveResponse(streams, _states(states, streams.closing, job))
+        looked_at = LookedAt(job=job, all_members=all_members)
+        return LiveResponse(streams, _states(states, streams.closing, looked_at))
 
     return page
 
@@ -90,54 +145,165 @@ def _add_file(page: APIRouter, path: str, name: str) -> None:
         return Response(content, media_type=_TYPES[name], headers=_HEADERS)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LookedAt:
+    """What a page shows."""
+
+    job: str
+    all_members: bool = False
+
+
 class _SharedStates:
     """What pages show, made once for all that look at the same job at the same moment."""
 
     def __init__(self, reading: StatusQueries) -> None:
-        self._reading = reading
-        self._made: dict[str, tuple[float, asyncio.Future[bytes]]] = {}
+        self._maker = PageMaker(reading)
+        self._made: dict[LookedAt, tuple[float, asyncio.Future[bytes]]] = {}
 
-    async def newest(self, job: str) -> bytes:
-        """As JSON, half a tick old at most."""
+    async def newest(self, looked_at: LookedAt) -> bytes:
+        """As JSON, less than a tick old."""
         now_s = asyncio.get_running_loop().time()
-        made = self._made.get(job)
-        if made is None or now_s - made[0] >= TICK_S / 2:
-            old = [name for name, (at_s, _) in self._made.items() if now_s - at_s > TICK_S]
-            for name in old:
-                del self._made[name]
-            made = self._made[job] = (now_s, asyncio.ensure_future(self._make(job)))
+        made = self._made.get(looked_at)
+        if made is None or now_s - made[0] >= FRESH_S:
+            old = [which for which, (at_s, _) in self._made.items() if now_s - at_s > TICK_S]
+            for which in old:
+                del self._made[which]
+            made = self._made[looked_at] = (now_s, asyncio.ensure_future(self._make(looked_at)))
         # Who hangs up meanwhile takes it from nobody else.
         return await asyncio.shield(made[1])
 
-    async def _make(self, job: str) -> bytes:
-        return _STATE.dump_json(await page_state(self._reading, job))
+    async def _make(self, looked_at: LookedAt) -> bytes:
+        return _STATE.dump_json(await self._maker.state(looked_at))
 
 
-async def _states(states: _SharedStates, closing: asyncio.Event, job: str) -> AsyncIterator[bytes]:
+async def _states(
+    states: _SharedStates, closing: asyncio.Event, looked_at: LookedAt
+) -> AsyncIterator[bytes]:
     while not closing.is_set():
-        yield b"event: state\ndata: " + await states.newest(job) + b"\n\n"
+        yield b"event: state\ndata: " + await states.newest(looked_at) + b"\n\n"
         try:
             await asyncio.wait_for(closing.wait(), TICK_S)
         except TimeoutError:
             continue
 
 
-async def page_state(reading: StatusQueries, name: str) -> PageState:
-    """What the page shows now, with `name` as the job that is looked at."""
-    jobs = sorted(reading.source.jobs(), key=lambda job: job.job)
-    job = reading.source.job(name)
-    shards, shards_error = None, ""
-    if job is not None:
-        try:
-            shards = await reading.source.shards(name)
-        except ShoalError as error:
-            shards_error = str(error)
-    return PageState(
-        now_unix_s=time.time(),
-        readiness=reading.source.readiness(),
-        jobs=tuple(reading.summary(job) for job in jobs),
-        job=reading.detail(job) if job else None,
-        shards=shards,
-        shards_error=shards_error,
-        events=tuple(reading.board.last_events(name, MAX_SHOWN_EVENTS)) if job else (),
+class PageMaker:
+    """Makes states. What all pages have in common, and what never changes, is made once."""
+
+    def __init__(self, reading: StatusQueries) -> None:
+        self._reading = reading
+        self._jobs: tuple[float, tuple[JobSummary, ...]] = (-TICK_S, ())
+        self._generations: OrderedDict[tuple[str, str, int], PageGeneration] = OrderedDict()
+
+    async def state(self, looked_at: LookedAt) -> PageState:
+        """What the page shows now."""
+        reading, name = self._reading, looked_at.job
+        job = reading.source.job(name)
+        shards, shards_error = None, ""
+        if job is not None:
+            try:
+                shards = await reading.source.shards(name)
+            except ShoalError as error:
+                shards_error = str(error)
+        return PageState(
+            now_unix_s=time.time(),
+            readiness=reading.source.readiness(),
+            jobs=self._summaries(),
+            job=self._job(job, all_members=looked_at.all_members) if job else None,
+            shards=shards,
+            shards_error=shards_error,
+            events=tuple(reading.board.last_events(name, MAX_SHOWN_EVENTS)) if job else (),
+        )
+
+    def _summaries(self) -> tuple[JobSummary, ...]:
+        made_s, summaries = self._jobs
+        if time.monotonic() - made_s >= FRESH_S:
+            jobs = sorted(self._reading.source.jobs(), key=lambda job: job.job)
+            summaries = tuple(self._reading.summary(job) for job in jobs)
+            self._jobs = (time.monotonic(), summaries)
+        return summaries
+
+    def _job(self, job: JobView, *, all_members: bool) -> PageJob:
+        reports = self._reading.board.reports(job.job)
+        health = {
+            each.member_id: said
+            for each in job.members
+            if (said := reports.get(each.member_id)) and said.public_id == each.public_id
+        }
+        training = [
+            said
+            for each in job.members
+            if each.state == "training" and (said := health.get(each.member_id))
+        ]
+        slow = _slow(health)
+        shown = job.members if all_members else _first(job, health, frozenset(slow))
+        detail = self._reading.detail(replace(job, members=tuple(shown), generations=()))
+        members = detail.members
+        if len(shown) < len(job.members):
+            by_id = {each.member.member_id: each for each in members}
+            members = tuple(by_id[each.member_id] for each in shown)
+        summary = self._reading.summary(job)
+        speeds = [each.samples_per_s for each in training if each.samples_per_s is not None]
+        losses = [each.loss for each in training if each.loss is not None]
+        losses = [loss for loss in losses if math.isfinite(loss)]
+        return PageJob(
+            detail=replace(detail, summary=summary, members=members),
+            generations=self._timeline(job),
+            num_generations=len(job.generations),
+            slow=slow,
+            samples_per_s=sum(speeds) if speeds else None,
+            mean_loss=sum(losses) / len(losses) if losses else None,
+        )
+
+    def _timeline(self, job: JobView) -> tuple[PageGeneration, ...]:
+        records, made = job.generations, []
+        for i, record in enumerate(records[:SHOWN_GENERATIONS]):
+            key = (job.job, record.digest, record.generation)
+            known = self._generations.pop(key, None)
+            if known is None or known.record.verdict != record.verdict:
+                before = next((r for r in records[i + 1 :] if r.verdict == "committed"), None)
+                known = _page_generation(record, before)
+            self._generations[key] = known
+            made.append(known)
+        while len(self._generations) > MAX_KEPT_GENERATIONS:
+            self._generations.popitem(last=False)
+        return tuple(made)
+
+
+def _first(
+    job: JobView, health: Mapping[str, HealthView], slow: frozenset[str]
+) -> list[MemberView]:
+    """The members that are shown of many: those that are not well first, then by rank."""
+
+    def order(member: MemberView) -> tuple[bool, bool, int]:
+        said = health.get(member.member_id)
+        warned = said is not None and bool(said.last_error)
+        is_well = member.state in WELL and not warned and member.member_id not in slow
+        return is_well, member.rank is None, member.rank or 0
+
+    if len(job.members) <= SHOWN_MEMBERS:
+        return list(job.members)
+    return nsmallest(SHOWN_MEMBERS, job.members, key=order)
+
+
+def _slow(health: Mapping[str, HealthView]) -> tuple[str, ...]:
+    times = {name: t for name, said in health.items() if (t := said.step_time_s) is not None}
+    if len(times) < 3:
+        return ()
+    middle_s = sorted(times.values())[len(times) // 2]
+    found = (name for name, step_s in times.items() if step_s > SLOW * middle_s)
+    return tuple(islice(found, SHOWN_MEMBERS))
+
+
+def _page_generation(record: GenerationView, before: GenerationView | None) -> PageGeneration:
+    ids = {each.member_id for each in record.members}
+    old = {each.member_id for each in before.members} if before is not None else ids
+    joined = [each for each in record.members if each.member_id not in old][:SHOWN_CHIPS]
+    shown = {each.member_id: each for each in (*joined, *record.members[:SHOWN_CHIPS])}
+    members = sorted(shown.values(), key=lambda each: each.rank)
+    return PageGeneration(
+        record=replace(record, members=tuple(members)),
+        num_members=len(ids),
+        joined=tuple(each.member_id for each in joined),
+        gone=tuple(sorted(old - ids)[:SHOWN_CHIPS]),
     )

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal_proto.errors import (
     Fenced,
@@ -15,10 +15,11 @@ from shoal_proto.errors import (
 from shoal_proto.incarnation import public_id
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.health import HealthReport
-from shoal_server.status.history.records import ChangeView, SeriesView
+from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.series import Series
 from shoal_server.status.source import StatusSource
 from shoal_server.status.views import (
+    OVER,
     EventView,
     GenerationView,
     HealthView,
@@ -68,6 +69,24 @@ class JobSummary(View):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CourseView(View):
+    """How far a job has come, and what it would go on from."""
+
+    num_steps: int | None = None
+    """Steps that it has in all; null where its members take theirs one by one."""
+    progress: float | None = None
+    """The share of its steps, or of its samples, that is done; null where that is not known."""
+    eta_s: float | None = None
+    """Seconds to its end at the pace of late; null where that is not known."""
+    checkpoint_step: int | None = None
+    """The step of the newest checkpoint that members have told of."""
+    snapshot_unix_s: float | None = None
+    """As of when the newest snapshot is that this coordinator has seen being taken."""
+    logged: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Step and newest value of what the script logged, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobDetail(View):
     """A job with its members, newest generations and samples."""
 
@@ -83,6 +102,8 @@ class JobDetail(View):
     """Newest first, at most 100."""
     samples: SamplesView | None
     """Null for a job whose members do not lease samples."""
+    course: CourseView = field(default_factory=CourseView)
+    """How far it has come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +154,8 @@ class History(View):
     series: SeriesView
     changes: tuple[ChangeView, ...]
     """How generations followed one another, the newest last; at most 100."""
+    logged: tuple[LoggedView, ...] = ()
+    """What the script logged, in the order of its first values; at most 32 names."""
 
 
 class StatusQueries:
@@ -221,6 +244,28 @@ class StatusQueries:
             goodput=self._goodput(job),
         )
 
+    def _course(self, job: JobView, step: int) -> CourseView:
+        board, samples = self.board, self.source.samples(job.job)
+        num_steps = board.highest(job.job, "num_steps") if job.synchronous else None
+        progress = _progress(step, num_steps, samples)
+        return CourseView(
+            num_steps=num_steps,
+            progress=progress,
+            eta_s=None if job.state in OVER else self._eta_s(job, progress, num_steps),
+            checkpoint_step=board.highest(job.job, "checkpoint_step"),
+            snapshot_unix_s=board.snapshot_unix_s(job.job),
+            logged=board.logged(job.job).newest(),
+        )
+
+    def _eta_s(self, job: JobView, progress: float | None, num_steps: int | None) -> float | None:
+        if not progress:
+            return None
+        if num_steps is None:
+            return (time.time() - job.life.begun_unix_s) * (1 - progress) / progress
+        known = self.board.history(job.job)
+        pace = known[1].steps_per_s() if known is not None else None
+        return (1 - progress) * num_steps / pace if pace else None
+
     def _goodput(self, job: JobView) -> float | None:
         life = job.life
         wall_s = (life.ended_unix_s or time.time()) - life.begun_unix_s
@@ -249,8 +294,9 @@ class StatusQueries:
     def detail(self, job: JobView) -> JobDetail:
         """The job with all that is known of it."""
         members = sorted(job.members, key=lambda m: (m.rank is None, m.rank or 0, m.member_id))
+        summary = self.summary(job)
         return JobDetail(
-            summary=self.summary(job),
+            summary=summary,
             min_members=job.min_members,
             max_members=job.max_members,
             desired_members=job.desired_members,
@@ -259,6 +305,7 @@ class StatusQueries:
             members=tuple(self.member_detail(job.job, member) for member in members),
             generations=job.generations,
             samples=self.source.samples(job.job),
+            course=self._course(job, summary.step),
         )
 
     def member_detail(self, job: str, member: MemberView) -> MemberDetail:
@@ -318,13 +365,25 @@ class StatusQueries:
         self.job(name)
         known = self.board.history(name)
         series = known[1] if known is not None else Series()
-        return History(series=series.view(), changes=tuple(self.board.changes(name)))
+        return History(
+            series=series.view(),
+            changes=tuple(self.board.changes(name)),
+            logged=self.board.logged(name).view(),
+        )
 
     def events(self, name: str, after: int, limit: int, *, details: bool = True) -> Events:
         """Events with ids above `after`. Raises UnknownJob."""
         self.job(name)
         events = tuple(self.board.events(name, after=after, limit=limit, details=details))
         return Events(events=events, next_after=events[-1].id if events else after)
+
+
+def _progress(step: int, num_steps: int | None, samples: SamplesView | None) -> float | None:
+    if num_steps:
+        return min(1.0, step / num_steps)
+    if samples is None or not samples.dataset_size * samples.num_epochs:
+        return None
+    return samples.completed / (samples.dataset_size * samples.num_epochs)
 
 
 def _one_of(names: list[str], noun: str) -> str:

@@ -1,9 +1,11 @@
+import shutil
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 import pytest_asyncio
 from fastapi import FastAPI
+from playwright.async_api import Page, async_playwright
 from support.clusters import status_world
 
 from shoal_server.status.app import build_app
@@ -38,3 +40,29 @@ async def server(
 async def http(server: StatusServer) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
         yield client
+
+
+@pytest_asyncio.fixture
+async def page() -> AsyncIterator[Page]:
+    """A page that fails the test on any error or refused resource."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.fail("no chromium on PATH; on Debian: apt-get install chromium")
+    problems: list[str] = []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = await browser.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console",
+            lambda line: problems.append(line.text) if "Content Security" in line.text else None,
+        )
+        page.on("request", lambda request: problems.extend(foreign(request.url)))
+        yield page
+        await browser.close()
+    assert problems == []
+
+
+def foreign(url: str) -> list[str]:
+    """The URL, if it is not of the page's own server."""
+    return [] if url.startswith(("http://127.0.0.1:", "data:")) else [url]

@@ -39,6 +39,9 @@ class Asked:
     async def retry(self, job: str, who: Asker) -> None:
         self.calls.append(("retry", job))
 
+    async def snapshot(self, job: str, who: Asker) -> None:
+        self.calls.append(("snapshot", job))
+
     async def drain(self, job: str, member_id: str, reason: str, who: Asker) -> None:
         self.calls.append(("drain", job, member_id, reason))
 
@@ -105,7 +108,9 @@ async def test_every_call_of_the_api_by_everybody(world: World, tmp_path: Path) 
             assert operator in (200, 204, 422), call
         assert len(seen) > 15 and len(acts) >= 6
         # What a viewer was refused was not done.
-        assert sorted(call[0] for call in served.asked.calls) == ["drain", "retry", "stop"]
+        assert sorted(call[0] for call in served.asked.calls) == [
+            *("drain", "retry", "snapshot", "stop"),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +142,7 @@ async def test_a_session_of_the_page(world: World, tmp_path: Path) -> None:
             "name": "",
             "role": "",
             "asks_for_token": True,
+            "may_act": False,
         }
         refused = await http.post("/api/v1/session", json={"token": "x"})
         assert refused.status_code == 401 and "set-cookie" not in refused.headers

@@ -1,11 +1,7 @@
 """The live page in a real browser."""
 
-import shutil
-from collections.abc import AsyncIterator
-
 import pytest
-import pytest_asyncio
-from playwright.async_api import Page, async_playwright, expect
+from playwright.async_api import Page, expect
 from support.clusters import status_world
 from support.clusters.status_world import World
 
@@ -19,32 +15,6 @@ pytestmark = pytest.mark.browser
 expect.set_options(timeout=30_000)
 
 HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
-
-
-@pytest_asyncio.fixture
-async def page() -> AsyncIterator[Page]:
-    """A page that fails the test on any error or refused resource."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.fail("no chromium on PATH; on Debian: apt-get install chromium")
-    problems: list[str] = []
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = await browser.new_page()
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "console",
-            lambda line: problems.append(line.text) if "Content Security" in line.text else None,
-        )
-        page.on("request", lambda request: problems.extend(foreign(request.url)))
-        yield page
-        await browser.close()
-    assert problems == []
-
-
-def foreign(url: str) -> list[str]:
-    """The URL, if it is not of the page's own server."""
-    return [] if url.startswith(("http://127.0.0.1:", "data:")) else [url]
 
 
 async def test_the_page_shows_the_job_that_runs(

@@ -61,6 +61,8 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._continues = False
+        self.written_step: int | None = None
+        """Of the newest that was written. Any thread."""
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after so many committed steps."""
@@ -140,6 +142,7 @@ class Checkpoints:
         try:
             writing.write(path, state_shard, peers, continues=self._continues)
             self._continues = True
+            self.written_step = state_shard.step
             log.info("checkpoint_written", path=str(path), num_bytes=state_shard.num_bytes)
             if peers.rank == writing.FIRST:
                 self._retire(state_shard.step)

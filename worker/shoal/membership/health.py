@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
@@ -19,7 +20,7 @@ import httpcore
 import structlog
 
 from shoal.membership.health_connection import ForkableBackend
-from shoal_proto.health import FIRST_FIGURES, HealthFigures, max_lengths
+from shoal_proto.health import FIRST_FIGURES, CourseFigures, HealthFigures, max_lengths
 from shoal_proto.tls import identity
 from shoal_proto.tls.forks import NO_FORK
 from shoal_proto.tls.names import COORDINATOR_NAME
@@ -95,7 +96,7 @@ class HealthReporter:
         afford.
         """
         given = {
-            name: value[: _MAX_LENGTHS[name]] if isinstance(value, str) else _json_number(value)
+            name: value[: _MAX_LENGTHS[name]] if isinstance(value, str) else _json(value)
             for name, value in figures.said().items()
         }
         with self._changed:
@@ -206,6 +207,13 @@ def _context() -> ssl.SSLContext:
         return own.material.client
     with NO_FORK:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _json(value: Any) -> Any:
+    if not isinstance(value, CourseFigures):
+        return _json_number(value)
+    logged = {name: [step, _json_number(number)] for name, (step, number) in value.logged.items()}
+    return {**asdict(value), "logged": logged}
 
 
 def _json_number(value: SupportsFloat) -> float | str:

@@ -12,6 +12,8 @@ from shoal.membership.draining import drained
 from shoal.membership.generation import Context, Generation
 from shoal.membership.validators import ValidatorSet
 from shoal.strategies.base import Strategy
+from shoal.tracking.job_log import JobLog
+from shoal.tracking.tracker import Tracker
 from shoal_client.connection.reach import ProbeListener, check, peers_to_check
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
@@ -41,8 +43,11 @@ class ElasticController:
     `_find_checkpoints` run on the membership's thread.
     """
 
-    def __init__(self, member: Member, *, check_peers: str = "never") -> None:
+    def __init__(
+        self, member: Member, *, check_peers: str = "never", trackers: Sequence[Tracker] = ()
+    ) -> None:
         self.member = member
+        self.job_log = JobLog(member.spec.job, member.member_id, trackers)
         self.membership = self._membership_of(member)
         self._check_peers = check_peers if member.coordinators else "never"
         self._probe: ProbeListener | None = None
@@ -161,6 +166,9 @@ class ElasticController:
 
     def _end_of_script(self, strategy: Strategy) -> None:
         """The script asks for the next step: what it did behind the last one is done."""
+        if strategy.checkpoint_due:
+            # A job that goes on from there does not take these steps again.
+            self.job_log.flush()
         try:
             strategy.between_steps()
         except Exception as error:
@@ -173,6 +181,7 @@ class ElasticController:
         self._hand_over(leaves=True)
 
     def _hand_over(self, *, leaves: bool) -> None:
+        self.job_log.flush()
         try:
             self.strategy.hand_over(leaves=leaves)
         except (RuntimeError, RetryError, RejoinError) as error:
@@ -240,6 +249,7 @@ class ElasticController:
         self._stop_listening()
         if self._strategy is not None:
             self._strategy.close()
+        self.job_log.close()
         log.debug("job_left", job=self.member.spec.job, completed=completed, reason=reason)
 
     def _form(self, fields: dict[str, str]) -> None:
@@ -280,7 +290,7 @@ class ElasticController:
         except Exception as error:  # noqa: BLE001 - logged and reported, and most raised again
             self._recover_from_bring_up(generation.number, error)
             return
-        self.generation = generation
+        self._entered(generation)
         self._is_ready = True
         self.membership.progress(strategy.step)
         if strategy.synchronous:
@@ -329,8 +339,16 @@ class ElasticController:
             record = self.membership.await_generation(above=generation.number, timeout_s=1.0)
             generation = Generation(record=record, token=token)
             self.strategy.enter(generation)
-            self.generation, self._seen = generation, generation.number
+            self._entered(generation)
+            self._seen = generation.number
         return generation
+
+    def _entered(self, generation: Generation) -> None:
+        self.generation = generation
+        strategy = self.strategy
+        self.job_log.entered(
+            generation.record, synchronous=strategy.synchronous, step=strategy.step
+        )
 
     def _await_break(self, number: int, error: BaseException, *, reported: bool = False) -> None:
         membership = self.membership

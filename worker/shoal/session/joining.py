@@ -10,9 +10,11 @@ import structlog
 from shoal.membership.join_config import read_config
 from shoal.membership.validators import Validator
 from shoal.session.session import Session
+from shoal.tracking.tracker import Tracker
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity
 from shoal_proto.tls.identity import from_environment
+from shoal_proto.traces import tracing
 
 
 def join(
@@ -27,6 +29,7 @@ def join(
     check_peers: str | None = None,
     backend: str | None = None,
     validators: Iterable[Validator] = (),
+    trackers: Iterable[Tracker] = (),
 ) -> Session:
     """A session of a job, to be used in a `with` statement; entering it joins.
 
@@ -37,7 +40,8 @@ def join(
     "never"), SHOAL_BACKEND ("gloo", "nccl", "in-memory"; by itself NCCL for a model on CUDA and
     Gloo for all else), SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder of
     `shoal certs`), which turn TLS on. `validators` are the session's own, beside those that
-    `shoal.validator` registered.
+    `shoal.validator` registered. `trackers`: where `session.log` goes beside the status page, such
+    as `shoal.TensorBoard("runs")`, `shoal.WandB("project")` and `shoal.MLflow("file:mlruns")`.
 
     Raises InvalidSpec at once for what is missing or contradictory; entering raises Unavailable if
     no coordinator answers, JobFinished, or what else the coordinator refuses with.
@@ -55,9 +59,22 @@ def join(
     }
     _check_not_imported_by_a_child()
     _set_log_level(os.environ)
+    tracing.from_environment()
     if (files := from_environment(os.environ)) is not None:
         identity.use(files)
-    return Session(read_config(given, os.environ), validators)
+    return Session(read_config(given, os.environ), validators, _trackers(trackers))
+
+
+def _trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
+    trackers = tuple(given)
+    for each in trackers:
+        if not isinstance(each, Tracker):
+            raise InvalidSpec(
+                "trackers has something else in it",
+                seen=repr(each)[:200],
+                expected="shoal.TensorBoard(...), shoal.WandB(...) or shoal.MLflow(...)",
+            )
+    return trackers
 
 
 def _set_log_level(environment: Mapping[str, str]) -> None:

@@ -26,16 +26,16 @@ from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
 from shoal.session.micro_batches import scaled
 from shoal.session.own_pause import PAUSE_S, OwnPause
-from shoal.session.shared_calls import Reduction, SharedCalls, Value, note_loss
+from shoal.session.shared_calls import Reduction, SharedCalls, Value, note_loss, present, stop
 from shoal.session.step import Step, reason_of, reason_of_end
 from shoal.session.step_reports import StepReports
 from shoal.state.registered.objects import Stateful
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.tracking.scalars import Scalar
+from shoal.tracking.tracker import Tracker
 from shoal_proto.errors import InvalidSpec, ShoalError
 
-MAX_REASON_CHARS = 200
 S = TypeVar("S", bound=Stateful)
 M = TypeVar("M", bound=nn.Module)
 Given = TypeVar("Given", bound=Optimizers)
@@ -50,10 +50,17 @@ class Session:
     While the block runs, SIGTERM asks for a drain (see `drain`), unless the script handles it.
     """
 
-    def __init__(self, config: JoinConfig, validators: Iterable[Validator] = ()) -> None:
+    def __init__(
+        self,
+        config: JoinConfig,
+        validators: Iterable[Validator] = (),
+        trackers: Iterable[Tracker] = (),
+    ) -> None:
         self._config = config
         self._validators = tuple(validators)
-        self._controller = ElasticController(config.member(), check_peers=config.check_peers)
+        self._controller = ElasticController(
+            config.member(), check_peers=config.check_peers, trackers=tuple(trackers)
+        )
         self._trained = Distribution(self._controller)
         self._reports: StepReports | None = None
         self._source: BatchSource | None = None
@@ -170,7 +177,7 @@ class Session:
             checkpoints=checkpoints,
             keyed_dropout=keyed_dropout,
             sync_batchnorm=sync_batchnorm,
-            in_step=lambda: self._step is not None and self._step.is_open,
+            in_step=lambda: self._in_step,
         )
         return self._trained.distribute(model, optimizer, find_strategy(strategy), options)
 
@@ -233,6 +240,8 @@ class Session:
         strategy.trains_on({**samples, "order": loader.order.name}, loader.order)
         kind = SynchronousBatches if strategy.synchronous else LeasedBatches
         self._source = kind(self._controller, self._trained.fields, loader)
+        if self._reports is not None:
+            self._reports.trains_for(self._source.num_steps)
         return Batches(self._source)
 
     def step(self) -> Step:
@@ -241,7 +250,7 @@ class Session:
         A lost peer inside is recovered from and the step did not happen: `committed` of the object
         stays false. Any other error goes on to the caller, and the member leaves with it.
         """
-        if self._step is not None and self._step.is_open:
+        if self._in_step:
             raise InvalidSpec("steps do not nest", seen="session.step() within session.step()")
         self._step = Step(
             self._controller,
@@ -385,6 +394,14 @@ class Session:
         self._check_between_steps("session.all_reduce")
         return SharedCalls(self._controller, self._trained.fields).all_reduce(value, op)
 
+    def log(self, values: Mapping[str, Scalar]) -> None:
+        """Log numbers by name, `{"loss": loss}`, to the page, to metrics and to the `trackers`,
+        once a step, whoever is lost or joins. In a step they are that step's, if it is committed;
+        behind one, its. Every member calls it; what one of them logged is shown, the first time.
+        """
+        step = self._controller.strategy.step
+        self._controller.job_log.log(values, step=step, in_step=self._in_step)
+
     def stop(self, reason: str) -> None:
         """End the job before its samples end, for all members, as finished: early stopping.
 
@@ -393,15 +410,7 @@ class Session:
         After it go on with the loop, which ends by itself; or leave it, on all members alike.
         `reason` is shown as the job's. Under local SGD the job ends with the round.
         """
-        strategy = self._controller.strategy
-        if not isinstance(strategy, SynchronousStrategy) or self._source is None:
-            raise InvalidSpec(
-                "session.stop where no batches are taken together",
-                seen=f"strategy {strategy.name}",
-                expected="session.batches of a synchronous strategy; else `shoal stop JOB`",
-            )
-        in_step = self._step is not None and self._step.is_open
-        strategy.position.stop(strategy.step + int(in_step), reason[:MAX_REASON_CHARS])
+        stop(self._controller, reason, has_batches=bool(self._source), in_step=self._in_step)
 
     def clip_grad_norm(
         self, max_norm: float, *, optimizer: Optimizer | Sequence[Optimizer] | None = None
@@ -430,8 +439,12 @@ class Session:
         calls = SharedCalls(self._controller, self._trained.fields)
         return calls.run("session.state_dict", lambda _, __: strategy.state_dict())
 
+    @property
+    def _in_step(self) -> bool:
+        return self._step is not None and self._step.is_open
+
     def _check_between_steps(self, call: str) -> None:
-        if self._step is not None and self._step.is_open:
+        if self._in_step:
             raise InvalidSpec(
                 f"{call} within a step", expected="the call after the with session.step() block"
             )
@@ -484,12 +497,4 @@ class Session:
         return self._controller.strategy.step
 
     def _present(self) -> Generation:
-        if self._controller.generation is not None:
-            return self._controller.generation
-        if self._source is None:
-            raise InvalidSpec(
-                "there is no generation yet",
-                expected="to ask for rank and world size after session.batches(...), or from"
-                " the first step on",
-            )
-        return self._controller.stand(self._trained.fields)
+        return present(self._controller, self._trained.fields, has_batches=bool(self._source))

@@ -24,6 +24,7 @@ Value = float | int | Tensor | Mapping[str, float | int | Tensor]
 Reduction = Literal["sum", "mean", "max", "min"]
 MAX_BYTES = 1 << 30
 """Of what is reduced in one call: state has other ways."""
+MAX_REASON_CHARS = 200
 _DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
     *(torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -140,6 +141,33 @@ class SharedCalls:
                 seen="; ".join(f"{name}: {word}" for name, word in zip(names, calls, strict=True)),
                 expected="the same calls in the same order on every member",
             )
+
+
+def stop(controller: ElasticController, reason: str, *, has_batches: bool, in_step: bool) -> None:
+    """See `Session.stop`."""
+    strategy = controller.strategy
+    if not isinstance(strategy, SynchronousStrategy) or not has_batches:
+        raise InvalidSpec(
+            "session.stop where no batches are taken together",
+            seen=f"strategy {strategy.name}",
+            expected="session.batches of a synchronous strategy; else `shoal stop JOB`",
+        )
+    strategy.position.stop(strategy.step + int(in_step), reason[:MAX_REASON_CHARS])
+
+
+def present(
+    controller: ElasticController, fields: dict[str, str], *, has_batches: bool
+) -> Generation:
+    """The generation that rank and world size are of, formed if there is none yet."""
+    if controller.generation is not None:
+        return controller.generation
+    if not has_batches:
+        raise InvalidSpec(
+            "there is no generation yet",
+            expected="to ask for rank and world size after session.batches(...), or from"
+            " the first step on",
+        )
+    return controller.stand(fields)
 
 
 def note_loss(error: BaseException, controller: ElasticController) -> None:

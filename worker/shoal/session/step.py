@@ -57,6 +57,7 @@ class Step:
             self._controller.ensure_generation(self._fields)
         else:
             self._source.attempted()
+        self._controller.job_log.begins()
         strategy = self._controller.strategy
         strategy.begin_step()
         self.is_open = True
@@ -127,6 +128,7 @@ class Step:
         if source is not None:
             source.trained()
         controller.membership.progress(controller.strategy.step)
+        controller.job_log.committed(controller.strategy.step)
         if self._reports is not None:
             batch = self.batch
             num_samples = len(batch.indices) if batch is not None else 0

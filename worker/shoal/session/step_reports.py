@@ -11,7 +11,7 @@ from shoal.membership.health import HealthReporter
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.training_pauses import TrainingPauses
 from shoal.strategies.base import Strategy
-from shoal_proto.health import HealthFigures
+from shoal_proto.health import CourseFigures, HealthFigures
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,12 @@ class StepReports:
         self._strategy: Strategy | None = None
         self._reported_s = 0.0
         self._samples = 0
+        self._num_steps: int | None = None
         self._unreported: tuple[Tensor | None, float] | None = None
+
+    def trains_for(self, num_steps: int | None) -> None:
+        """The job has so many steps, where that is known."""
+        self._num_steps = num_steps
 
     def step_done(
         self, strategy: Strategy, loss: Tensor | None, step_time_s: float, num_samples: int
@@ -90,7 +95,15 @@ class StepReports:
                 sent_bytes_per_step=metrics.get("bytes_per_step"),
                 compression_ratio=metrics.get("compression_ratio"),
                 last_error=strategy.warning,
+                course=self._course(strategy),
             )
+        )
+
+    def _course(self, strategy: Strategy) -> CourseFigures:
+        return CourseFigures(
+            num_steps=self._num_steps,
+            checkpoint_step=strategy.written_checkpoint,
+            logged=self._controller.job_log.newest(),
         )
 
     def close(self, *, completed: bool) -> None:
@@ -100,7 +113,13 @@ class StepReports:
             self._report()
         if self._strategy is not None:
             strategy = self._strategy
-            self._health.update(HealthFigures(step=strategy.step, last_error=strategy.warning))
+            self._health.update(
+                HealthFigures(
+                    step=strategy.step,
+                    last_error=strategy.warning,
+                    course=self._course(strategy),
+                )
+            )
         self._health.close()
 
 

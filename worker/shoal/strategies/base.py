@@ -122,6 +122,16 @@ class Strategy(ABC):
         newest ones. Asked on the membership's thread, where nobody holds the job's state."""
         return ()
 
+    @property
+    def written_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint that this member has helped to write. Any thread."""
+        return None
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether a checkpoint is written of the state behind the last step."""
+        return False
+
     @abstractmethod
     def fields(self) -> Mapping[str, str]:
         """What all members must have in common for this strategy, for the proposal.

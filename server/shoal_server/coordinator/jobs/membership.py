@@ -15,6 +15,7 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.protocol import OWN_PROTOCOLS, ProtocolRange
 from shoal_proto.status import to_detail
+from shoal_proto.traces import tracing
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipServicer
@@ -85,7 +86,8 @@ class MembershipService(MembershipServicer):
                 takes_chunks=request.takes_chunks,
             )
             try:
-                await actor.submit(joined(request))
+                with tracing.span("Membership/Attend", token):
+                    await actor.submit(joined(request))
                 yield self._admitted(actor, protocol)
                 while (notice := await stream.notices.get()) is not None:
                     yield notice

@@ -1,6 +1,8 @@
 """What an operator may have done with a job: the same for gRPC and HTTP."""
 
-from shoal_proto.errors import UnknownMember
+from collections.abc import Awaitable, Callable
+
+from shoal_proto.errors import InvalidSpec, UnknownMember
 from shoal_proto.incarnation import public_id
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.proofs import check_asker
@@ -14,8 +16,19 @@ class JobOperations:
     """All of them raise UnknownJob, NotLeader, AccessDenied for who lacks the job's secret and is
     no operator, and what the job refuses them with."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(
+        self, registry: Registry, take: Callable[[str], Awaitable[object]] | None = None
+    ) -> None:
+        """`take` takes a snapshot of a job, where this coordinator can."""
         self._registry = registry
+        self._take = take
+
+    async def snapshot(self, job: str, who: Asker) -> None:
+        """Take a snapshot of a job's parameters. Raises what keeps it from being taken, too."""
+        self._found(job, who)
+        if self._take is None:
+            raise InvalidSpec("this coordinator takes no snapshots", expected="`shoal snapshot`")
+        await self._take(job)
 
     async def stop(self, job: str, reason: str, who: Asker) -> JobActor:
         """Have a job's members end at a step boundary."""

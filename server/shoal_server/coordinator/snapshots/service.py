@@ -58,8 +58,13 @@ class SnapshotService(SnapshotsServicer):
         self._on_restored = on_restored
 
     async def Take(self, request: pb.TakeSnapshotRequest, context: Context) -> pb.SnapshotSummary:
+        return await self.take(request.job, request.url)
+
+    async def take(self, job: str, url: str = "") -> pb.SnapshotSummary:
+        """Take one of a job now; without a URL where the policy says. Raises InvalidSpec where it
+        says nothing, and what keeps it from being taken."""
         self._require_leading()
-        library = await self._library(request.url, request.job)
+        library = await self._library(url, job)
         taken = await self._taker.take(library)
         if self._policy.url and library.storage.location == Location.parse(self._policy.url):
             await self._clean_up(library)

@@ -16,6 +16,7 @@ import structlog
 
 from shoal_proto.errors import InvalidSpec, RefusedError, ShoalError
 from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_proto.traces import tracing
 from shoal_server.etcd import keys
 from shoal_server.etcd.remote.channel import Connection
 from shoal_server.etcd.remote.config import EtcdConfig
@@ -125,6 +126,10 @@ class Connections:
 
         Raises what etcd refused it with, or Unavailable when `timeout_s` is over.
         """
+        with tracing.part("etcd"):
+            return await self._repeated(attempt)
+
+    async def _repeated(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         retry = _Retry(self)
         while True:
             connection, token = self.current, self.token
@@ -142,6 +147,10 @@ class Connections:
 
         Where the outcome is unknown, the error's `details["outcome"]` is "unknown".
         """
+        with tracing.part("etcd, once"):
+            return await self._at_most_once(attempt)
+
+    async def _at_most_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         retry = _Retry(self)
         while True:
             if not self.current.stands:

@@ -13,6 +13,7 @@ from functools import partial
 from shoal_proto import routes
 from shoal_proto.errors import ShoalError
 from shoal_proto.pieces import OnlyPiece
+from shoal_proto.traces import tracing
 from shoal_proto.v1.parameters_pb2 import (
     CreateHeader,
     CreateReply,
@@ -224,7 +225,8 @@ class ParametersServicer:
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
         began_s = time.perf_counter()
-        session = await self._fence.check(first.header.token)
+        with tracing.span("Parameters/Push", first.header.token):
+            session = await self._fence.check(first.header.token)
         kind = DensePushKind(
             first.header,
             session,

@@ -42,6 +42,10 @@ class Operations(Protocol):
         """Let a job be joined again that failed, was stopped or is lost."""
         ...
 
+    async def snapshot(self, job: str, who: Asker) -> object:
+        """Take a snapshot of a job's parameters, where the coordinator is told to keep them."""
+        ...
+
     async def drain(self, job: str, member_id: str, reason: str, who: Asker) -> object:
         """Let a member finish its step, hand over and leave."""
         ...
@@ -79,25 +83,30 @@ class SessionView:
     """viewer or operator; empty: the holder of no token."""
     asks_for_token: bool
     """Whether this server lets nobody in without one."""
+    may_act: bool = False
+    """Whether it lets who asks stop jobs, drain members and take snapshots."""
 
 
 def router(guard: Guard, operations: Operations | None) -> APIRouter:
     """Without `operations` nobody can act."""
     api = APIRouter(prefix="/api/v1")
-    _add_session(api, guard)
+    _add_session(api, guard, has_operations=operations is not None)
     if operations is not None:
         _add_operations(api, operations, Asker(is_known=guard.tokens is not None))
     return api
 
 
-def _add_session(api: APIRouter, guard: Guard) -> None:
+def _add_session(api: APIRouter, guard: Guard, *, has_operations: bool) -> None:
     @api.get("/session", summary="Who asks?", tags=["access"])
     async def session(request: Request) -> SessionView:
         """Whose token or session came with the request."""
         holder = guard.holder(request.scope)
-        if guard.tokens is None or holder is None:
-            return SessionView(name="", role="", asks_for_token=guard.tokens is not None)
-        return SessionView(name=holder.name, role=holder.role.value, asks_for_token=True)
+        may_act = has_operations and holder is not None and holder.role.may_act()
+        asks = guard.tokens is not None
+        if not asks or holder is None:
+            return SessionView(name="", role="", asks_for_token=asks, may_act=may_act)
+        role = holder.role.value
+        return SessionView(name=holder.name, role=role, asks_for_token=True, may_act=may_act)
 
     @api.post("/session", summary="Log in", tags=["access"], status_code=204, responses=REFUSED)
     async def log_in(login: Login, request: Request) -> Response:
@@ -133,6 +142,11 @@ def _add_operations(api: APIRouter, operations: Operations, who: Asker) -> None:
     async def retry(job: JobName) -> None:
         """Let a job be joined again that failed, was stopped or is lost."""
         await operations.retry(job, who)
+
+    @api.post("/jobs/{job}/snapshot", summary="Take a snapshot", **options)
+    async def snapshot(job: JobName) -> None:
+        """Save all parameters of a job as of one moment; answered once it is complete."""
+        await operations.snapshot(job, who)
 
     @api.post("/jobs/{job}/members/{member}/drain", summary="Drain a member", **options)
     async def drain(job: JobName, member: MemberId, reason: Reason) -> None:

@@ -20,6 +20,7 @@ OPEN = frozenset(
     {
         "/",
         "/page.js",
+        "/actions.js",
         "/charts.js",
         "/login.js",
         "/page.css",

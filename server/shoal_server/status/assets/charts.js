@@ -33,7 +33,7 @@ function pathOf(values, x, y) {
   return path;
 }
 
-function chart(title, lines, series, changes, write) {
+function chart(title, lines, series, changes, write, spanned) {
   const numbers = lines.flatMap((line) => line.values).filter(isNumber);
   if (numbers.length < 2) return null;
   const { width, height } = CHART;
@@ -52,7 +52,8 @@ function chart(title, lines, series, changes, write) {
   const marks = told.map((c) => h("line", {
     class: c.lost.length ? "mark lost" : "mark", x1: across(c.unix_s), x2: across(c.unix_s), y1: 0, y2: height,
   }, h("svg:title", null, c.line)));
-  const label = `${title} from ${write(oldest)} to ${write(newest)} over ${duration(last - first)}, `
+  const span_told = spanned || { from: `${duration(last - first)} ago`, to: "now", over: `over ${duration(last - first)}` };
+  const label = `${title} from ${write(oldest)} to ${write(newest)} ${span_told.over}, `
     + `between ${write(low)} and ${write(high)}`;
   return h("figure", { class: "chart" },
     h("figcaption", null, h("b", null, title), h("span", null, write(newest))),
@@ -60,9 +61,9 @@ function chart(title, lines, series, changes, write) {
       h("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": label },
         marks, lines.map((line) => h("path", { class: line.kind, d: pathOf(line.values, x, y) })))),
     h("div", { class: "axis", "aria-hidden": "true" },
-      h("span", null, `${duration(last - first)} ago`),
+      h("span", null, span_told.from),
       h("span", { class: "key" }, [...lines.map((line) => line.name), `${write(low)} to ${write(high)}`].filter(Boolean).join(" · ")),
-      h("span", null, "now")));
+      h("span", null, span_told.to)));
 }
 
 function stepTimes(series) {
@@ -77,8 +78,8 @@ function stepTimes(series) {
 
 function charts(job) {
   const history = historyOf(job.summary.job);
-  if (!history || history.series.unix_s.length < 2) return null;
-  const { series, changes } = history;
+  if (!history || (history.series.unix_s.length < 2 && !(history.logged || []).length)) return null;
+  const { series, changes, logged } = history;
   const one = (values) => [{ values, kind: "", name: "" }];
   const ms = (value) => (isNumber(value) ? `${significant(value * 1000)} ms` : "–");
   const drawn = [
@@ -87,10 +88,20 @@ function charts(job) {
     chart("Step time", stepTimes(series), series, changes, ms),
     chart("Staleness", one(series.staleness), series, changes, significant),
     chart("Pauses", one(pauses(series, changes)), series, changes, (s) => (isNumber(s) ? `${significant(s)} s` : "–")),
+    ...(logged || []).map(loggedChart),
   ].filter(Boolean);
   if (drawn.length === 0) return null;
   return section("Charts", `since ${new Date(series.unix_s[0] * 1000).toLocaleString()}; a line down marks a change of members`,
     h("div", { class: "charts" }, drawn));
+}
+
+// What the script logged under one name, over steps.
+function loggedChart(logged) {
+  const { steps, values, interval_steps } = logged;
+  if (values.length < 2) return null;
+  const axis = { unix_s: steps, interval_s: interval_steps };
+  const steps_told = { from: `step ${count(steps[0])}`, to: `step ${count(logged.newest_step)}`, over: `to step ${count(logged.newest_step)}` };
+  return chart(logged.name, [{ values, kind: "", name: "" }], axis, [], significant, steps_told);
 }
 
 // Seconds that each change took, at the interval in which it came.
@@ -99,13 +110,4 @@ function pauses(series, changes) {
     const found = changes.filter((c) => c.unix_s >= unix_s && c.unix_s < unix_s + series.interval_s && isNumber(c.paused_s));
     return found.length ? Math.max(...found.map((c) => c.paused_s)) : null;
   });
-}
-
-// Who takes half as long again for a step as the one in the middle.
-function stragglers(members) {
-  const times = members.filter((m) => m.health && isNumber(m.health.step_time_s));
-  if (times.length < 3) return new Set();
-  const sorted = times.map((m) => m.health.step_time_s).sort((a, b) => a - b);
-  const middle = sorted[Math.floor(sorted.length / 2)];
-  return new Set(times.filter((m) => m.health.step_time_s > 1.5 * middle).map((m) => m.member.member_id));
 }

@@ -11,6 +11,8 @@ async function session(method, body) {
 
 async function lookWhoAsks() {
   const who = await (await session("GET")).json();
+  asking.may_act = Boolean(who.may_act);
+  if (page.state) show(page.state);
   form.hidden = !who.asks_for_token || Boolean(who.role);
   const out = document.getElementById("log-out");
   out.hidden = !who.asks_for_token || !who.role;

@@ -127,22 +127,15 @@ function jobList(state, selected) {
 }
 
 function figures(job, state) {
-  const { summary } = job;
-  const training = job.members.filter((m) => m.member.state === "training" && m.health);
-  const total = (values) => values.filter(isNumber).reduce((a, b) => a + b, 0);
-  const mean = (values) => {
-    const numbers = values.filter(isNumber);
-    return numbers.length ? total(numbers) / numbers.length : undefined;
-  };
-  const speeds = training.map((m) => m.health.samples_per_s).filter(isNumber);
+  const { summary } = job.detail;
   const figure = (name, value, unit) => h("div", null, h("dt", null, name),
     h("dd", null, value, unit && h("small", null, ` ${unit}`)));
   return h("dl", { class: "figures" },
     figure("Generation", summary.generation || "–"),
-    figure("Members training", String(summary.num_training), `of ${job.desired_members} desired`),
-    figure("Step", count(summary.step)),
-    figure("Samples per second", speeds.length ? count(total(speeds)) : "–"),
-    figure("Mean loss", significant(mean(training.map((m) => m.health.loss)))),
+    figure("Members training", String(summary.num_training), `of ${job.detail.desired_members} desired`),
+    figure("Step", count(summary.step), isNumber(job.detail.course.num_steps) && `of ${compact.format(job.detail.course.num_steps)}`),
+    figure("Samples per second", count(job.samples_per_s)),
+    figure("Mean loss", significant(job.mean_loss)),
     figure("In this phase for", duration(state.now_unix_s - summary.since_unix_s)),
     figure("State", summary.state),
     figure("Restarts", count(summary.num_restarts)),
@@ -150,6 +143,38 @@ function figures(job, state) {
     summary.ended_unix_s > 0 && figure("Lasted", duration(summary.ended_unix_s - summary.begun_unix_s)),
     summary.ended_unix_s > 0 && figure("Loss at the end", significant(summary.loss)),
     summary.num_samples !== null && figure("Samples trained", count(summary.num_samples)));
+}
+
+// How far the job has come, and when it will be done.
+function progress({ course }) {
+  if (!isNumber(course.progress)) return null;
+  const percent = `${(100 * course.progress).toFixed(course.progress < 1 ? 1 : 0)}%`;
+  const left = isNumber(course.eta_s) ? `, ${duration(course.eta_s)} left at the pace of late` : "";
+  return h("div", { class: "progress" },
+    h("div", { class: "bar", role: "progressbar", "aria-label": "Progress", "aria-valuemin": "0", "aria-valuemax": "100",
+      "aria-valuenow": (100 * course.progress).toFixed(1), "aria-valuetext": `${percent} done${left}` },
+      h("i", { style: { width: percent } })),
+    h("p", { class: "legend" }, `${percent} done${left}`));
+}
+
+// What would be gone on from if everything were lost now.
+function saved({ summary, course }, now_s) {
+  const told = [
+    isNumber(course.checkpoint_step)
+      && ["Checkpoint", `step ${count(course.checkpoint_step)}, ${plural(Math.max(0, summary.step - course.checkpoint_step), "step")} ago`],
+    isNumber(course.snapshot_unix_s) && ["Snapshot", ago(course.snapshot_unix_s, now_s)],
+  ].filter(Boolean);
+  return told.length === 0 ? null : section("Saved", "what the job would go on from",
+    h("dl", { class: "settings" }, told.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
+}
+
+function settings(job) {
+  const agreed = Object.entries(job.fields).sort();
+  const bounds = [["members", `${job.min_members} to ${job.max_members}, ${job.desired_members} desired`]];
+  return section("Settings", "what all members have agreed on",
+    h("div", { class: "body" }, h("details", null, h("summary", null, plural(agreed.length, "setting")),
+      h("dl", { class: "settings" }, [...bounds, ...agreed].map(([name, value]) =>
+        h("div", null, h("dt", null, name), h("dd", null, value)))))));
 }
 
 function sparkline(losses, memberId) {
@@ -186,7 +211,8 @@ function memberRow({ member, health, losses }, now_s, shows) {
   const said = (name) => (health ? health[name] : undefined);
   return h("tr", { class: member.state, role: "row" },
     cell("Rank", "num", member.rank === null ? "–" : String(member.rank)),
-    h("th", { scope: "row", role: "rowheader" }, member.member_id,
+    h("th", { scope: "row", role: "rowheader" },
+      h("button", { type: "button", class: "link", "data-member": member.member_id, "aria-haspopup": "dialog" }, member.member_id),
       slow && h("span", { class: "pill warn slow", title: "Its steps take half as long again as those of the member in the middle" }, "slow"),
       h("span", { class: "sub" }, device.join(" · "))),
     cell("State", "state", pill(member.state)),
@@ -206,17 +232,19 @@ function memberRow({ member, health, losses }, now_s, shows) {
 const cell = (label, kind, ...content) =>
   h("td", { class: kind, role: "cell", "data-label": label }, content);
 
-function members(job, now_s) {
+function members(page_job, now_s) {
+  const job = page_job.detail;
   const column = (name, numeric) =>
     h("th", { scope: "col", role: "columnheader", class: numeric ? "num" : null }, name);
   // Only asynchronous members have the one, and only those with a bound the other.
   const shows = {
     staleness: job.members.some((m) => m.health && isNumber(m.health.staleness_steps)),
     rounds: job.members.some((m) => isNumber(m.member.clock)),
-    slow: stragglers(job.members),
+    slow: new Set(page_job.slow),
   };
-  return section("Members",
-    `${plural(job.members.length, "member")}, ${job.min_members} to ${job.max_members} may train`,
+  const hidden = job.summary.num_members - job.members.length;
+  const all = `${plural(job.summary.num_members, "member")}, ${job.min_members} to ${job.max_members} may train`;
+  return section("Members", all,
     job.members.length === 0 ? h("p", { class: "empty" }, "Nobody is here.")
       : h("div", { class: "scroll members", tabindex: "0", role: "region", "aria-label": "Members" },
         h("table", { role: "table" }, h("caption", { class: "hidden" }, "Members of the job"),
@@ -226,7 +254,10 @@ function members(job, now_s) {
             column("Memory", true), column("Last seen", true),
             column("Waits for"))),
           h("tbody", { role: "rowgroup" }, job.members.map((entry) =>
-            memberRow(entry, now_s, shows))))));
+            memberRow(entry, now_s, shows))))),
+    (hidden > 0 || page.all_members) && h("p", { class: "more" },
+      hidden > 0 ? `${count(hidden)} more; those with something to tell come first. ` : "",
+      h("button", { type: "button", "data-members": hidden > 0 ? "all" : "few" }, hidden > 0 ? `Show all ${count(job.summary.num_members)}` : "Show fewer")));
 }
 
 // What a change cost, where it is known.
@@ -237,40 +268,39 @@ function cost(change) {
   return [paused, lost].filter(Boolean).map((text) => h("span", { class: "cost" }, text));
 }
 
-function generation(record, before, now_s, change) {
-  const ids = record.members.map((m) => m.member_id);
-  const old = before ? before.members.map((m) => m.member_id) : ids;
+function generation({ record, num_members, joined, gone }, now_s, change) {
   const chips = record.members.map((m) => h("li", {
-    class: `chip${old.includes(m.member_id) ? "" : " joined"}`, title: `rank ${m.rank}` },
-    m.member_id, !old.includes(m.member_id) && h("span", { class: "hidden" }, " joined")));
-  const gone = old.filter((id) => !ids.includes(id)).map((id) =>
+    class: `chip${joined.includes(m.member_id) ? " joined" : ""}`, title: `rank ${m.rank}` },
+    m.member_id, joined.includes(m.member_id) && h("span", { class: "hidden" }, " joined")));
+  const left = gone.map((id) =>
     h("li", { class: "chip gone" }, id, h("span", { class: "hidden" }, " gone")));
+  const more = num_members - record.members.length;
   const conflicts = record.conflicts.map((c) => h("p", { class: "text" }, `${c.field}: `
     + Object.entries(c.values).map(([v, who]) => `${v} (${who.join(", ")})`).join(" vs. ")));
   return h("li", { class: record.verdict },
     h("div", { class: "head" }, h("b", null, `Generation ${record.generation}`),
       pill(record.verdict),
       h("span", { class: "muted" },
-        `${plural(ids.length, "member")}${record.planned ? ", planned"
+        `${plural(num_members, "member")}${record.planned ? ", planned"
           : ` from step ${count(record.step)}`}`),
       cost(change),
       ago(record.decided_unix_s, now_s)),
-    h("p", { class: "text" }, record.reason), conflicts,
-    h("ul", { class: "chips", "aria-label": "Roster" }, chips, gone));
+    h("p", { class: "text" }, change ? change.cause : record.reason), conflicts,
+    h("ul", { class: "chips", "aria-label": "Roster" }, chips, more > 0 && h("li", { class: "chip" }, `and ${count(more)} more`), left));
 }
 
 function generations(job, now_s) {
-  const records = job.generations;
-  const history = historyOf(job.summary.job);
+  const history = historyOf(job.detail.summary.job);
   const changes = new Map((history ? history.changes : []).map((c) => [c.generation, c]));
-  const items = records.map((record, i) => generation(
-    record, records.slice(i + 1).find((r) => r.verdict === "committed"), now_s, changes.get(record.generation)));
+  const items = job.generations.map((each) => generation(each, now_s, changes.get(each.record.generation)));
+  const unsent = job.num_generations - job.generations.length;
   return section("Generations", "every roster that was agreed or given up, newest first",
     items.length === 0 ? h("p", { class: "empty" }, "None was decided yet.") : [
       h("ol", { class: "timeline" }, items.slice(0, SHOWN_GENERATIONS)),
       items.length > SHOWN_GENERATIONS && h("div", { class: "body" }, h("details", null,
         h("summary", null, `${items.length - SHOWN_GENERATIONS} older`),
-        h("ol", { class: "timeline" }, items.slice(SHOWN_GENERATIONS)))),
+        h("ol", { class: "timeline" }, items.slice(SHOWN_GENERATIONS)),
+        unsent > 0 && h("p", { class: "muted" }, `${unsent} more at /api/v1/jobs/${job.detail.summary.job}/generations`))),
     ]);
 }
 
@@ -362,18 +392,21 @@ function section(title, note, ...content) {
 
 function jobView(state) {
   const { job } = state;
-  const agreed = Object.entries(job.fields).map(([k, v]) => `${k} ${v}`).join(", ");
+  const { detail } = job;
+  const now_s = state.now_unix_s;
   return [
-    h("div", { class: "title" }, h("h1", null, job.summary.job), pill(job.summary.phase),
-      job.fields.strategy && h("span", { class: "muted", title: agreed }, job.fields.strategy)),
-    h("p", { class: "reason" }, job.summary.reason),
+    h("div", { class: "title" }, h("h1", null, detail.summary.job), pill(detail.summary.phase),
+      detail.fields.strategy && h("span", { class: "muted" }, detail.fields.strategy),
+      jobActions(state)),
+    h("p", { class: "reason" }, detail.summary.reason),
+    progress(detail),
     figures(job, state),
-    charts(job),
-    members(job, state.now_unix_s),
-    samples(job),
+    charts(detail),
+    members(job, now_s),
+    samples(detail),
     h("div", { class: "columns" },
-      h("div", null, generations(job, state.now_unix_s)),
-      h("div", null, shards(state), events(state))),
+      h("div", null, generations(job, now_s)),
+      h("div", null, saved(detail, now_s), shards(state), events(state), settings(detail))),
   ];
 }
 
@@ -387,7 +420,7 @@ function blank(state, wanted) {
 
 // --- the page as a whole ---
 
-const page = { wanted: "", stream: null, heard_ms: 0, lost_since: null, state: null };
+const page = { wanted: "", all_members: false, stream: null, heard_ms: 0, lost_since: null, state: null };
 
 function show(state) {
   const { readiness } = state;
@@ -395,10 +428,10 @@ function show(state) {
     : readiness.leader ? `Coordinator ${readiness.leader} leads` : "");
   fill("notices", readiness.ready ? null
     : h("p", { class: "notice warn" }, `Not ready: ${readiness.reason}`));
-  fill("jobs", jobList(state, state.job && state.job.summary.job));
+  fill("jobs", jobList(state, state.job && state.job.detail.summary.job));
   fill("job", state.job ? jobView(state) : blank(state, page.wanted));
   fill("clock", `As of ${new Date(state.now_unix_s * 1000).toLocaleTimeString()}`);
-  const job = state.job && state.job.summary;
+  const job = state.job && state.job.detail.summary;
   document.title = job ? `${job.job}: ${job.phase} · Shoal` : "Shoal";
 }
 
@@ -435,12 +468,14 @@ function watch() {
 
 function listen() {
   if (page.stream) page.stream.close();
-  page.stream = new EventSource(`/api/v1/stream?job=${encodeURIComponent(page.wanted)}`);
+  const all = page.all_members ? "&all_members=true" : "";
+  page.stream = new EventSource(`/api/v1/stream?job=${encodeURIComponent(page.wanted)}${all}`);
   page.stream.addEventListener("state", heard);
 }
 
 function select(job, byReader) {
   page.wanted = job;
+  page.all_members = false;
   const url = job ? `?job=${encodeURIComponent(job)}` : "/";
   if (byReader) history.pushState(null, "", url);
   else history.replaceState(null, "", url);
@@ -449,6 +484,13 @@ function select(job, byReader) {
 
 document.getElementById("filter").addEventListener("input", () => {
   if (page.state) show(page.state);
+});
+
+document.getElementById("job").addEventListener("click", (event) => {
+  const more = event.target.closest("button[data-members]");
+  if (!more) return;
+  page.all_members = more.dataset.members === "all";
+  listen();
 });
 
 const wantedByUrl = () => new URLSearchParams(location.search).get("job") || "";

@@ -34,6 +34,27 @@ class ChangeView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoggedView:
+    """What the script logged under one name, over steps."""
+
+    __pydantic_config__: ClassVar[Any] = {
+        "use_attribute_docstrings": True,
+        "ser_json_inf_nan": "strings",
+    }
+
+    name: str
+    newest_step: int
+    newest: float
+    """NaN and infinity are told as text."""
+    interval_steps: int
+    """Steps of each interval. It doubles when there are more than 180 of them."""
+    steps: tuple[int, ...] = ()
+    """At which each interval with values begins."""
+    values: tuple[float, ...] = ()
+    """Mean of those that were told: the newest of each second or so."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SeriesView:
     """What was measured over time, a value for each interval; null where nothing was."""
 

@@ -137,6 +137,16 @@ class Series:
             ),
         )
 
+    def steps_per_s(self) -> float | None:
+        """At which pace steps were taken lately: over the newest eighth of the job's life, pauses
+        included. None where too little is known."""
+        points = self._points
+        if len(points) < 3:
+            return None
+        first = points[-max(3, len(points) // 8)]
+        seconds = (points[-1].number - first.number) * self._interval_s
+        return (points[-1].step - first.step) / seconds if seconds > 0 else None
+
     def restore(self, view: SeriesView) -> None:
         """Go on from what was kept, with what came since."""
         since, self._points, before_s = self._points, [], self._interval_s

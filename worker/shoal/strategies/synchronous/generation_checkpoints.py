@@ -102,6 +102,11 @@ class GenerationCheckpoints:
                     return
             checkpoints.offer(self.samples.told(state_shard()), self._writers, writes)
 
+    @property
+    def written_step(self) -> int | None:
+        """Of the newest that was written. Any thread."""
+        return self._checkpoints.written_step if self._checkpoints is not None else None
+
     def due(self, step: int) -> bool:
         """Whether one is to be written of the state after so many steps."""
         return self._checkpoints is not None and self._checkpoints.due(step)

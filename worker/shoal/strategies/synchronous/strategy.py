@@ -294,6 +294,14 @@ class SynchronousStrategy(Strategy):
     def checkpoint_steps(self) -> Sequence[int]:
         return self._checkpoints.steps()
 
+    @property
+    def checkpoint_due(self) -> bool:
+        return self._checkpoints.due(self._step)
+
+    @property
+    def written_checkpoint(self) -> int | None:
+        return self._checkpoints.written_step
+
     # --- steps ---
 
     def _open_step(self, model: nn.Module) -> None:

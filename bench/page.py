@@ -1,0 +1,177 @@
+"""The live page over a large cluster, in a real Chromium: 200 jobs, of which one has 1,000 members.
+
+    make bench NAME=page
+    .venv/bin/python bench/page.py 5      # first paints
+
+A real coordinator on a real etcd; the members attend, agree and beat over gRPC and report their
+health, as those of bench/membership.py do. Everything shares the cores of this machine.
+
+`page_first_paint_s`: main-thread time (of the CPU, as Chromium counts it) from opening the page to
+all of it being shown. `page_update_s`: that of one update; there is one a second. The same with all
+members shown: `page_update_all_members_s`. `page_viewers_20_cores`: CPU cores that the coordinator
+takes for 20 pages that look on, half of them at the large job, beyond what it takes without.
+`page_bytes_per_s`: what one of them is sent.
+"""
+
+import asyncio
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from urllib.parse import urlsplit
+
+from many_jobs import Coordinators, job_that_is_over
+from membership import Drivers, cpu_s
+from playwright.sync_api import CDPSession, Page, sync_playwright
+from rows import Row, publish
+
+from shoal_client.local.etcd import start_etcd
+from shoal_client.local.process import Supervisor
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
+
+NUM_JOBS, NUM_MEMBERS, NUM_VIEWERS = 200, 1000, 20
+NUM_REPORTS = 20
+JOB = "scale"
+MEASURE_S, UPDATES_S = 20.0, 10.0
+DRIVER = Path(__file__).with_name("page_driver.py")
+
+
+async def write_jobs(endpoint: str) -> None:
+    """All jobs but the large one, which are over."""
+    async with EtcdClient(EtcdConfig(endpoints=(endpoint,))) as store:
+        for number in range(NUM_JOBS - 1):
+            await store.transact((), job_that_is_over(f"over-{number:04d}"))
+
+
+class Viewers:
+    """Pages that look on, without a browser: each reads its stream, and counts."""
+
+    def __init__(self, url: str, jobs: list[str]) -> None:
+        self.num_bytes = [0] * len(jobs)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        for number, job in enumerate(jobs):
+            asyncio.run_coroutine_threadsafe(self._look(url, job, number), self._loop)
+
+    async def _look(self, url: str, job: str, number: int) -> None:
+        host = urlsplit(url).netloc
+        reader, writer = await asyncio.open_connection(*host.split(":"))
+        writer.write(f"GET /api/v1/stream?job={job} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        while data := await reader.read(1 << 18):
+            self.num_bytes[number] += len(data)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+def cores(pid: int, for_s: float) -> float:
+    before_s, start_s = cpu_s(pid), time.monotonic()
+    time.sleep(for_s)
+    return (cpu_s(pid) - before_s) / (time.monotonic() - start_s)
+
+
+def busy_s(session: CDPSession) -> float:
+    """CPU seconds of the page's main thread so far."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
+
+
+def opened(page: Page, url: str) -> tuple[CDPSession, float]:
+    """The page, when it shows the job; the main thread's time that it took."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.setTimeDomain", {"timeDomain": "threadTicks"})
+    session.send("Performance.enable")
+    page.goto(f"{url}/?job={JOB}")
+    page.locator("#jobs li").nth(NUM_JOBS - 1).wait_for()
+    page.locator(".members tbody tr").nth(40).wait_for()
+    return session, busy_s(session)
+
+
+def update_s(page: Page, session: CDPSession) -> float:
+    """The main thread's time for one update."""
+    page.evaluate(
+        "() => { window.updates = 0; page.stream.addEventListener('state', () => updates++); }"
+    )
+    before_s = busy_s(session)
+    page.wait_for_timeout(1000 * UPDATES_S)
+    used_s, updates = busy_s(session) - before_s, int(page.evaluate("window.updates"))
+    if not updates:
+        raise SystemExit("the page had no update")
+    return used_s / updates
+
+
+def in_browser(url: str, num_runs: int) -> tuple[list[float], float, float]:
+    """First paints, and an update with the first members and with all of them."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        raise SystemExit("no chromium on PATH; on Debian: apt-get install chromium")
+    with sync_playwright() as playwright:
+        paints = []
+        for _ in range(num_runs):
+            # A browser each: a page may share its main thread's process with the one before.
+            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            page = browser.new_page()
+            session, took_s = opened(page, url)
+            paints.append(took_s)
+            if len(paints) < num_runs:
+                browser.close()
+        few = update_s(page, session)
+        page.click("button[data-members=all]")
+        page.locator(".members tbody tr").nth(NUM_MEMBERS - 1).wait_for()
+        every = update_s(page, session)
+        browser.close()
+    return paints, few, every
+
+
+def main() -> None:
+    num_runs = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor, ExitStack() as stack:
+        directory = Path(name)
+        (etcd,) = start_etcd(supervisor.spawn, directory / "etcd")
+        asyncio.run(write_jobs(etcd.endpoint))
+        coordinators = Coordinators(supervisor, directory, etcd.endpoint)
+        coordinators.start()
+        process, address, url = coordinators.leader
+        drivers = Drivers(stack, address, JOB, NUM_MEMBERS, driver=DRIVER)
+        drivers.ask("attend")
+        drivers.ask("propose all")
+        drivers.ask("committed")
+        drivers.ask(f"report {url} {NUM_REPORTS}")
+        print("all members train and have reported", flush=True)
+        without = cores(process.pid, MEASURE_S)
+        jobs = [JOB if n % 2 else f"over-{n:04d}" for n in range(NUM_VIEWERS)]
+        viewers = Viewers(url, jobs)
+        time.sleep(2.0)
+        before, start_s = sum(viewers.num_bytes), time.monotonic()
+        watched = cores(process.pid, MEASURE_S)
+        sent = (sum(viewers.num_bytes) - before) / (time.monotonic() - start_s) / NUM_VIEWERS
+        viewers.close()
+        print(f"{without:.3f} cores without viewers, {watched:.3f} with {NUM_VIEWERS}", flush=True)
+        paints, few, every = in_browser(url, num_runs)
+        if failed := [text for state in drivers.ask("state") for text in state["failures"]]:
+            raise SystemExit(f"some members were lost: {failed}")
+
+    def row(metric: str, value: float, unit: str, runs: int = 1) -> Row:
+        return Row(metric=metric, value=value, unit=unit, runs=runs)
+
+    publish(
+        "page",
+        [
+            row("page_first_paint_s", median(paints), "s", num_runs),
+            row("page_update_s", few, "s"),
+            row("page_update_all_members_s", every, "s"),
+            row("page_viewers_20_cores", watched - without, "cores"),
+            row("page_bytes_per_s", sent, "bytes"),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The members of bench/page.py: those of bench/membership.py, which also report their health."""
+
+import asyncio
+import json
+import math
+import sys
+
+import httpx
+from member_driver import Driver, Share, serve
+
+AT_ONCE = 16
+
+
+class ReportingDriver(Driver):
+    async def report(self, url: str, num_rounds: str) -> dict[str, float]:
+        """Each member reports so many times, with a loss that falls; some are slow."""
+        width = asyncio.Semaphore(AT_ONCE)
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as http:
+            for step in range(1, int(num_rounds) + 1):
+                await asyncio.gather(*(self._one(http, width, p, step) for p in self.players))
+        return {"rounds": float(num_rounds)}
+
+    async def _one(
+        self, http: httpx.AsyncClient, width: asyncio.Semaphore, player: object, step: int
+    ) -> None:
+        identity = player.core.identity  # type: ignore[attr-defined]
+        number = int(identity.member_id.rpartition("-")[2])
+        body = {
+            "incarnation": identity.incarnation,
+            "step": step * 10,
+            "loss": math.exp(-step / 5) + number / 1e5,
+            "step_time_s": 0.03 if number % 200 == 7 else 0.01,
+            "samples_per_s": 640.0,
+            "memory_bytes": 3 << 30,
+            "device": "cuda:0",
+            "course": {"num_steps": 1000},
+        }
+        async with width:
+            path = f"/api/v1/jobs/{identity.spec.job}/members/{identity.member_id}/health"
+            (await http.post(path, json=body)).raise_for_status()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(ReportingDriver, Share(**json.loads(sys.argv[1]))))

@@ -1,0 +1,1 @@
+"""Traces of what a call led to, where they are asked for."""

@@ -1,0 +1,111 @@
+"""Traces by OpenTelemetry, from a worker's call through the servers to etcd. Off by default.
+
+SHOAL_TRACES=otlp turns them on: spans go by OTLP over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT
+(http://localhost:4318 by default). A program that has set up OpenTelemetry itself calls `use`. A
+caller's span travels in the token of its request.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from shoal_proto.errors import InvalidSpec
+
+VARIABLE = "SHOAL_TRACES"
+_HEADER = "traceparent"
+
+
+class _Tracing:
+    tracer: Any = None
+    """OpenTelemetry's; None: off."""
+
+
+class Carrier(Protocol):
+    """A token, as far as traces go."""
+
+    traceparent: str
+
+
+def from_environment() -> None:
+    """Turn traces on if the environment asks for them. Raises InvalidSpec for a way there is not,
+    or where the package is missing."""
+    way = os.environ.get(VARIABLE, "")
+    if not way or _Tracing.tracer is not None:
+        return
+    if way != "otlp":
+        raise InvalidSpec(f"{VARIABLE} has an unknown value", seen=way, expected="otlp, or nothing")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
+            OTLPSpanExporter,
+        )
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+    except ImportError as error:
+        raise InvalidSpec(
+            "traces need a package that is not installed",
+            seen=str(error),
+            expected="the extra traces",
+            fix="pip install 'shoal[traces]'",
+        ) from None
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    use(provider)
+
+
+def use(provider: Any) -> None:
+    """Let spans go to this OpenTelemetry TracerProvider; None: to nobody."""
+    _Tracing.tracer = None if provider is None else provider.get_tracer("shoal")
+
+
+@contextmanager
+def span(name: str, token: Carrier | None = None) -> Iterator[None]:
+    """A span around what the block does, of which the calls that it makes are part. With a `token`
+    that came with a call, it is part of the caller's span. Costs nothing while traces are off."""
+    tracer = _Tracing.tracer
+    if tracer is None:
+        yield
+        return
+    with tracer.start_as_current_span(name, context=_context(token)):
+        yield
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """As `span`, but only within another one: what nobody traces is no trace of its own."""
+    if _Tracing.tracer is None or not _carried():
+        yield
+        return
+    with span(name):
+        yield
+
+
+def mark(token: Carrier) -> None:
+    """Let the token say which span the call with it belongs to."""
+    if _Tracing.tracer is not None:
+        token.traceparent = _carried()
+
+
+def carried() -> str:
+    """The span that is under way, as tokens say it; empty: none, or traces are off."""
+    return "" if _Tracing.tracer is None else _carried()
+
+
+def _carried() -> str:
+    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
+        TraceContextTextMapPropagator,
+    )
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier.get(_HEADER, "")
+
+
+def _context(token: Carrier | None) -> Any:
+    if token is None or not token.traceparent:
+        return None
+    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
+        TraceContextTextMapPropagator,
+    )
+
+    return TraceContextTextMapPropagator().extract({_HEADER: token.traceparent})

@@ -1,0 +1,104 @@
+// What a reader may do with a job, each after a question, and what is known of one member.
+"use strict";
+
+const OVER = new Set(["finished", "failed", "stopped", "lost"]);
+const asking = { may_act: false, act: null };
+const dialog = document.getElementById("ask");
+const memberDialog = document.getElementById("member");
+
+// The buttons in the head of a job; none for those who may only look.
+function jobActions(state) {
+  if (!asking.may_act) return null;
+  const { summary } = state.job.detail;
+  const button = (action, text, kind) => h("button", { type: "button", "data-action": action, class: kind }, text);
+  return h("span", { class: "actions" },
+    state.shards && state.shards.shards.length > 0 && button("snapshot", "Take a snapshot"),
+    OVER.has(summary.state) ? summary.state !== "finished" && button("retry", "Let it go on")
+      : button("stop", "Stop the job", "bad"));
+}
+
+const QUESTIONS = {
+  stop: (job) => ({ title: `Stop ${job}?`, told: "Its members end at the next step boundary. Let it go on later with the same button, or `shoal retry`.", path: `/jobs/${encodeURIComponent(job)}/stop`, reason: true, done: "asked to stop" }),
+  retry: (job) => ({ title: `Let ${job} go on?`, told: "Members may join it again, and go on from its state.", path: `/jobs/${encodeURIComponent(job)}/retry`, done: "may be joined again" }),
+  snapshot: (job) => ({ title: `Take a snapshot of ${job}?`, told: "All parameters as of one moment, where the coordinator's --snapshot-url says. Training goes on.", path: `/jobs/${encodeURIComponent(job)}/snapshot`, done: "snapshot taken" }),
+  drain: (job, member) => ({ title: `Drain ${member}?`, told: "It finishes its step, hands over and leaves; its launcher does not start it again.", path: `/jobs/${encodeURIComponent(job)}/members/${encodeURIComponent(member)}/drain`, reason: true, done: "asked to leave" }),
+};
+
+function ask(action, job, member) {
+  const question = QUESTIONS[action](job, member);
+  asking.act = question;
+  document.getElementById("ask-title").textContent = question.title;
+  document.getElementById("ask-told").textContent = question.told;
+  document.getElementById("ask-reason-field").hidden = !question.reason;
+  document.getElementById("ask-reason").value = "";
+  document.getElementById("ask-outcome").textContent = "";
+  document.getElementById("ask-yes").disabled = false;
+  dialog.showModal();
+}
+
+async function act() {
+  const { act: question } = asking;
+  const outcome = document.getElementById("ask-outcome");
+  document.getElementById("ask-yes").disabled = true;
+  outcome.textContent = "Under way";
+  const reason = document.getElementById("ask-reason").value.trim();
+  const answer = await fetch(`/api/v1${question.path}`, {
+    method: "POST",
+    headers: question.reason ? { "Content-Type": "application/json" } : {},
+    body: question.reason ? JSON.stringify({ reason }) : undefined,
+  });
+  if (answer.ok) {
+    dialog.close();
+    document.getElementById("done").textContent = `${question.title.replace("?", "")}: ${question.done}`;
+    return;
+  }
+  const error = await answer.json();
+  outcome.textContent = [error.what, error.seen && `saw ${error.seen}`, error.expected && `expected ${error.expected}`, error.fix].filter(Boolean).join("; ");
+  document.getElementById("ask-yes").disabled = false;
+}
+
+// --- one member ---
+
+function showMember(memberId) {
+  const { state } = page;
+  const entry = state.job.detail.members.find((m) => m.member.member_id === memberId);
+  if (!entry) return;
+  const { member, health } = entry;
+  const { job } = state.job.detail.summary;
+  const facts = Object.entries({
+    state: member.state, "waits for": member.waiting_for, rank: member.rank === null ? "none" : String(member.rank),
+    host: member.process.host, pid: String(member.process.pid), address: member.process.address,
+    device: (health && health.device) || member.process.device, torch: member.process.torch_version,
+    shoal: member.process.shoal_version, joined: new Date(member.joined_unix_s * 1000).toLocaleString(),
+  }).filter(([, value]) => value);
+  const own = state.events.filter((event) => event.member_id === memberId).slice(-8).reverse();
+  fill("member-body",
+    h("h2", null, memberId),
+    h("dl", { class: "settings" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
+    health && health.last_error && h("p", { class: "error" }, health.last_error),
+    h("h3", null, "What it printed"),
+    h("p", null, `Its launcher keeps that on ${member.process.host || "its host"}:`),
+    h("pre", null, `shoal logs ${memberId} --job ${job} -f`),
+    own.length > 0 && [h("h3", null, "What happened to it"), h("ol", { class: "events" }, own.map((event) => h("li", null,
+      h("span", { class: "kind" }, spoken(event.kind)), ago(event.unix_s, state.now_unix_s), h("p", { class: "text" }, event.reason))))],
+    asking.may_act && h("button", { type: "button", class: "bad", "data-action": "drain", "data-member": memberId }, "Drain it"));
+  memberDialog.showModal();
+}
+
+// --- who clicks where ---
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("button");
+  if (!button) return;
+  const job = page.state && page.state.job && page.state.job.detail.summary.job;
+  if (button.dataset.action) {
+    memberDialog.close();
+    ask(button.dataset.action, job, button.dataset.member);
+  } else if (button.dataset.member) {
+    showMember(button.dataset.member);
+  } else if (button.id === "ask-yes") {
+    act().catch((error) => { document.getElementById("ask-outcome").textContent = String(error); });
+  } else if (button.dataset.close) {
+    button.closest("dialog").close();
+  }
+});

@@ -1,0 +1,249 @@
+"""Which test runs which command and program of the documentation: every block has one, or a reason.
+
+A block is known by its page and the beginning of its first line. Commands also parse, all of them:
+see test_commands.py.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from docs.test_fragments import RAN
+from support.docs.pages import FENCE, ROOT, blocks, name_of, pages
+
+RUNS = ("sh", "bash", "console", "python", "")
+STORY = "tests/e2e/test_run_own_script.py::test_the_readmes_script_survives_a_kill"
+FRAGMENT = "tests/docs/test_fragments.py::test_a_fragment_runs"
+TUTORIAL = "tests/docs/test_tutorials.py::test_a_tutorial_prints_what_its_page_says"
+HTTP = "tests/server/status/test_http_api.py"
+DEMO = "tests/e2e/test_demo.py::test_the_demo_trains_and_counts"
+UP = "tests/e2e/test_run_own_script.py::test_up_serves_until_ctrl_c"
+RUN_AGAIN = "tests/e2e/test_run_again.py::test_a_name_is_used_again"
+DRAIN = "tests/client/commands/test_drain_command.py::test_one_of_two_leaves_and_the_other_goes_on"
+SNAPSHOTS = "tests/e2e/test_snapshots.py::test_a_job_goes_on_in_another_cluster"
+COMPOSE = "tests/deploy/test_compose.py::test_trains_through_the_loss_of_a_worker"
+TLS = "tests/e2e/test_tls.py::test_jobs_train_and_recover_within_tls"
+TORCHRUN = "tests/worker/torchrun/test_torchrun_nodes.py::test_a_lost_node_and_one_that_comes"
+LIGHTNING = (
+    "tests/worker/integrations/test_lightning.py"
+    "::test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint"
+)
+LIGHTNING_SESSION = "tests/worker/integrations/test_lightning.py::test_the_example_of_a_session"
+ACCELERATE = (
+    "tests/worker/integrations/test_accelerate.py"
+    "::test_a_lost_node_costs_what_came_after_the_checkpoint"
+)
+KERAS = "tests/worker/integrations/test_keras.py"
+NOT_RUN = "not run: "
+TARGETS = NOT_RUN + "make runs itself in CI, target by target"
+NO_CODE = NOT_RUN + "shows output or a picture, nothing to type"
+CLUSTER = NOT_RUN + "needs a Kubernetes cluster and a registry; tests/deploy checks the manifests"
+WAYS = NOT_RUN + "a line that the strategy's own tests in tests/worker run"
+
+TABLE = {
+    ("README.md", "make demo"): DEMO,
+    ("README.md", "import shoal"): STORY,
+    ("README.md", "pip install"): STORY,
+    ("README.md", "shoal up"): RUN_AGAIN,
+    ("README.md", "docker compose up"): COMPOSE,
+    ("README.md", "make check"): TARGETS,
+    ("docs/architecture.md", "etcd  (members"): NO_CODE,
+    ("docs/checkpoints.md", 'checkpoints = shoal.Checkpoints("s3'): (
+        "tests/worker/checkpoint/test_buckets.py"
+    ),
+    ("docs/checkpoints.md", "import torch.distributed.checkpoint"): (
+        "tests/worker/checkpoint/test_plain_torch.py"
+    ),
+    (
+        "docs/compression.md",
+        "model, optimizer = session.distribute(model, optimizer, strategy=shoal.DDP",
+    ): WAYS,
+    (
+        "docs/compression.md",
+        "model, optimizer = session.distribute(model, optimizer, strategy=shoal.Async",
+    ): WAYS,
+    ("docs/compression.md", "from shoal.compression"): "tests/worker/compression/test_averages.py",
+    ("docs/data.md", "batches = session.batches"): NOT_RUN
+    + "a bar of tqdm around the loop above, which is run",
+    ("docs/data.md", "urls = "): "tests/worker/data/test_shards.py",
+    ("docs/deploy.md", "docker compose up"): COMPOSE,
+    ("docs/deploy.md", "docker compose build"): CLUSTER,
+    ("docs/deploy.md", "sbatch"): "tests/deploy/test_slurm.py",
+    ("docs/deploy.md", "etcdctl role add"): "tests/server/etcd/test_etcd_access.py",
+    ("docs/deploy.md", "PIP_EXTRA_INDEX_URL"): NOT_RUN
+    + "fetches 2 GB; compose-test builds from it",
+    ("docs/hardening.md", "shoal token create"): "tests/server/status/test_http_access.py",
+    ("docs/integrations.md", "torchrun --rdzv"): LIGHTNING,
+    ("docs/integrations.md", "from shoal.integrations.lightning"): LIGHTNING_SESSION,
+    ("docs/integrations.md", "shoal run -n 3 examples/lightning"): LIGHTNING_SESSION,
+    ("docs/integrations.md", "from shoal.integrations.accelerate"): (
+        "tests/worker/integrations/test_accelerate_session.py::test_a_session_goes_on_without_a_lost_member"
+    ),
+    ("docs/integrations.md", "PET_RDZV_ID"): ACCELERATE,
+    ("docs/integrations.md", "from shoal.integrations.keras_session"): (
+        "tests/worker/integrations/test_keras_session.py::test_fit_goes_on_without_a_lost_member"
+    ),
+    ("docs/integrations.md", "from shoal.integrations.keras import KerasModule"): (
+        f"{KERAS}::test_as_a_module_it_trains_under_any_strategy"
+    ),
+    ("docs/integrations.md", "from shoal.integrations.keras import GlobalBatches"): (
+        f"{KERAS}::test_fit_equals_one_process_and_ranks_hold_parts"
+    ),
+    ("docs/membership.md", "@shoal.validator"): "tests/worker/membership/test_validators.py",
+    ("docs/membership.md", "shoal drain"): DRAIN,
+    ("docs/membership.md", "3 x heartbeat"): NO_CODE,
+    ("docs/parameter-server-snapshots.md", "shoal snapshot JOB"): SNAPSHOTS,
+    ("docs/parameter-server-snapshots.md", "shoal coordinator"): SNAPSHOTS,
+    ("docs/parameter-server-snapshots.md", "URL/JOB"): NO_CODE,
+    ("docs/parameter-server.md", "model, optimizer ="): WAYS,
+    ("docs/parameter-server.md", "$ shoal accept-loss"): (
+        "tests/e2e/test_lost_shards.py::test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted"
+    ),
+    ("docs/parameter-server.md", "$ python examples/plain"): (
+        "tests/e2e/test_plain_grpc_worker.py::test_plain_grpc_clients_train_together"
+    ),
+    ("docs/pipeline.md", "with shoal.join"): WAYS,
+    ("docs/quickstart.md", "make demo"): DEMO,
+    (
+        "docs/quickstart.md",
+        "pip install",
+    ): "tests/e2e/test_wheel.py::test_the_command_works_from_the_wheel",
+    ("docs/quickstart.md", "python train_ddp.py"): (
+        "tests/docs/test_tutorials.py::test_the_first_tutorial_runs_by_itself"
+    ),
+    ("docs/quickstart.md", "shoal run"): TUTORIAL,
+    ("docs/quickstart.md", "shoal up"): UP,
+    ("docs/quickstart.md", "shoal status"): DRAIN,
+    (
+        "docs/run.md",
+        "shoal run",
+    ): "tests/worker/launcher/test_launch_workers.py::test_a_module_is_run_with_m",
+    ("docs/runbook.md", "curl http"): "tests/client/commands/test_status_command.py",
+    ("docs/security.md", "shoal certs init"): TLS,
+    ("docs/security.md", "(umask 077; openssl"): NOT_RUN
+    + "openssl's own; a test makes the secret itself",
+    ("docs/status.md", "generation 4"): NO_CODE,
+    ("docs/status.md", "shoal repair"): (
+        "tests/e2e/test_quarantine.py::test_a_job_is_repaired_while_it_and_another_train"
+    ),
+    ("docs/status.md", "$ curl -s localhost:7780/readyz"): HTTP,
+    ("docs/status.md", "$ curl -s localhost:7780/api/v1/jobs/digits/members/w7"): HTTP,
+    ("docs/status.md", "$ curl -s -X POST"): HTTP,
+    (
+        "docs/strategies.md",
+        "model, optimizer = session.distribute(model, optimizer, strategy=",
+    ): WAYS,
+    ("docs/strategies.md", 'with torch.device("meta")'): (
+        "tests/worker/planning/test_plan_in_docs.py::test_the_table_shown_is_the_table_printed"
+    ),
+    ("docs/strategies.md", "hybrid on 8 ranks"): (
+        "tests/worker/planning/test_plan_in_docs.py::test_the_table_shown_is_the_table_printed"
+    ),
+    (
+        "docs/strategies.md",
+        "for part in batch.parts(4)",
+    ): "tests/worker/session/test_micro_batches.py",
+    ("docs/strategies.md", "scaler ="): "tests/worker/session/test_grad_scaler.py",
+    ("docs/strategies.md", "torch.manual_seed(7)"): "tests/worker/session/test_models_on_meta.py",
+    (
+        "docs/strategies.md",
+        "model, optimizer = shoal.distribute",
+    ): "tests/worker/without_session/test_distribute.py",
+    ("docs/tables.md", "import shoal"): "tests/worker/test_embedding_session.py",
+    ("docs/tensor-parallel.md", "strategy = shoal"): "tests/worker/layouts/tensor",
+    ("docs/tensor-parallel.md", "shoal.TensorParallel("): "tests/worker/layouts/tensor",
+    ("docs/torchrun.md", "shoal up"): TORCHRUN,
+    ("docs/tutorials/ddp.md", "for epoch in range(10)"): NOT_RUN
+    + "the loop before, in plain PyTorch",
+    ("docs/tutorials/ddp.md", "python train_ddp.py"): TUTORIAL,
+    (
+        "docs/tutorials/fsdp.md",
+        "python -c",
+    ): "tests/docs/test_each_block_is_run.py::test_the_plan_on_the_command_line",
+    ("docs/tutorials/lightning-and-hf.md", "shoal up"): LIGHTNING,
+    ("docs/tutorials/lightning-and-hf.md", "shoal run"): LIGHTNING_SESSION,
+    ("docs/upgrades.md", "ProtocolMismatch"): NO_CODE,
+}
+"""By page and beginning of the first line: the test, its file or folder, or why there is none."""
+
+
+def executable() -> Iterator[tuple[str, str, str]]:
+    """Page, language and text of each block that a reader could run."""
+    for page in pages():
+        for _, language, text in FENCE.findall(page.read_text()):
+            if language in RUNS:
+                yield name_of(page), language, text
+
+
+def known(page: str, language: str, text: str) -> str:
+    """What runs the block; empty: nothing does."""
+    first = text.strip().splitlines()[0].strip()
+    found = [k for k in TABLE if k[0] == page and first.startswith(k[1])]
+    if found:
+        return TABLE[max(found, key=lambda key: len(key[1]))]
+    if page.startswith("docs/tutorials/"):
+        is_script = language == "python" and re.match(r"# \w+\.py\n", text)
+        return TUTORIAL if is_script or text.startswith("shoal run -n ") else ""
+    numbers = [n for name, n in RAN if f"docs/{name}" == page]
+    fragments = [*blocks(ROOT / page, "python")] if numbers else []
+    return FRAGMENT if any(fragments[n] == text for n in numbers) else ""
+
+
+def test_every_block_is_run_or_has_a_reason_not_to_be() -> None:
+    missing = [
+        f"{page}: {text.strip().splitlines()[0]}"
+        for page, language, text in executable()
+        if not known(page, language, text)
+    ]
+    assert missing == []
+
+
+def test_every_line_of_the_table_is_of_a_block() -> None:
+    firsts = [(page, text.strip().splitlines()[0].strip()) for page, _, text in executable()]
+    unused = [
+        key
+        for key in TABLE
+        if not any(p == key[0] and first.startswith(key[1]) for p, first in firsts)
+    ]
+    assert unused == []
+
+
+def test_every_test_of_the_table_is_there() -> None:
+    wrong = []
+    for told in {*TABLE.values(), FRAGMENT, TUTORIAL}:
+        if told.startswith(NOT_RUN):
+            continue
+        path, _, name = told.partition("::")
+        names = []
+        if name and (ROOT / path).exists():
+            tree = ast.parse((ROOT / path).read_text())
+            names = [
+                n.name
+                for n in ast.walk(tree)
+                if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
+        if not (ROOT / path).exists() or (name and name not in names):
+            wrong.append(told)
+    assert wrong == []
+
+
+def test_the_plan_on_the_command_line() -> None:
+    """The one-liner of the tutorial on FSDP, as a shell takes it."""
+    (typed, *_) = blocks(ROOT / "docs" / "tutorials" / "fsdp.md", "sh")
+    bin_directory = Path(sys.executable).parent
+    path = f"{bin_directory}{os.pathsep}{os.environ['PATH']}"
+    run = subprocess.run(
+        typed,
+        shell=True,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "fsdp on 4 ranks" in run.stdout

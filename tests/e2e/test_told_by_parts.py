@@ -1,0 +1,127 @@
+"""What parts of a cluster tell of themselves: where shards go, metrics, an etcd that is wrong."""
+
+import re
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from e2e.conftest import ANY_PORTS, Shoal, finish
+from support.clusters.etcd_fixture import running_etcd
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import shoal
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+
+WITHIN_S = 60.0
+
+
+def await_event(http: httpx.Client, job: str, kind: str, told: str) -> Mapping[str, Any]:
+    """The first event of that kind whose text matches."""
+    deadline_s = time.monotonic() + WITHIN_S
+    while time.monotonic() < deadline_s:
+        events = http.get(f"/api/v1/jobs/{job}/events?limit=1000").json()["events"]
+        for event in events:
+            if event["kind"] == kind and re.search(told, event["reason"]):
+                return dict(event)
+        time.sleep(0.1)
+    raise AssertionError(f"no {kind} that matches {told!r}: {events}")
+
+
+def metric(http: httpx.Client, line: str) -> float:
+    """The value of the series whose name and labels these are."""
+    text = http.get("/metrics").text
+    found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
+    assert found is not None, f"no {line} in the metrics"
+    return float(found[1])
+
+
+@pytest.mark.long
+def test_where_shards_go_is_told(tmp_path: Path) -> None:
+    """To a server that came, from one that ends in good order, and who leads when one is killed: as
+    events and as counters of these, which begin at zero."""
+    data = torch.randn(64, 8), torch.randn(64, 8)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=2)
+    with (
+        LocalCluster(config) as cluster,
+        httpx.Client(base_url=cluster.http_url, trust_env=False) as http,
+        shoal.join("moves", coordinator=cluster.coordinator) as session,
+    ):
+        model, optimizer = session.distribute(model, optimizer, "async-sgd")
+        batches = iter(session.batches(data, global_batch_size=8, epochs=8))
+
+        def train() -> None:
+            batch = next(batches)
+            with session.step():
+                session.backward(mse_loss(model(batch.inputs), batch.targets))
+
+        train()
+        moved = 'shoal_job_events_total{job="moves",kind="shards_moved"}'
+        assert metric(http, moved) == 0
+        came = cluster.start_parameter_server()
+        await_event(http, "moves", "shards_moved", rf"^\d+ shards? moved from ps-\d to {came}$")
+        train()
+        cluster.end_parameter_server(came)
+        await_event(http, "moves", "shards_moved", rf"^\d+ shards? moved from {came} to ps-\d$")
+        assert metric(http, moved) >= 2
+        train()
+        cluster.processes["ps-1"].send_signal(signal.SIGKILL)
+        told = r"^lost ps-1: ps-0 leads \d+ shards? in its place, with every update"
+        await_event(http, "moves", "server_lost", told)
+        train()
+        for batch in batches:
+            with session.step():
+                session.backward(mse_loss(model(batch.inputs), batch.targets))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.long
+def test_a_parameter_server_serves_its_metrics(shoal_command: Shoal, tmp_path: Path) -> None:
+    """Where `--metrics` says: build, lag, calls and pushes; a port that is taken is refused."""
+    with running_etcd(tmp_path) as etcd:
+        port = free_port()
+        options = ("--etcd", etcd, "--listen", "127.0.0.1:0", "--metrics", str(port))
+        server = shoal_command.start("ps", *options, "--id", "ps-0")
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+            deadline_s, text = time.monotonic() + WITHIN_S, ""
+            while time.monotonic() < deadline_s and not text:
+                try:
+                    text = http.get("/metrics").text
+                except httpx.TransportError:
+                    assert server.poll() is None, finish(server)[1]
+                    time.sleep(0.1)
+        for name in (
+            *("shoal_build_info", "shoal_ps_call_duration_seconds"),
+            *("shoal_ps_push_duration_seconds", "loop_lag"),
+        ):
+            assert name in text, text
+        code, output = finish(shoal_command.start("ps", *options, "--id", "ps-1"))
+        assert code == 1 and f"127.0.0.1:{port}" in output, output
+        server.send_signal(signal.SIGTERM)
+        assert finish(server)[0] == 0
+
+
+@pytest.mark.long
+def test_up_says_that_its_etcd_does_not_answer(shoal_command: Shoal) -> None:
+    """An address at which nothing listens, and one that is none; nothing is left running."""
+    wrong = f"127.0.0.1:{free_port()}"
+    code, output = finish(shoal_command.start("up", "--etcd", wrong, *ANY_PORTS))
+    assert code == 1, output
+    assert f"an etcd that answers at {wrong}" in output and "Check --etcd" in output
+    assert "Traceback" not in output
+    code, output = finish(shoal_command.start("up", "--etcd", "nowhere", *ANY_PORTS))
+    assert code in (1, 2) and "nowhere" in output and "Traceback" not in output
+    assert shoal_command.await_none(10.0) == {}

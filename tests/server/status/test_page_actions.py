@@ -1,0 +1,209 @@
+"""What a reader does with the page in a real browser: acts, looks at a member; and how it looks."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageChops, ImageFilter
+from playwright.async_api import Page, expect
+from support.clusters import status_world
+from support.clusters.status_world import World
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.health import CourseFigures
+from shoal_server.serving.access.asker import Asker
+from shoal_server.status.access import tokens
+from shoal_server.status.access.guard import Guard
+from shoal_server.status.access.tokens import HttpRole, Tokens
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+
+pytestmark = pytest.mark.browser
+
+SHOTS = Path(__file__).parent / "screenshots"
+MAX_DIFFERENT = 0.02
+"""Of the pixels, once they are blurred: fonts are drawn a little otherwise elsewhere."""
+STRONG = 60
+
+
+@dataclass
+class Asked:
+    """Operations that note what was asked."""
+
+    calls: list[tuple[str, ...]] = field(default_factory=list)
+
+    async def stop(self, job: str, reason: str, who: Asker) -> None:
+        self.calls.append(("stop", job, reason))
+
+    async def retry(self, job: str, who: Asker) -> None:
+        self.calls.append(("retry", job))
+
+    async def snapshot(self, job: str, who: Asker) -> None:
+        raise InvalidSpec(f"no place for snapshots of {job}", expected="--snapshot-url")
+
+    async def drain(self, job: str, member_id: str, reason: str, who: Asker) -> None:
+        self.calls.append(("drain", job, member_id, reason))
+
+
+@asynccontextmanager
+async def acting(world: World, guard: Guard | None = None) -> AsyncIterator[tuple[str, Asked]]:
+    asked = Asked()
+    app = build_app(world, world.board, guard=guard, operations=asked)
+    async with StatusServer(app, "127.0.0.1", 0) as server:
+        yield server.url, asked
+
+
+async def test_a_job_is_stopped_after_a_question(world: World, page: Page) -> None:
+    """By keyboard: Escape asks for nothing; Yes sends the reason, and what came of it is said."""
+    async with acting(world) as (url, asked):
+        await page.goto(f"{url}/?job=digits")
+        stop = page.get_by_role("button", name="Stop the job")
+        await stop.focus()
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("dialog", name="Stop digits?")).to_be_visible()
+        await page.keyboard.press("Escape")
+        await expect(page.locator("#ask")).not_to_be_visible()
+        assert asked.calls == []
+        await stop.click()
+        await page.get_by_label("Reason").fill("wrong data")
+        await page.get_by_role("button", name="Yes").click()
+        await expect(page.locator("#done")).to_contain_text("asked to stop")
+        assert asked.calls == [("stop", "digits", "wrong data")]
+
+
+async def test_a_refused_action_says_why(world: World, page: Page) -> None:
+    world.shards_of["digits"] = status_world.shards()
+    async with acting(world) as (url, _):
+        await page.goto(f"{url}/?job=digits")
+        await page.get_by_role("button", name="Take a snapshot").click()
+        await page.get_by_role("button", name="Yes").click()
+        told = page.locator("#ask-outcome")
+        await expect(told).to_contain_text("no place for snapshots of digits")
+        await expect(told).to_contain_text("expected --snapshot-url")
+
+
+async def test_a_member_tells_where_its_output_is_and_can_be_drained(
+    world: World, page: Page
+) -> None:
+    world.board.event("digits", "member_joined", "w1 joined from node-0", member_id="w1")
+    async with acting(world) as (url, asked):
+        await page.goto(f"{url}/?job=digits")
+        await page.get_by_role("button", name="w1", exact=True).click()
+        shown = page.get_by_role("dialog", name="Member")
+        await expect(shown).to_contain_text("shoal logs w1 --job digits -f")
+        await expect(shown).to_contain_text("node-0")
+        await expect(shown).to_contain_text("w1 joined from node-0")
+        await shown.get_by_role("button", name="Drain it").click()
+        await page.get_by_role("button", name="Yes").click()
+        await expect(page.locator("#done")).to_contain_text("asked to leave")
+        assert asked.calls == [("drain", "digits", "w1", "")]
+
+
+async def test_a_viewer_has_no_buttons_to_act_with(
+    world: World, page: Page, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens"
+    secret = tokens.add(file, "ann", HttpRole.VIEWER)
+    async with acting(world, Guard(Tokens(file))) as (url, _):
+        await page.goto(f"{url}/?job=digits")
+        await page.get_by_label("This page is for holders of a token").fill(secret)
+        await page.get_by_role("button", name="Log in").click()
+        await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
+        await expect(page.get_by_role("button", name="Log out ann")).to_be_visible()
+        await expect(page.get_by_role("button", name="Stop the job")).to_have_count(0)
+
+
+async def test_progress_and_what_was_logged(world: World, server: StatusServer, page: Page) -> None:
+    """The share that is done and the time left; a chart of each logged name; what is saved."""
+    status_world.charted(world.board)
+    for step in range(1, 6):
+        report = status_world.health(
+            "w0",
+            step=240 * step,
+            course=CourseFigures(
+                num_steps=2400,
+                checkpoint_step=1000,
+                logged={"accuracy": (240 * step, 0.5 + step / 20)},
+            ),
+        )
+        world.board.report("digits", "w0", report)
+    await page.goto(f"{server.url}/?job=digits")
+    bar = page.get_by_role("progressbar", name="Progress")
+    await expect(bar).to_have_attribute("aria-valuenow", "50.0")
+    assert "left at the pace of late" in str(await bar.get_attribute("aria-valuetext"))
+    chart = page.get_by_role("img", name="accuracy from 0.55 to 0.75 to step 1,200")
+    await expect(chart).to_have_count(1)
+    saved = page.get_by_role("region", name="Saved")
+    await expect(saved).to_contain_text("step 1,000, 200 steps ago")
+    settings = page.get_by_role("region", name="Settings")
+    await settings.locator("summary").click()
+    await expect(settings).to_contain_text("global_batch")
+
+
+async def test_of_a_thousand_members_those_in_trouble_come_first(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """Fifty rows, with the one that is gone and the slow one; all when they are asked for."""
+    members = [status_world.member(f"w{n}", n) for n in range(1000)]
+    members[777] = replace(members[777], state="disconnected")
+    world.change("digits", members=tuple(members))
+    for name, step_time_s in (("w1", 0.01), ("w2", 0.01), ("w3", 0.01), ("w998", 0.1)):
+        world.board.report("digits", name, status_world.health(name, step_time_s=step_time_s))
+    await page.goto(f"{server.url}/?job=digits")
+    table = page.get_by_role("region", name="Members")
+    rows = table.locator("tbody tr")
+    await expect(rows).to_have_count(50)
+    await expect(rows.nth(0)).to_contain_text("w777")
+    await expect(rows.nth(1)).to_contain_text("slow")
+    await page.get_by_role("button", name="Show all 1,000").click()
+    await expect(rows).to_have_count(1000)
+    await page.get_by_role("button", name="Show fewer").click()
+    await expect(rows).to_have_count(50)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+async def test_it_looks_as_it_did(world: World, page: Page, scheme: str, width: int) -> None:
+    """Beside the pictures in `screenshots/`; SHOAL_NEW_SCREENSHOTS=1 writes them anew, to be looked
+    at before they are committed."""
+    world.shards_of["digits"] = status_world.shards(silent="ps1")
+    world.samples_of["digits"] = status_world.samples()
+    status_world.charted(world.board)
+    for name in ("w0", "w1", "w2"):
+        for step in range(20):
+            report = status_world.health(
+                name,
+                step=60 * (step + 1),
+                loss=2.0 / (step + 1),
+                step_time_s=0.01,
+                samples_per_s=640.0,
+                memory_bytes=3 << 30,
+                course=CourseFigures(
+                    num_steps=2400,
+                    logged={"accuracy": (60 * (step + 1), 1 - 1 / (step + 2))},
+                ),
+            )
+            world.board.report("digits", name, report)
+    async with acting(world) as (url, _):
+        await page.set_viewport_size({"width": width, "height": 900})
+        await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        await page.goto(f"{url}/?job=digits")
+        await expect(page.locator(".chart")).not_to_have_count(0)
+        dynamic = [
+            page.locator(each) for each in ("time", "#clock", ".charts", ".section header p")
+        ]
+        shot = await page.screenshot(mask=dynamic, mask_color="#808080", full_page=False)
+    path = SHOTS / f"job-{width}-{scheme}.png"
+    if os.environ.get("SHOAL_NEW_SCREENSHOTS"):
+        SHOTS.mkdir(exist_ok=True)
+        path.write_bytes(shot)
+    seen, expected = (Image.open(BytesIO(each)).convert("L") for each in (shot, path.read_bytes()))
+    assert seen.size == expected.size
+    blur = ImageFilter.GaussianBlur(3)
+    difference = ImageChops.difference(seen.filter(blur), expected.filter(blur))
+    strong = sum(difference.histogram()[STRONG:])
+    assert strong / (seen.width * seen.height) < MAX_DIFFERENT

@@ -1,0 +1,192 @@
+"""`session.log`: each value of each step once, in the real trackers, whoever is killed or joins."""
+
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from support.members.elastic_schedule import Schedule, lose_all
+from support.members.logging_members import BEHIND_EACH, Logging, tracker, train
+from support.oracles.tracker_files import READ, Logged
+from support.processes.ranks import Ranks
+from support.training.elastic_bodies import build
+from support.training.elastic_bodies import numbers as data
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec
+
+TRACKERS = pytest.mark.parametrize(
+    "name",
+    ["tensorboard", *(pytest.param(n, marks=pytest.mark.long) for n in ("wandb", "mlflow"))],
+)
+
+
+@pytest.fixture(autouse=True)
+def _file_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow asks for this where runs lie in files."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+
+
+def logging(cluster: LocalCluster, tmp_path: Path, **changes: Any) -> Logging:
+    return Logging(
+        coordinator=cluster.coordinator,
+        job=f"logging-{secrets.token_hex(4)}",
+        member_id="",
+        directory=str(tmp_path),
+        **{"desired_members": 3, "batch_size": 24, **changes},
+    )
+
+
+def check(logged: Logged, num_steps: int) -> None:
+    """Each step once, with its own value."""
+    every = range(1, num_steps + 1)
+    assert logged["in"] == [(step, float(step)) for step in every]
+    assert logged["behind"] == [(step, float(step)) for step in every]
+    tenths = range(BEHIND_EACH, num_steps + 1, BEHIND_EACH)
+    assert logged["seldom"] == [(step, step / BEHIND_EACH) for step in tenths]
+
+
+def only(runs: dict[str, Logged]) -> Logged:
+    """Of the one run there is."""
+    (logged,) = runs.values()
+    return logged
+
+
+@TRACKERS
+def test_each_step_is_there_once_after_kills_a_join_and_a_drain(
+    cluster: LocalCluster, tmp_path: Path, name: str
+) -> None:
+    run = logging(cluster, tmp_path, trackers=(name,))
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=5, body=train)
+        schedule.start(3)
+        schedule.alive.sort(key=lambda rank: rank is not schedule.all[0])
+        schedule.kill()
+        schedule.join()
+        schedule.kill()
+        schedule.join()
+        schedule.drain()
+        num_steps = schedule.finish()["step"]
+    check(only(READ[name](tmp_path, run.job)), num_steps)
+
+
+@pytest.mark.long
+@TRACKERS
+def test_steps_that_are_taken_again_from_a_checkpoint_are_not_written_again(
+    cluster: LocalCluster, tmp_path: Path, name: str
+) -> None:
+    """All members are killed, and the job goes on in the same run of the tracker."""
+    directory = tmp_path / "checkpoints"
+    run = logging(cluster, tmp_path, trackers=(name,), checkpoints=str(directory))
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=6, body=train)
+        schedule.start(3)
+        lose_all(schedule, directory, 2)
+        again = Schedule(ranks, run, tmp_path, seed=7, body=train)
+        again.start(3)
+        num_steps = again.finish()["step"]
+    logged = only(READ[name](tmp_path, run.job))
+    # What the last fraction of a second logged died with its members where no checkpoint was, and
+    # is taken again.
+    check(logged, num_steps)
+
+
+def alone(directory: Path, name: str, num_steps: int) -> None:
+    """`python train.py`, with nothing running."""
+    model, optimizer = build("sgd", "layers")
+    with shoal.join("alone", trackers=[tracker(name, directory)]) as session:
+        model, optimizer = session.distribute(model, optimizer)
+        for batch in session.batches(data(), global_batch_size=24):
+            with session.step():
+                loss = cross_entropy(model(batch.inputs), batch.targets)
+                session.backward(loss)
+                session.log({"loss": loss, "lr": 0.1})
+            if session.step_number == num_steps:
+                session.stop("enough")
+
+
+@TRACKERS
+def test_a_second_run_from_step_0_is_a_run_of_its_own(tmp_path: Path, name: str) -> None:
+    alone(tmp_path, name, 3)
+    alone(tmp_path, name, 2)
+    first, second = READ[name](tmp_path, "alone").values()
+    assert [step for step, _ in first["loss"]] == [1, 2, 3]
+    assert second["lr"] == [(1, pytest.approx(0.1)), (2, pytest.approx(0.1))]
+    assert first["loss"][0] == second["loss"][0]
+
+
+def test_it_is_on_the_page_and_in_metrics(cluster: LocalCluster) -> None:
+    """Newest value by name, and a chart over steps; NaN as what it is."""
+    model, optimizer = build("sgd", "layers")
+    job = f"shown-{secrets.token_hex(4)}"
+    with shoal.join(job, coordinator=cluster.coordinator) as session:
+        model, optimizer = session.distribute(model, optimizer)
+        for batch in session.batches(data(), global_batch_size=24, epochs=1):
+            with session.step():
+                session.backward(cross_entropy(model(batch.inputs), batch.targets))
+                session.log({"accuracy": 0.5, "broken": float("nan")})
+        last = session.step_number
+    with httpx.Client(base_url=cluster.http_url, trust_env=False) as http:
+        deadline_s = time.monotonic() + 20
+        while time.monotonic() < deadline_s:
+            detail = http.get(f"/api/v1/jobs/{job}").json()
+            course = detail["course"]
+            if course["logged"].get("accuracy") == [last, 0.5]:
+                break
+        assert course["logged"] == {"accuracy": [last, 0.5], "broken": [last, "NaN"]}
+        assert course["num_steps"] == last
+        assert course["progress"] == 1.0
+        (accuracy, _) = http.get(f"/api/v1/jobs/{job}/history").json()["logged"]
+        assert accuracy["steps"][-1] <= last == accuracy["newest_step"]
+        metrics = http.get("/metrics").text
+        assert f'shoal_job_logged_value{{job="{job}",name="accuracy"}} 0.5' in metrics
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"picture": torch.zeros(3)}, "picture cannot be logged"),
+        ({"text": "hello"}, "text cannot be logged"),
+        ({"nothing": None}, "nothing cannot be logged"),
+        ({"a loss": 1.0}, "cannot be logged under this name"),
+        ({7: 1.0}, "cannot be logged under this name"),
+        ([("loss", 1.0)], "takes numbers by name"),
+    ],
+)
+def test_what_is_no_number_by_name_is_refused(values: Any, told: str) -> None:
+    model, optimizer = build("sgd", "layers")
+    with shoal.join("refused") as session:
+        session.distribute(model, optimizer)
+        with pytest.raises(InvalidSpec, match=told):
+            session.log(values)
+
+
+def test_a_missing_package_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, where the script makes the tracker."""
+    monkeypatch.setattr("shoal.tracking.tracker.find_spec", lambda name: None)
+    for make, extra in (
+        (lambda: shoal.TensorBoard("runs"), "tensorboard"),
+        (lambda: shoal.WandB("project"), "wandb"),
+        (lambda: shoal.MLflow("file:mlruns"), "mlflow"),
+    ):
+        with pytest.raises(InvalidSpec, match=rf"pip install 'shoal\[{extra}\]'"):
+            make()
+
+
+def test_a_place_that_mlflow_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In MLflow's words, where the script makes the tracker."""
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
+    with pytest.raises(InvalidSpec, match="MLFLOW_ALLOW_FILE_STORE"):
+        shoal.MLflow("file:mlruns")
+
+
+def test_something_else_than_a_tracker_is_refused() -> None:
+    with pytest.raises(InvalidSpec, match="trackers has something else"):
+        shoal.join("refused", trackers=["tensorboard"])  # type: ignore[list-item]

@@ -1,0 +1,244 @@
+"""What a script logs of its job: each value once, whoever is lost, joins or takes steps again.
+
+Every member keeps what its own script logged of the newest steps that it has committed. One of them
+writes: the one whose state the generation started from, so that it has committed every step that
+any member has. It writes within a second, and before each change of members that is made by plan.
+If it is killed, the next one writes from what it has kept itself, behind what the trackers have
+already (see `Tracker`). Values of a step that is taken again are not written again.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import structlog
+
+from shoal.tracking.scalars import Scalar, scalars
+from shoal.tracking.tracker import Busy, OpenRun, Run, Tracker, Written
+from shoal_proto.health import MAX_LOGGED
+from shoal_proto.v1.membership_pb2 import STATE_ACTION_INITIAL, GenerationRecord
+
+log = structlog.get_logger(__name__)
+
+WRITE_EACH_S = 1.0
+BUSY_EACH_S = 0.2
+FLUSH_WITHIN_S = 5.0
+"""A change of members by plan waits no longer for trackers."""
+CLOSE_WITHIN_S = 30.0
+MAX_KEPT = 10_000
+"""Steps whose values a member keeps."""
+
+
+class JobLog:
+    """One member's. All methods are the trainer's; what is slow is done on a thread."""
+
+    def __init__(self, job: str, member_id: str, trackers: Sequence[Tracker] = ()) -> None:
+        self._job = job
+        self._member_id = member_id
+        self._attempt: dict[str, float] = {}
+        """Of the step under way."""
+        self._newest: dict[str, tuple[int, float]] = {}
+        """Step and value of each name, as far as it is shown."""
+        self._is_writer = False
+        self._run: Run | None = None
+        self._sinks = [_Sink(tracker, MAX_KEPT) for tracker in trackers]
+        self._changed = threading.Condition()
+        self._wanted, self._done = 0, 0
+        """Rounds of writing that were asked for, and that are done."""
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # --- what the script says ---
+
+    def log(self, values: Mapping[str, Scalar], *, step: int, in_step: bool) -> None:
+        """See `Session.log`; `step` is the newest that is committed."""
+        found = scalars(values)
+        if in_step:
+            self._attempt |= found
+        else:
+            self._keep(step, found)
+
+    def begins(self) -> None:
+        """A step is attempted: what one that did not happen logged is forgotten."""
+        self._attempt = {}
+
+    def committed(self, step: int) -> None:
+        """The step under way is this one."""
+        attempt, self._attempt = self._attempt, {}
+        if attempt:
+            self._keep(step, attempt)
+
+    def _keep(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            known = self._newest.get(name)
+            fits = known is not None or len(self._newest) < MAX_LOGGED
+            if fits and (known is None or known[0] < step):
+                self._newest[name] = (step, value)
+        if self._sinks:
+            with self._changed:
+                for sink in self._sinks:
+                    sink.keep(step, time.time(), values)
+                self._start()
+
+    # --- what becomes of the job ---
+
+    def entered(self, record: GenerationRecord, *, synchronous: bool, step: int) -> None:
+        """A generation runs; this member stands at that step."""
+        roster = record.roster
+        by_id = {entry.member_id: entry for entry in roster.entries}
+        first = min(roster.entries, key=lambda entry: entry.rank).member_id
+        writer = (roster.source_member_id if synchronous else "") or first
+        with self._changed:
+            if self._run is None:
+                begins = by_id[self._member_id].state == STATE_ACTION_INITIAL and step == 0
+                begun_unix_s = record.decided_unix_s if begins else None
+                self._run = Run(job=self._job, begun_unix_s=begun_unix_s)
+            self._is_writer = writer == self._member_id
+            self._changed.notify_all()
+
+    def newest(self) -> dict[str, tuple[int, float]]:
+        """Step and newest value of each name, as far as it is for this member to tell."""
+        return dict(self._newest) if self._is_writer else {}
+
+    def flush(self, limit_s: float = FLUSH_WITHIN_S) -> None:
+        """Return when all that is kept is written, if this member writes; at the latest after
+        `limit_s`."""
+        with self._changed:
+            if self._thread is None or not self._is_writer:
+                return
+            self._wanted += 1
+            wanted = self._wanted
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._done >= wanted, limit_s):
+                log.warning("trackers_not_flushed", job=self._job, waited_s=limit_s)
+
+    def close(self) -> None:
+        """Write what is left, and end. May be called twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_WITHIN_S)
+            if self._thread.is_alive():
+                log.warning("trackers_not_closed", job=self._job, waited_s=CLOSE_WITHIN_S)
+
+    # --- on the thread ---
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="shoal-log", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        end_s = math.inf
+        while time.monotonic() < end_s:
+            with self._changed:
+                if any(sink.busy for sink in self._sinks):
+                    self._changed.wait(BUSY_EACH_S)
+                else:
+                    asked = partial(self._is_asked, self._is_writer)
+                    self._changed.wait_for(asked, WRITE_EACH_S)
+                if self._closed:
+                    end_s = min(end_s, time.monotonic() + CLOSE_WITHIN_S)
+                run, wanted, writes = self._run, self._wanted, self._is_writer
+            for sink in self._sinks:
+                if writes and run is not None:
+                    sink.write(run, self._changed)
+                else:
+                    sink.end()
+            with self._changed:
+                if not any(sink.busy for sink in self._sinks):
+                    self._done = wanted
+                    self._changed.notify_all()
+                    if end_s < math.inf:
+                        break
+        for sink in self._sinks:
+            sink.end(writes=writes)
+
+    def _is_asked(self, was_writer: bool) -> bool:
+        return self._closed or self._wanted > self._done or self._is_writer != was_writer
+
+
+class _Sink:
+    """One tracker, and what is kept for it."""
+
+    def __init__(self, tracker: Tracker, max_kept: int) -> None:
+        self._tracker = tracker
+        self._name = type(tracker).__name__
+        self._max_kept = max_kept
+        self._kept: dict[int, tuple[float, dict[str, float]]] = {}
+        """By step: when its first value was logged, and all of them."""
+        self._open: OpenRun | None = None
+        self._written = Written()
+        self.busy = False
+        """Another process writes the run still."""
+        self._is_failing = False
+        self._num_lost = 0
+        """Steps that were kept no longer before the tracker took them."""
+
+    def keep(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
+        """Of the first time that a step is taken. Under the log's lock."""
+        _, known = self._kept.setdefault(step, (unix_s, {}))
+        for name, value in values.items():
+            known.setdefault(name, value)
+        while len(self._kept) > self._max_kept:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._num_lost += int(self._is_failing and oldest > self._written.step)
+
+    def write(self, run: Run, lock: threading.Condition) -> None:
+        """All that is kept and not written yet."""
+        with lock:
+            kept = [(step, at_s, dict(values)) for step, (at_s, values) in self._unwritten()]
+        if not kept:
+            return
+        try:
+            self._write(run, kept)
+        except Busy:
+            self.busy = True
+            return
+        except Exception as error:  # noqa: BLE001 - of any kind, of any tracker; said, and tried again
+            self._fails(error)
+            return
+        if self._is_failing:
+            log.info("tracker_writes_again", tracker=self._name)
+        self.busy = self._is_failing = False
+
+    def _unwritten(self) -> list[tuple[int, tuple[float, dict[str, float]]]]:
+        behind = self._written.step
+        return sorted(item for item in self._kept.items() if item[0] >= behind)
+
+    def _write(self, run: Run, kept: Sequence[tuple[int, float, dict[str, float]]]) -> None:
+        if self._open is None:
+            self._open = self._tracker.open(run)
+            self._written = self._open.written
+        for step, unix_s, values in kept:
+            rest = self._written.rest(step, values)
+            if rest:
+                self._open.write(step, rest, unix_s)
+                self._written = self._written.plus(step, frozenset(rest))
+        self._open.flush()
+
+    def _fails(self, error: Exception) -> None:
+        if not self._is_failing:
+            told = f"{type(error).__name__}: {error}"[:500]
+            log.warning("tracker_failed", tracker=self._name, reason=told)
+        self._is_failing = True
+        # What is written is read from the tracker again: half of a step may be.
+        self.end()
+
+    def end(self, *, writes: bool = False) -> None:
+        """Let another process write. `writes`: nobody will write what is left."""
+        if writes:
+            left = sum(1 for step, _ in self._unwritten() if step > self._written.step)
+            if num_lost := self._num_lost + left:
+                log.error("logged_values_lost", tracker=self._name, num_steps=num_lost)
+        opened, self._open = self._open, None
+        self.busy = False
+        if opened is not None:
+            try:
+                opened.close()
+            except Exception as error:  # noqa: BLE001 - as above
+                log.warning("tracker_not_closed", tracker=self._name, reason=str(error)[:500])

@@ -1,0 +1,108 @@
+"""MLflow, by its client: a server, or a folder of files."""
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, Written, require, run_name
+from shoal_proto.errors import InvalidSpec
+
+JOB, RUN = "shoal.job", "shoal.run"
+"""Tags of a run."""
+AT_ONCE = 500
+"""Values in one call; MLflow takes 1000."""
+
+
+@dataclass(frozen=True)
+class MLflow(Tracker):
+    """Logged values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`."""
+
+    uri: str
+    """Of the tracking server, or `file:` and a folder that all hosts of the job see."""
+    experiment: str = "shoal"
+    """Made if there is none of that name."""
+
+    def __post_init__(self) -> None:
+        require("mlflow", tracker="MLflow", extra="mlflow")
+        self._client()
+
+    def _client(self) -> Any:
+        """Raises InvalidSpec for a place that MLflow does not take; asks no server."""
+        from mlflow import MlflowClient  # noqa: PLC0415 - an extra, and slow
+        from mlflow.exceptions import MlflowException  # noqa: PLC0415
+
+        try:
+            return MlflowClient(tracking_uri=self.uri)
+        except MlflowException as error:
+            raise InvalidSpec(
+                "MLflow does not take this place for runs",
+                seen=f"{self.uri}: {error}",
+                expected="the URL of a tracking server, or what MLflow keeps runs in",
+            ) from error
+
+    def open(self, run: Run) -> OpenRun:
+        with ExitStack() as held:
+            folder = _folder(self.uri)
+            if folder is not None:
+                held.enter_context(Lock(folder / f".shoal-{run.job}.lock"))
+            client = self._client()
+            run_id = self._run_id(client, run)
+            return _OpenMLflow(client, run_id, held.pop_all())
+
+    def _run_id(self, client: Any, run: Run) -> str:
+        """Of the run, made if there is none."""
+        known = client.get_experiment_by_name(self.experiment)
+        experiment = known.experiment_id if known else client.create_experiment(self.experiment)
+        runs = client.search_runs([experiment], filter_string=f"tags.`{JOB}` = '{run.job}'")
+        by_name = {each.data.tags.get(RUN, ""): each.info.run_id for each in runs}
+        name = run_name(run, [*by_name], time.time())
+        if name in by_name:
+            client.update_run(by_name[name], status="RUNNING")
+            return str(by_name[name])
+        tags = {JOB: run.job, RUN: name}
+        made = client.create_run(experiment, tags=tags, run_name=f"{run.job} {name}")
+        return str(made.info.run_id)
+
+
+class _OpenMLflow(OpenRun):
+    def __init__(self, client: Any, run_id: str, held: ExitStack) -> None:
+        self._client = client
+        self._held = held
+        self._run_id = run_id
+        self.written = _written(client, run_id)
+
+    def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
+        from mlflow.entities import Metric  # noqa: PLC0415
+
+        at_ms = int(1000 * unix_s)
+        metrics = [Metric(name, value, at_ms, step) for name, value in values.items()]
+        for first in range(0, len(metrics), AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=metrics[first : first + AT_ONCE])
+
+    def flush(self) -> None:
+        """Each call has returned when its values were stored."""
+
+    def close(self) -> None:
+        with self._held:
+            self._client.set_terminated(self._run_id)
+
+
+def _folder(uri: str) -> Path | None:
+    """The folder that the values lie in, where no server keeps them."""
+    parsed = urlparse(uri)
+    if parsed.scheme == "sqlite":
+        return Path(unquote(parsed.path[1:])).parent
+    return Path(unquote(parsed.path)) if parsed.scheme in ("", "file") else None
+
+
+def _written(client: Any, run_id: str) -> Written:
+    written = Written()
+    for name in client.get_run(run_id).data.metrics:
+        step = max(each.step for each in client.get_metric_history(run_id, name))
+        if step >= written.step:
+            written = written.plus(step, frozenset({name}))
+    return written

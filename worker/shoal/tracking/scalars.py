@@ -1,0 +1,69 @@
+"""What may be logged: numbers by name."""
+
+import re
+from collections.abc import Mapping
+from numbers import Real
+
+from torch import Tensor
+
+from shoal_proto.errors import InvalidSpec
+
+MAX_NAMES = 1000
+"""In one call."""
+MAX_NAME_LENGTH = 100
+_PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_NAME = re.compile(rf"{_PART}(/{_PART})*")
+"""What all trackers take as a name."""
+
+Scalar = float | int | Tensor
+"""A number, or a tensor of one."""
+
+
+def scalars(values: Mapping[str, Scalar]) -> dict[str, float]:
+    """The numbers, by name; reading those of a device waits for it.
+
+    Raises InvalidSpec for anything else than a number, by its name, and for names that no tracker
+    could show.
+    """
+    if not isinstance(values, Mapping):
+        raise InvalidSpec(
+            "session.log takes numbers by name",
+            seen=type(values).__name__,
+            expected='a dict, such as session.log({"loss": loss})',
+        )
+    if len(values) > MAX_NAMES:
+        raise InvalidSpec(
+            "too many values in one session.log",
+            seen=f"{len(values)} names",
+            expected=f"at most {MAX_NAMES}",
+        )
+    return {_checked(name): _number(name, value) for name, value in values.items()}
+
+
+def _checked(name: str) -> str:
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
+        raise InvalidSpec(
+            "a value cannot be logged under this name",
+            seen=repr(name)[:200],
+            expected="letters, digits, _, . and -, in parts divided by /,"
+            f" {MAX_NAME_LENGTH} characters at most",
+        )
+    return name
+
+
+def _number(name: str, value: Scalar) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return float(value.detach())
+        seen = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    elif isinstance(value, Real):
+        return float(value)
+    else:
+        seen = f"{type(value).__name__}: {value!r}"[:200]
+    raise InvalidSpec(
+        f"{name} cannot be logged: it is not one number",
+        seen=seen,
+        expected="a number, or a tensor of one element",
+        fix="Log its mean or its norm. Pictures and texts go to the tracker itself, `if"
+        " session.is_first`.",
+    )

@@ -1,0 +1,151 @@
+"""Weights & Biases, online or in files that are uploaded later."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, Written, require, run_name
+from shoal.tracking.wandb_files import records
+
+SETTLED_S = 1.0
+"""A process of wandb's own writes on for a moment when the one that logged was killed: its file is
+whole when it has not grown for so long."""
+STEP = "step"
+
+
+@dataclass(frozen=True)
+class WandB(Tracker):
+    """Logged values as the history of a Weights & Biases run, over the metric `step`.
+
+    A run's id is JOB-run-MILLISECONDS. Where several members have written one after the other,
+    files of the offline mode are uploaded in their order: `wandb sync --append`.
+    """
+
+    project: str
+    directory: str | Path = "."
+    """Where wandb keeps its files: one that all hosts of the job see."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline`: nothing is sent."""
+
+    def __post_init__(self) -> None:
+        require("wandb", tracker="WandB", extra="wandb")
+
+    def open(self, run: Run) -> OpenRun:
+        folder = Path(self.directory) / "wandb"
+        lock = Lock(folder / f".shoal-{run.job}.lock")
+        try:
+            return self._open(run, folder, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    def _open(self, run: Run, folder: Path, lock: Lock) -> OpenRun:
+        import wandb  # noqa: PLC0415 - an extra, and slow
+
+        prefix = f"{run.job}-"
+        found = [each.name.rpartition(prefix)[2] for each in _folders(folder, f"{prefix}run-*")]
+        run_id = prefix + run_name(run, found, time.time())
+        written = _written(_folders(folder, run_id))
+        opened = wandb.init(
+            project=self.project,
+            id=run_id,
+            name=run.job,
+            dir=str(self.directory),
+            mode=self.mode,
+            resume=None if self.mode == "offline" else "allow",
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, disable_git=True, console="off"),
+        )
+        opened.define_metric("*", step_metric=STEP)
+        return _OpenWandB(opened, written, folder / f".shoal-{run_id}.jsonl", lock)
+
+
+class _OpenWandB(OpenRun):
+    """wandb keeps what it is handed in the memory of another process for up to 15 seconds, and a
+    kill may take that along. So values go to a journal as well, and who writes next hands over once
+    more what wandb's own files do not have."""
+
+    def __init__(self, run: Any, written: Written, journal: Path, lock: Lock) -> None:
+        self._run = run
+        self.written = written
+        self._lock = lock
+        for step, unix_s, values in _journalled(journal):
+            if rest := self.written.rest(step, values):
+                self._log(step, rest, unix_s)
+                self.written = self.written.plus(step, frozenset(rest))
+        self._journal = journal.open("a")
+        self._journal.write("\n")  # behind a line that a kill has cut off
+
+    def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
+        self._journal.write(json.dumps([step, unix_s, values]) + "\n")
+        self._log(step, values, unix_s)
+
+    def _log(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
+        # Not wandb's own step: it takes no more values of a step that another one has followed.
+        self._run.log({**values, STEP: step, "_timestamp": unix_s})
+
+    def flush(self) -> None:
+        self._journal.flush()
+
+    def close(self) -> None:
+        try:
+            self._journal.close()
+            self._run.finish()
+        finally:
+            self._lock.release()
+
+
+def _journalled(path: Path) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """What was handed over, in order. A line that a kill has cut off was not."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.startswith("[") and line.endswith("]"):
+            step, unix_s, values = json.loads(line)
+            yield step, unix_s, values
+
+
+def _folders(folder: Path, run_id: str) -> list[Path]:
+    """Those that members have made of a run, online or not, the oldest first."""
+    return sorted(folder.glob(f"*run-*-{run_id}"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _written(folders: list[Path]) -> Written:
+    """As the newest file with a value in it says, once nobody writes it any more."""
+    for folder in reversed(folders):
+        written = Written()
+        for path in _settled(folder):
+            for step, names in _rows(path):
+                if step >= written.step:
+                    written = written.plus(step, names)
+        if written.step >= 0:
+            return written
+    return Written()
+
+
+def _settled(folder: Path) -> list[Path]:
+    """The run's file. The folder's name has the second in which it was made: by then that is over,
+    and the next one has another."""
+    while True:
+        files = list(folder.glob("run-*.wandb"))
+        newest_s = max(path.stat().st_mtime for path in (folder, *files))
+        left_s = SETTLED_S - (time.time() - newest_s)
+        if left_s <= 0:
+            return files
+        time.sleep(min(left_s, SETTLED_S))
+
+
+def _rows(path: Path) -> Iterator[tuple[int, frozenset[str]]]:
+    """Step and names of each row of a run's file."""
+    from wandb.proto.wandb_internal_pb2 import Record  # noqa: PLC0415
+
+    for data in records(path):
+        record = Record()
+        record.ParseFromString(data)
+        items = {
+            item.key or "/".join(item.nested_key): item.value_json for item in record.history.item
+        }
+        if STEP in items:
+            names = frozenset(name for name in items if name != STEP and name[:1] != "_")
+            yield int(float(items[STEP])), names
