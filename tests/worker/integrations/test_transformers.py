@@ -1,0 +1,166 @@
+"""Hugging Face's Trainer in a session: exact over losses, and what it cannot do is refused."""
+
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from support.frameworks import transformers_bodies
+from support.frameworks.accelerate_bodies import Run
+from support.frameworks.transformers_bodies import (
+    STEPS_PER_EPOCH,
+    TRAINER_STEPS,
+    inputs_of,
+    losses_of,
+    plain_trainer,
+)
+from support.members.held_members import replaced_in_step_6
+from torch import Tensor
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+import shoal
+from shoal.integrations.transformers import SessionTrainer
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def state() -> Iterator[None]:
+    """Accelerators of a process share one."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
+    with shoal.join(f"hf-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as joined:
+        yield joined
+
+
+def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def test_a_member_alone_trains_as_trainer_does(session: shoal.Session) -> None:
+    """Tied weights, parts of steps, losses by token, a schedule, clipping and evaluation."""
+    trainer = SessionTrainer(session, **inputs_of())
+    trainer.train()
+    weights, plain = plain_trainer()
+    assert trainer.state.global_step == session.step_number == TRAINER_STEPS
+    assert distance(session.state_dict(), weights) <= TOLERANCE
+    assert losses_of(trainer) == pytest.approx(losses_of(plain), abs=1e-4)
+    logged = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    expected = [each["loss"] for each in plain.state.log_history if "loss" in each]
+    assert logged == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize(("strategy", "back_to"), [("ddp", 7), ("fsdp", 1)])
+def test_a_session_goes_on_without_a_lost_member(
+    cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
+) -> None:
+    """One of two is killed once both have clipped their gradients of step 6, and so agreed on it;
+    a third goes on in its place. Weights and evaluations are those of Trainer alone."""
+    run = Run(
+        coordinator=cluster.coordinator, job=f"hf-{strategy}", member_id="", strategy=strategy
+    )
+    body = transformers_bodies.train_with_trainer
+    a, c, _ = replaced_in_step_6(cluster, body, run, tmp_path, back_to)
+    alone, plain = plain_trainer()
+    for each in (a, c):
+        assert each["step"] == each["trainer_steps"] == TRAINER_STEPS
+        weights = {name: torch.tensor(value) for name, value in each["weights"].items()}
+        assert distance(weights, alone) <= TOLERANCE
+        assert each["losses"][-2:] == pytest.approx(losses_of(plain)[-2:], abs=1e-3)
+
+
+@pytest.mark.long
+def test_max_steps_ends_the_job(session: shoal.Session) -> None:
+    trainer = SessionTrainer(session, **inputs_of(max_steps=STEPS_PER_EPOCH + 2))
+    trainer.train()
+    weights, _ = plain_trainer(max_steps=STEPS_PER_EPOCH + 2)
+    assert session.step_number == STEPS_PER_EPOCH + 2
+    assert distance(session.state_dict(), weights) <= TOLERANCE
+
+
+class StopsIn(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 3
+
+
+@pytest.mark.long
+def test_a_callback_ends_the_job(session: shoal.Session) -> None:
+    trainer = SessionTrainer(session, **inputs_of(), callbacks=[StopsIn()])
+    trainer.train()
+    assert session.step_number == trainer.state.global_step == 3
+
+
+@pytest.mark.long
+def test_metrics_of_predictions_stop_the_training(session: shoal.Session) -> None:
+    """Callbacks that export their state have it in the job's."""
+
+    def accuracy(predicted: Any) -> dict[str, float]:
+        assert predicted.predictions.shape[:2] == (10, 8)
+        return {"fixed": 1.0}
+
+    options = {
+        "metric_for_best_model": "fixed",
+        "greater_is_better": True,
+    }
+    stopping = EarlyStoppingCallback(early_stopping_patience=1)
+    trainer = SessionTrainer(
+        session, **inputs_of(**options), compute_metrics=accuracy, callbacks=[stopping]
+    )
+    trainer.train()
+    assert session.step_number == 2 * STEPS_PER_EPOCH
+
+
+@pytest.mark.long
+def test_bfloat16_is_autocast(session: shoal.Session) -> None:
+    seen: list[bool] = []
+    inputs = inputs_of(bf16=True, max_steps=2)
+    inputs["model"].lm_head.register_forward_hook(
+        lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+    )
+    SessionTrainer(session, **inputs).train()
+    assert seen
+    assert all(seen)
+
+
+class OwnLoss(SessionTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss
+
+
+def test_a_loss_of_unknown_weight_is_refused(session: shoal.Session) -> None:
+    with pytest.raises(InvalidSpec, match="loss_is_scaled_for_ga"):
+        OwnLoss(session, **inputs_of()).train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"save_strategy": "epoch"}, "save_strategy.*checkpoints="),
+        ({"eval_on_start": True}, "eval_on_start"),
+        ({"train_sampling_strategy": "group_by_length"}, "group_by_length"),
+        ({"torch_compile": True}, "torch.compile"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ],
+)
+def test_what_a_session_cannot_keep_exact_is_refused(
+    session: shoal.Session, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidSpec, match=said):
+        SessionTrainer(session, **inputs_of(**changes))
+
+
+def test_a_checkpoint_of_trainers_own_is_refused(session: shoal.Session) -> None:
+    with pytest.raises(InvalidSpec, match="resume_from_checkpoint"):
+        SessionTrainer(session, **inputs_of()).train(resume_from_checkpoint=True)

@@ -1,0 +1,485 @@
+"""Hugging Face's Trainer within a session: its own loop, elastic, and exact over all changes.
+
+    with shoal.join() as session:
+        trainer = SessionTrainer(session, model=model, args=args, train_dataset=dataset)
+        trainer.train()
+
+What one process does with these arguments is what the job does: its global batch is
+`per_device_train_batch_size` times `gradient_accumulation_steps` samples, of which members take
+their shares. When a member is lost, Trainer's loop goes back to the step that the job stands at.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState, TrainerControl
+from transformers.trainer_utils import EvalLoopOutput
+
+from shoal.checkpoint.background import Checkpoints
+from shoal.integrations.trainer_steps import (
+    Collated,
+    CollatedWhole,
+    EpochLength,
+    TakenAgain,
+    TrainerSteps,
+    WholeBatches,
+)
+from shoal.session.session import Session
+from shoal.strategies.base import Strategy
+from shoal_proto.errors import InvalidSpec
+
+FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
+"""Strategies under which a member evaluates its model without the others."""
+
+
+class SessionTrainer(Trainer):
+    """A Trainer for one member; see the module.
+
+    Schedulers, callbacks that export their state, clipping, bfloat16 and evaluation are those of
+    the job. Refused with InvalidSpec: float16, checkpoints of Trainer's own (`checkpoints=` writes
+    the session's), wrappers of Trainer's own such as FSDP and DeepSpeed, an order of samples that
+    depends on them, and what would leave out a part of an epoch.
+    """
+
+    model: Any
+    optimizer: Any
+    control: Any
+    _globalstep_last_logged: int
+
+    def __init__(
+        self,
+        session: Session,
+        *arguments: Any,
+        strategy: str | Strategy = "ddp",
+        checkpoints: Checkpoints | None = None,
+        **options: Any,
+    ) -> None:
+        """The rest is what `transformers.Trainer` takes."""
+        self._session = session
+        self._strategy, self._kept = strategy, checkpoints
+        self._steps: TrainerSteps | None = None
+        self._samples: DataLoader[Any] | None = None
+        self._counted: Tensor | None = None
+        super().__init__(*arguments, **options)
+        _refuse(self.args, self.train_dataset)
+        self.add_callback(_Position(self))
+
+    # --- what a script calls ---
+
+    def train(self, resume_from_checkpoint: Any = None, *positional: Any, **options: Any) -> Any:
+        """As Trainer's; a member that joins later begins at the job's step."""
+        if resume_from_checkpoint:
+            raise _refused(
+                "training that goes on from a checkpoint of Trainer's",
+                f"resume_from_checkpoint={resume_from_checkpoint!r}",
+                "SessionTrainer(checkpoints=shoal.Checkpoints(...)), from which a job goes on",
+            )
+        return super().train(None, *positional, **options)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The whole model, written by the member of rank 0; all members call it."""
+        if self._steps is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = dict(self._session.state_dict())
+        if self._session.is_first:
+            self._save(output_dir, state_dict=state)
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
+        """Not in a session."""
+        raise _refused("a search over many trainings", "hyperparameter_search", "a job for each")
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this member has rank 0; true on all of them before the training."""
+        return self._session.is_first if self._steps is not None else True
+
+    # --- what Trainer calls ---
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        # What Trainer's own `training_step` calls with the loss.
+        self.accelerator.backward = self._backward
+
+    def get_train_dataloader(self) -> "EpochLength":
+        """Of which the session takes the samples."""
+        self._samples = super().get_train_dataloader()
+        return EpochLength(self._samples, self.args)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if self._samples is None:
+            raise _refused(
+                "a get_train_dataloader of the script's own",
+                f"{type(self).__name__}.get_train_dataloader",
+                "train_dataset and data_collator; the session cuts each batch for its members",
+            )
+        session = self._session
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=max_steps)
+        session.register("transformers-schedule", self.lr_scheduler)
+        session.register("transformers-trainer", JobState(self))
+        model, optimizer = session.distribute(
+            self.model, self.optimizer, self._strategy, checkpoints=self._kept
+        )
+        self.model = self.model_wrapped = model
+        # So that an evaluation takes the model as it is.
+        self.accelerator._models.append(model)
+        self._steps = TrainerSteps(session, self._batches(num_train_epochs))
+        self.optimizer = SessionOptimizer(optimizer, self._commit)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.state.global_step = self._steps.position()
+        return self.state.global_step // num_update_steps_per_epoch, 0
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> tuple[nn.Module, Any]:
+        """It is done: the job's step has to be known before the first epoch is chosen."""
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model_wrapped, train_dataloader
+
+    def _batches(self, num_epochs: int) -> Any:
+        args, samples = self.args, self._samples
+        assert samples is not None, "made for the training"
+        num_workers = args.dataloader_num_workers
+        ahead = {
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "persistent_workers": args.dataloader_persistent_workers,
+        }
+        return self._session.batches(
+            samples.dataset,
+            global_batch_size=self._train_batch_size * args.gradient_accumulation_steps,
+            epochs=num_epochs,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.train_sampling_strategy != "sequential",
+            collate=Collated(samples.collate_fn),
+            drop_last=args.dataloader_drop_last,
+            num_workers=num_workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            **({k: v for k, v in ahead.items() if v is not None} if num_workers else {}),
+        )
+
+    def _run_epoch(self, *, epoch: int, num_update_steps_per_epoch: int, **rest: Any) -> None:
+        """Trainer's loop over an epoch, taken again from where the job stands after a loss."""
+        steps, control, number = self._present(), self.control, epoch
+        while True:
+            try:
+                while number <= epoch and not control.should_training_stop:
+                    steps.skip = self.state.global_step - number * num_update_steps_per_epoch
+                    super()._run_epoch(
+                        epoch=number,
+                        num_update_steps_per_epoch=num_update_steps_per_epoch,
+                        **rest,
+                    )
+                    control, number = self.control, number + 1
+                if control.should_training_stop or number == self.state.num_train_epochs:
+                    self._end_job()
+                return
+            except TakenAgain:
+                self._go_back()
+                control, number = self.control, self.state.global_step // num_update_steps_per_epoch
+                if number <= epoch:
+                    self.control = control = self.callback_handler.on_epoch_begin(
+                        self.args, self.state, control
+                    )
+
+    def _go_back(self) -> None:
+        """To the step that the job stands at, with what is counted of the steps behind it."""
+        steps, state = self._present(), self.state
+        state.global_step = steps.position()
+        self.control.should_training_stop = steps.is_over
+        if self._counted is not None:
+            self._tr_loss.copy_(self._counted)
+        if state.global_step < self._globalstep_last_logged:
+            self._globalstep_last_logged = state.global_step
+            self._tr_loss.zero_()
+
+    def _end_job(self) -> None:
+        """No further step is taken; returns once that is so on all members.
+
+        Raises TakenAgain where one was lost meanwhile, and steps are to be taken again.
+        """
+        steps = self._present()
+        if not steps.is_done:
+            # As a callback wished it. All members meet in the step that is not taken.
+            self._session.stop("Trainer's callbacks stopped the training")
+            num_parts = self.args.gradient_accumulation_steps
+            try:
+                if steps.begin(num_parts, steps.position()):
+                    for _ in range(num_parts):
+                        self.training_step(self.model_wrapped, {})
+                    steps.commit()
+            except TakenAgain:
+                pass
+        steps.finish()
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """The parts of the job's next step, filled in when they are trained on; none for steps that
+        were taken before this member came."""
+        steps = self._present()
+        if steps.skip > 0:
+            steps.skip -= 1
+            return [], None
+        if not steps.begin(num_batches, self.state.global_step):
+            self.control.should_training_stop = True
+            return [], None
+        first = self._session.is_first
+        self.state.is_world_process_zero = self.state.is_local_process_zero = first
+        self._counted = self._tr_loss.clone()
+        if self.state.global_step + 1 == self.state.max_steps:
+            steps.last_wanted("max_steps, or a part of an epoch, is trained")
+        return [{} for _ in range(num_batches)], None
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """The passes of one part of the step, and its loss, as a share of this member's."""
+        steps = self._present()
+        # Each part is a mean for itself: the session weighs them over all members.
+        self.current_gradient_accumulation_steps = 1
+        with steps.watching():
+            part, whole = steps.next_part()
+            inputs.update(part.inputs["batch"])
+            items = self._get_num_items_in_batch([inputs], self.args.device)
+            self._check_normalised(items)
+            if items is None or self.loss_is_scaled_for_ga is False:
+                items = None
+            steps.weight = None if items is None else float(items)
+            loss = super().training_step(model, inputs, items)
+            share = len(part.indices) / max(len(whole.indices), 1)
+            if items is not None and part is not whole:
+                total = self._get_num_items_in_batch([whole.inputs["batch"]], self.args.device)
+                share = float(items) / max(float(total), 1.0)
+        return loss * share if share else torch.zeros_like(loss)
+
+    def _check_normalised(self, items: Any) -> None:
+        """Raise InvalidSpec where it is not known what the loss is a mean over."""
+        own = type(self).compute_loss is not Trainer.compute_loss
+        if own and items is not None and self.loss_is_scaled_for_ga is None:
+            raise _refused(
+                "a compute_loss of the script's own, which does not say what it is a mean over",
+                f"{type(self).__name__}.compute_loss without loss_is_scaled_for_ga",
+                "loss_is_scaled_for_ga = True where the loss is divided by num_items_in_batch, and"
+                " False where it is a mean over samples",
+            )
+
+    def _backward(self, loss: Tensor, **_: Any) -> None:
+        self._session.backward(loss, weight=self._present().weight)
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """With autocast to bfloat16, where that is asked for."""
+        stack: ExitStack = super().compute_loss_context_manager()
+        if self.args.bf16:
+            stack.enter_context(torch.autocast(self.args.device.type, dtype=torch.bfloat16))
+        return stack
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        with self._present().watching():
+            return self._session.clip_grad_norm(float(self.args.max_grad_norm))
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is not None:
+            return grad_norm
+        with self._present().watching():
+            return self._session.clip_grad_norm(float("inf"))
+
+    def _commit(self) -> None:
+        self._present().commit()
+        self._counted = None
+
+    # --- evaluation ---
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The loss alone is measured by all members, each on its share. Predictions are made by
+        each member for all samples, under strategies whose forward pass needs no other."""
+        if self._steps is None:
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        only_loss = (
+            self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        )
+        if only_loss:
+            return self._measured(dataloader, metric_key_prefix)
+        strategy = self._session.strategy
+        if strategy.name not in FORWARD_ALONE:
+            raise _refused(
+                "predictions are each member's own, and its forward pass is not",
+                f"compute_metrics or predict under strategy {strategy.name}",
+                f"{', '.join(sorted(FORWARD_ALONE))}; or the loss alone, or session.evaluate",
+            )
+        with self._session.pause(description):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        # Members of different make may differ in last bits, and have to go on alike.
+        alike = {k: v for k, v in output.metrics.items() if isinstance(v, int | float)}
+        return output._replace(
+            metrics={**output.metrics, **self._session.all_reduce(alike, op="max")}
+        )
+
+    def _measured(self, dataloader: Any, prefix: str) -> EvalLoopOutput:
+        model = self.model_wrapped
+        model.eval()
+
+        def measure(batch: Any) -> Mapping[str, float]:
+            loss, _, _ = self.prediction_step(model, batch.inputs["batch"], True)
+            if loss is None:
+                raise _refused("an evaluation without a loss", "no labels", "labels")
+            counts = not self.args.logging_nan_inf_filter or bool(torch.isfinite(loss))
+            num_samples = float(batch.inputs["size"]) if counts else 0.0
+            return {"loss": float(loss) * num_samples if counts else 0.0, "samples": num_samples}
+
+        samples = dataloader.dataset
+        found = self._session.evaluate(
+            WholeBatches(samples, self.args.eval_batch_size),
+            measure,
+            batch_size=1,
+            collate=CollatedWhole(dataloader.collate_fn),
+        )
+        loss = found["loss"] / found["samples"] if found["samples"] else float("nan")
+        return EvalLoopOutput(None, None, {f"{prefix}_loss": loss}, len(samples))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        raise _refused("a checkpoint of Trainer's own", "control.should_save", "checkpoints=...")
+
+    def _present(self) -> TrainerSteps:
+        assert self._steps is not None, "made before the first epoch"
+        return self._steps
+
+
+class SessionOptimizer:
+    """Its step is the session's; all else is the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer, commit: Any) -> None:
+        self.optimizer, self._commit = optimizer, commit
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise _refused("an optimizer that computes the loss itself", "a closure", "none")
+        self._commit()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Done by the session at the beginning of the step."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+class JobState:
+    """What Trainer counts for the whole job: the best metric, and what callbacks export."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def _callbacks(self) -> list[Any]:
+        found = self._trainer.callback_handler.callbacks
+        return [
+            each
+            for each in found
+            if isinstance(each, ExportableState) and not isinstance(each, TrainerControl)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._trainer.state
+        return {
+            "best_metric": state.best_metric,
+            "best_global_step": state.best_global_step,
+            "callbacks": [dict(each.state()["attributes"]) for each in self._callbacks()],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = self._trainer.state
+        state.best_metric = state_dict["best_metric"]
+        state.best_global_step = state_dict["best_global_step"]
+        for each, attributes in zip(self._callbacks(), state_dict["callbacks"], strict=True):
+            for name, value in attributes.items():
+                setattr(each, name, value)
+
+
+class _Position(TrainerCallback):
+    """Keeps the epoch that Trainer shows that of the job, whenever this member came."""
+
+    def __init__(self, trainer: SessionTrainer) -> None:
+        self._trainer = trainer
+
+    def _steps_per_epoch(self) -> int:
+        num_parts = int(self._trainer.args.gradient_accumulation_steps)
+        num_batches = len(self._trainer.callback_handler.train_dataloader)
+        return num_batches // num_parts
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.epoch = state.global_step / self._steps_per_epoch()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if control.should_epoch_stop and state.global_step % self._steps_per_epoch():
+            raise _refused(
+                "an epoch that ends before its samples do",
+                "control.should_epoch_stop",
+                "control.should_training_stop, which ends the job",
+            )
+
+
+def _refuse(args: Any, dataset: Any) -> None:
+    """Raise InvalidSpec for what a session has no place for."""
+    own = "a strategy of session.distribute: SessionTrainer(strategy=...)"
+    kept = "save_strategy='no', and SessionTrainer(checkpoints=shoal.Checkpoints(...))"
+    refused: list[tuple[bool, str, str]] = [
+        (args.fp16, "fp16=True", "bf16=True, or float32"),
+        (bool(args.fsdp), "fsdp", own),
+        (bool(args.deepspeed), "deepspeed", own),
+        (args.parallelism_config is not None, "parallelism_config", own),
+        (args.world_size != 1 or args.n_gpu > 1, "several processes or GPUs", "`shoal run`"),
+        (args.auto_find_batch_size, "auto_find_batch_size=True", "a batch size"),
+        (args.torch_compile, "torch_compile=True", "torch.compile(model) before, under ddp"),
+        (args.save_strategy != "no", f"save_strategy={str(args.save_strategy)!r}", kept),
+        (args.load_best_model_at_end, "load_best_model_at_end=True", kept),
+        (args.enable_jit_checkpoint, "enable_jit_checkpoint=True", kept),
+        (args.eval_on_start, "eval_on_start=True", "trainer.evaluate() behind a step"),
+        (
+            args.fp16_full_eval or args.bf16_full_eval,
+            "an evaluation in another dtype",
+            "bf16=True, which evaluates under autocast",
+        ),
+        (
+            args.train_sampling_strategy not in ("random", "sequential"),
+            f"train_sampling_strategy={args.train_sampling_strategy!r}",
+            "'random' or 'sequential'",
+        ),
+        (
+            isinstance(dataset, IterableDataset),
+            "an IterableDataset",
+            "a data set with len() and items by index",
+        ),
+    ]
+    for is_there, seen, expected in refused:
+        if is_there:
+            raise _refused("Trainer in a session", seen, expected)
+
+
+def _refused(what: str, seen: str, expected: str) -> InvalidSpec:
+    return InvalidSpec(what, seen=seen, expected=expected, fix="docs/integrations.md")
