@@ -185,9 +185,10 @@ def test_a_kill_and_a_join_leave_no_trace_in_either(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 def test_both_go_on_from_a_checkpoint(cluster: LocalCluster, tmp_path: Path, strategy: str) -> None:
-    run = adversarial(cluster, strategy, checkpoints=str(tmp_path / "checkpoints"))
+    options = {"shard": 2} if strategy == "hsdp" else {}
+    run = adversarial(cluster, strategy, checkpoints=str(tmp_path / "checkpoints"), options=options)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=6, body=gan_bodies.train)
         schedule.start(3)

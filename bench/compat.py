@@ -1,0 +1,208 @@
+"""Ten programs as their authors write them, and the same with Shoal, under three kills each.
+
+    make bench NAME=compat
+    .venv/bin/python bench/compat.py gpt gan    # some of them
+
+A program of compat_programs/plain trains in one process. That of the same name in
+compat_programs/shoal trains under `shoal run` with three workers, of which at least two have to be
+there: one is killed, then one of those that went on, and one more once training goes on with those
+that were started again. `compat_exact` is how many end with the plain program's weights, within the
+tolerance that is stated here. `compat_lines_changed` is the most lines changed in any of them,
+without indentation and empty lines: of each place that differs, the longer side.
+"""
+
+import difflib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from rows import Row, publish
+
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.process import Command, Process, Supervisor
+
+PROGRAMS = Path(__file__).parent / "compat_programs"
+EXACT, AMPLIFIED, HALF = 1e-5, 1e-3, 1e-2
+TOLERANCES: Mapping[str, float] = {
+    "gpt": HALF,  # bfloat16: a sum over other parts of a batch is rounded otherwise
+    "resnet": EXACT,
+    "gan": EXACT,
+    "hf_trainer": AMPLIFIED,  # AdamW: biases of keys have no gradients but rounding errors
+    "lightning_fit": EXACT,
+    "accelerate_loop": EXACT,
+    "stream": EXACT,
+    "ema": HALF,  # float16, likewise
+    "compiled": EXACT,
+    "meta_fsdp": 1e-4,  # sums over other parts of a batch, over 360 steps
+}
+"""The largest absolute difference of a weight."""
+NUM_WORKERS, NUM_KILLS, MIN_STEPS = 3, 3, 3
+LIMIT_S, POLL_S, SEED = 240.0, 0.02, 18
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class Unfinished(Exception):
+    """A program that did not come to its end, or came to it before it was struck."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Where a job stands, as its coordinator knows."""
+
+    generation: int
+    step: int
+    pids: tuple[int, ...]
+
+
+class StruckProgram:
+    """One job of a program, and what is done to it."""
+
+    def __init__(self, cluster: LocalCluster, directory: Path, name: str) -> None:
+        self._cluster, self._directory = cluster, directory
+        self._job = f"compat-{name.replace('_', '-')}"
+        self._script = PROGRAMS / "shoal" / f"{name}.py"
+        self._random = random.Random(f"{SEED} {name}")
+        self.weights = directory / "shoal.pt"
+
+    def run(self, num_kills: int) -> None:
+        """Raises Unfinished."""
+        give_up_s = time.monotonic() + LIMIT_S
+        with Supervisor(grace_s=2.0) as supervisor:
+            launcher = supervisor.spawn(self._command())
+            last = Training(generation=0, step=0, pids=())
+            for number in range(num_kills):
+                # The second hits those that have just gone on: with fewer than two, the job waits.
+                size = NUM_WORKERS if number == 0 else 2
+                last = self._await(launcher, last, size, give_up_s)
+                os.kill(self._random.choice(last.pids), signal.SIGKILL)
+            if launcher.wait(max(1.0, give_up_s - time.monotonic())) != 0:
+                raise Unfinished(f"failed: {self._log()}")
+
+    def _await(self, launcher: Process, last: Training, size: int, give_up_s: float) -> Training:
+        """Until so many train in a later generation, and have committed steps in it."""
+        began: dict[int, int] = {}
+        with httpx.Client(base_url=self._cluster.http_url, trust_env=False, timeout=10) as client:
+            while time.monotonic() < give_up_s:
+                if launcher.exit_code is not None:
+                    raise Unfinished(f"ended before it was struck: {self._log()}")
+                now = self._now(client)
+                if now is not None and now.generation > last.generation and len(now.pids) >= size:
+                    first = began.setdefault(now.generation, now.step)
+                    if now.step >= first + MIN_STEPS:
+                        return now
+                time.sleep(POLL_S)
+        raise Unfinished(f"{size} workers do not train: {self._log()}")
+
+    def _now(self, client: httpx.Client) -> Training | None:
+        answer = client.get(f"/api/v1/jobs/{self._job}/members")
+        if answer.status_code != httpx.codes.OK:
+            return None
+        members: list[dict[str, Any]] = [each["member"] for each in answer.json()]
+        training = [each for each in members if each["state"] == "training"]
+        if not training:
+            return None
+        generation = max(each["generation"] for each in training)
+        within = [each for each in training if each["generation"] == generation]
+        return Training(
+            generation=generation,
+            step=min(each["step"] for each in within),
+            pids=tuple(each["process"]["pid"] for each in within),
+        )
+
+    def _command(self) -> Command:
+        return Command(
+            name="launcher",
+            arguments=(
+                *(sys.executable, "-m", "shoal_client", "run", "-n", str(NUM_WORKERS)),
+                *("--min", "2", "--job", self._job, "--coordinator", self._cluster.coordinator),
+                *("--max-restarts", "100", str(self._script), str(self.weights)),
+            ),
+            environment=ENVIRONMENT,
+            log_path=self._directory / "shoal.log",
+        )
+
+    def _log(self) -> str:
+        return (self._directory / "shoal.log").read_text()[-3000:]
+
+
+def difference(cluster: LocalCluster, directory: Path, name: str, num_kills: int) -> float:
+    """The largest difference of a weight from that of the plain program. Raises Unfinished."""
+    plain = directory / "plain.pt"
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / "plain" / f"{name}.py"), str(plain)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise Unfinished(f"the plain program failed: {done.stderr[-2000:]}")
+    struck = StruckProgram(cluster, directory, name)
+    struck.run(num_kills)
+    expected = torch.load(plain, weights_only=True)
+    found = torch.load(struck.weights, weights_only=True)
+    if expected.keys() != found.keys():
+        raise Unfinished(f"other weights: {sorted(expected.keys() ^ found.keys())}")
+    pairs = [(expected[key].double(), found[key].double()) for key in expected]
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def lines_changed(name: str) -> int:
+    plain, with_shoal = (lines_of(PROGRAMS / kind / f"{name}.py") for kind in ("plain", "shoal"))
+    matcher = difflib.SequenceMatcher(None, plain, with_shoal, autojunk=False)
+    return sum(
+        max(end - start, other_end - other_start)
+        for what, start, end, other_start, other_end in matcher.get_opcodes()
+        if what != "equal"
+    )
+
+
+def lines_of(path: Path) -> list[str]:
+    return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(TOLERANCES)
+    rows: list[Row] = []
+    num_exact = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        config = LocalClusterConfig(directory=Path(temporary) / "cluster", num_parameter_servers=0)
+        with LocalCluster(config) as cluster:
+            for name in names:
+                directory = Path(temporary) / name
+                directory.mkdir()
+                try:
+                    found = difference(cluster, directory, name, NUM_KILLS)
+                except Unfinished as error:
+                    print(f"{name}: {error}", flush=True)
+                    continue
+                is_exact = found <= TOLERANCES[name]
+                num_exact += is_exact
+                said = "exact" if is_exact else "not exact"
+                print(f"{name}: {found:.3g} of {TOLERANCES[name]:g}: {said}", flush=True)
+                rows.append(Row(metric=f"compat_difference_{name}", value=found, unit="", runs=1))
+    changed = {name: lines_changed(name) for name in names}
+    rows += [
+        Row(metric=f"compat_lines_{name}", value=count, unit="lines", runs=1)
+        for name, count in changed.items()
+    ]
+    rows += [
+        Row(metric="compat_exact", value=num_exact, unit=f"of {len(names)}", runs=1),
+        Row(metric="compat_lines_changed", value=max(changed.values()), unit="lines", runs=1),
+    ]
+    publish("compat", rows)
+
+
+if __name__ == "__main__":
+    main()
