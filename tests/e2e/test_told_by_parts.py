@@ -42,7 +42,7 @@ def metric(http: httpx.Client, line: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_where_shards_go_is_told(tmp_path: Path) -> None:
     """To a server that came, from one that ends in good order, and who leads when one is killed: as
     events and as counters of these, which begin at zero."""
