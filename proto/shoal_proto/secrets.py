@@ -53,6 +53,15 @@ def job_secret(environment: Mapping[str, str]) -> str:
     return read_job_secret(Path(name)) if name else ""
 
 
+def member_secrets(environment: Mapping[str, str]) -> MemberSecrets:
+    """Of the member that this process becomes. Raises InvalidSpec."""
+    launch = environment.get(LAUNCH_VARIABLE, "")
+    if not launch and not environment.get("SHOAL_BEATS"):
+        # No launcher has started this process: one that nobody knows, for reports of nobody's.
+        launch = drawn()
+    return MemberSecrets(job=job_secret(environment), launch_digest=digest_of(launch))
+
+
 def read_job_secret(path: Path) -> str:
     """The first line of the file. Raises InvalidSpec for one that others may read, or too short."""
     try:

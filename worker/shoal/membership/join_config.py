@@ -19,7 +19,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.protocol import OWN_PROTOCOLS
-from shoal_proto.secrets import LAUNCH_VARIABLE, MemberSecrets, digest_of, drawn, job_secret
+from shoal_proto.secrets import MemberSecrets, member_secrets
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 
 log = structlog.get_logger(__name__)
@@ -193,18 +193,8 @@ def read_config(
         num_ranks=max(number("", each, 1) for each in _NUM_RANKS),
         beat_slot=text("beat_slot", "SHOAL_BEATS"),
         shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
-        secrets=MemberSecrets(
-            job=job_secret(environment), launch_digest=_launch_digest(environment)
-        ),
+        secrets=member_secrets(environment),
     )
-
-
-def _launch_digest(environment: Mapping[str, str]) -> str:
-    secret = environment.get(LAUNCH_VARIABLE, "")
-    if not secret and not environment.get("SHOAL_BEATS"):
-        # No launcher has started this process: one that nobody knows, for reports of nobody's.
-        secret = drawn()
-    return digest_of(secret)
 
 
 def shoal_version() -> str:

@@ -1,6 +1,7 @@
 """What torchrun's options mean for a node that joins a Shoal job."""
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from shoal.membership.join_config import JoinConfig
 from shoal_client.membership.member_core import JOIN_TIMEOUT_S
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.secrets import member_secrets
 from shoal_proto.tls import identity
 from shoal_proto.tls.identity import from_environment
 
@@ -60,6 +62,7 @@ class NodeConfig:
             max_members=parameters.max_nodes,
             desired_members=parameters.max_nodes,
             address=parameters.local_addr or "",
+            secrets=member_secrets(os.environ),
         )
         return cls(join=join, **_seconds(parameters.config))
 

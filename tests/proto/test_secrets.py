@@ -1,0 +1,68 @@
+"""The secrets of jobs and launchers: where they are read, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.secrets import (
+    JOB_VARIABLE,
+    LAUNCH_VARIABLE,
+    digest_of,
+    drawn,
+    job_secret,
+    member_secrets,
+    proves,
+)
+
+
+def test_a_secret_proves_itself_and_nothing_else_does() -> None:
+    """Not its digest, and nothing proves that there is none."""
+    secret = drawn()
+    digest = digest_of(secret)
+    assert proves(secret, digest)
+    assert not proves(digest, digest) and not proves("", digest) and not proves(drawn(), digest)
+    assert digest_of("") == "" and not proves("", "")
+
+
+def test_a_jobs_secret_is_the_first_line_of_its_owners_file(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef0123\nand a remark\n")
+    path.chmod(0o600)
+    assert job_secret({JOB_VARIABLE: str(path)}) == "0123456789abcdef0123"
+    assert job_secret({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "named"),
+    [
+        ("0123456789abcdef", 0o640, "others may read"),
+        ("too short", 0o600, "bad length"),
+        ("x" * 129, 0o600, "bad length"),
+        ("", 0o600, "bad length"),
+        ("ümläut-ümläut-ümläut", 0o600, "cannot be read"),
+    ],
+)
+def test_what_is_no_secret_is_refused_by_name(
+    tmp_path: Path, text: str, mode: int, named: str
+) -> None:
+    """And the message does not tell it."""
+    path = tmp_path / "secret"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(InvalidSpec, match=named) as refused:
+        job_secret({JOB_VARIABLE: str(path)})
+    assert not text or text not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSpec, match="cannot be read"):
+        job_secret({JOB_VARIABLE: str(tmp_path / "none")})
+
+
+def test_a_process_that_no_launcher_started_is_reported_on_by_nobody() -> None:
+    """Each draws one that nobody knows; of a launcher that says nothing any report counts."""
+    assert member_secrets({LAUNCH_VARIABLE: "s"}).launch_digest == digest_of("s")
+    first, second = member_secrets({}).launch_digest, member_secrets({}).launch_digest
+    assert first and second and first != second
+    assert member_secrets({"SHOAL_BEATS": "board#0"}).launch_digest == ""
