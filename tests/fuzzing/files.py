@@ -38,7 +38,7 @@ class FileFuzzer:
         self.image = _journal(good)
         self._journal = {path.relative_to(good): path.read_bytes() for path in _files(good)}
         self._segment = next(d for p, d in self._journal.items() if p.name.startswith("segment"))
-        self._manifest = _manifest(self.image).to_bytes()
+        self.manifest = _manifest(self.image).to_bytes()
         self._readers: dict[str, Callable[[bytes], object]] = {
             "segment": lambda data: scan(data, "segment-1.log", is_last=self._draw.random() < 0.5),
             "image": self._read_image,
@@ -51,7 +51,7 @@ class FileFuzzer:
         good = {
             "segment": self._segment,
             "image": self.image,
-            "manifest": self._manifest,
+            "manifest": self.manifest,
             "journal": self._segment,
         }[kind]
         if kind == "manifest" and self._draw.random() < 0.5:
@@ -62,7 +62,7 @@ class FileFuzzer:
 
     def _forged_manifest(self) -> bytes:
         """Other values, under a checksum that is right."""
-        outer = json.loads(self._manifest)
+        outer = json.loads(self.manifest)
         body = outer["snapshot"]
         for _ in range(self._draw.choice((1, 1, 3))):
             spoil_json(self._draw, body)

@@ -1,8 +1,11 @@
 """A run of the fuzzer, short in the checks and of minutes at night; and what it found before."""
 
 import asyncio
+import hashlib
+import json
 import random
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +17,12 @@ from fuzzing.files import FileFuzzer
 from fuzzing.findings import Findings, Input, corpus
 from fuzzing.messages import MessageMaker, spoilt
 
-from shoal_proto.errors import InternalError
+from shoal_proto.errors import InternalError, SnapshotDamaged
 from shoal_proto.v1.replication_pb2 import DenseSpec
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.message_bounds import MessageBounds
+from shoal_server.snapshots.manifest import Manifest
 
 SEED = 20261123
 NIGHTLY_S = 300.0
@@ -61,14 +65,45 @@ def test_files_that_were_found_before_are_refused(tmp_path: Path) -> None:
     assert findings.unhandled == []
 
 
-def test_an_image_of_values_of_an_unknown_type_is_refused_by_name(tmp_path: Path) -> None:
+def _of_another_type(spec: DenseSpec) -> None:
+    spec.shard.dtype = "flmat32"
+
+
+def _without_groups(spec: DenseSpec) -> None:
+    del spec.optimizer.groups[:]
+
+
+def _of_another_optimizer(spec: DenseSpec) -> None:
+    spec.optimizer.kind = "sgb"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (_of_another_type, "unknown type"),
+        (_without_groups, "hyper-parameters"),
+        (_of_another_optimizer, "does not know"),
+    ],
+)
+def test_an_image_of_what_no_server_makes_is_refused_by_name(
+    tmp_path: Path, spoil: Callable[[DenseSpec], None], named: str
+) -> None:
     """Its checksum is right: somebody has written it so, or a later release has."""
     data = FileFuzzer(random.Random(SEED), tmp_path).image
     image = image_file.from_bytes(data, sha256=image_file.digest(data), file="image", shard_id=0)
     spec = DenseSpec.FromString(image.spec)
-    spec.shard.dtype = "flmat32"
-    with pytest.raises(InternalError, match="unknown type"):
+    spoil(spec)
+    with pytest.raises(InternalError, match=named):
         restore(replace(image, spec=spec.SerializeToString()))
+
+
+def test_a_manifest_of_a_time_that_no_real_number_holds_is_refused(tmp_path: Path) -> None:
+    outer = json.loads(FileFuzzer(random.Random(SEED), tmp_path).manifest)
+    outer["snapshot"]["taken_unix_s"] = 10**400
+    text = json.dumps(outer["snapshot"], sort_keys=True, separators=(",", ":"))
+    outer["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    with pytest.raises(SnapshotDamaged):
+        Manifest.from_bytes(json.dumps(outer).encode(), "manifest")
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal_proto.errors import InternalError, InvalidSpec, ShapeMismatch
+from shoal_proto.errors import InternalError, InvalidSpec, ShapeMismatch, UnsupportedOptimizer
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
@@ -20,6 +20,7 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.codecs.codec import Decoder, new_decoder
 from shoal_server.parameters.cuts.flat_cut import FlatCut, FlatTensors
 from shoal_server.parameters.cuts.shard_cut import OpenCuts
+from shoal_server.parameters.optimizers.checks import check_spec
 from shoal_server.parameters.shard.gradients import DTYPES, BlockSplitter
 from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.reply_writer import SHARD_DATA, CopyOut
@@ -195,6 +196,15 @@ def dense_from_image(image: Image) -> DenseShard:
             seen=repr(spec.shard.dtype),
             expected=f"one of {', '.join(DTYPES)}",
         )
+    try:
+        check_spec(spec.optimizer, 1 + spec.shard.group)
+    except (InvalidSpec, UnsupportedOptimizer) as error:
+        raise InternalError(
+            f"the image of shard {image.shard_id} has an optimizer that this server does not know",
+            seen=str(error),
+            expected="one as it was created with",
+            fix="Run the same version of Shoal on every server.",
+        ) from error
     num_elements = sum(block.num_elements for block in spec.shard.blocks)
     values = image.tensors.get(VALUES)
     if image.kind != DenseBody.kind or values is None or values.numel() != num_elements:
