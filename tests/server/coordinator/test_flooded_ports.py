@@ -120,7 +120,7 @@ def joined(stack: ExitStack, coordinator: ServedProcess, name: str) -> MemberSes
     return member
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_members_join_while_strangers_take_all_they_can(tmp_path: Path) -> None:
     """Of descriptors some are kept, what says nothing is closed, and the leader leads on."""
     with ExitStack() as stack:
