@@ -135,7 +135,7 @@ class DDP(SynchronousStrategy):
 
     @torch.no_grad()
     def _align(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Give every member the state of the source. Also the generation's first collective."""
+        """Give every member the state of the source."""
         source, receivers = receivers_of(generation)
         if generation.rank == source and receivers:
             state = into_state(self._state.collect(self._step), self._registered.current())
@@ -146,7 +146,8 @@ class DDP(SynchronousStrategy):
             # In place: if it fails half-way, this is neither the old state nor the new.
             self.restore(state)
             self._has_state = held
-        check_same_step(generation.number, self._step, group)
+        if receivers or not self.position.is_shared:
+            check_same_step(generation.number, self._step, group)
 
     def _wrap(self, group: dist.ProcessGroup) -> None:
         for name, model in models_of(self._model).items():

@@ -47,6 +47,8 @@ class ScriptPosition:
     """The step behind which all members do."""
     reason: str = ""
     """Why, in the words of whoever wished it."""
+    is_shared: bool = False
+    """Whether the generation began with all members behind the same step, with its state."""
     _place: Place | None = None
     """Where the script waits for others, but for the step."""
 
@@ -96,7 +98,9 @@ class ScriptPosition:
         message = torch.zeros(group.size(), NUM_WORDS, dtype=torch.int64)
         message[group.rank()] = torch.tensor(self.words(step, has_state=has_state))
         wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
-        self.follow(message.tolist(), step if has_state else NO_STATE)
+        told = message.tolist()
+        self.follow(told, step if has_state else NO_STATE)
+        self.is_shared = has_state and all(row[0] == step for row in told)
 
     def words(self, step: int, *, has_state: bool) -> list[int]:
         """What the others are told."""
