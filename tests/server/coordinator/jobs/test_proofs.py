@@ -61,7 +61,9 @@ def halted(**fields: str) -> Call:
 
 
 @pytest.mark.parametrize("report", [exited, halted])
-@pytest.mark.parametrize("secret", ["", digest_of(LAUNCH), drawn()])
+@pytest.mark.parametrize(
+    "secret", ["", digest_of(LAUNCH), drawn()], ids=["none", "its digest", "another"]
+)
 async def test_a_report_by_who_did_not_start_the_process_is_refused(
     report: Callable[..., Call], secret: str
 ) -> None:
@@ -135,7 +137,9 @@ async def held(store: MemoryStore) -> dict[str, bytes]:
     return {item.key: item.value for item in (await store.range("")).items}
 
 
-@pytest.mark.parametrize("secret", ["", digest_of(JOB), drawn()])
+@pytest.mark.parametrize(
+    "secret", ["", digest_of(JOB), drawn()], ids=["none", "its digest", "another"]
+)
 async def test_who_lacks_a_jobs_secret_does_nothing_in_it(secret: str) -> None:
     """Whatever names it knows, and whoever leads: with the digest that etcd has neither."""
     store = MemoryStore()
