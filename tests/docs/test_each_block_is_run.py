@@ -84,6 +84,9 @@ TABLE = {
         "tests/worker/integrations/test_accelerate_session.py::test_a_session_goes_on_without_a_lost_member"
     ),
     ("docs/integrations.md", "PET_RDZV_ID"): ACCELERATE,
+    ("docs/integrations.md", "from shoal.integrations.transformers"): (
+        "tests/worker/integrations/test_transformers.py::test_a_session_goes_on_without_a_lost_member"
+    ),
     ("docs/integrations.md", "from shoal.integrations.keras_session"): (
         "tests/worker/integrations/test_keras_session.py::test_fit_goes_on_without_a_lost_member"
     ),

@@ -44,8 +44,8 @@ def metric(http: httpx.Client, line: str) -> float:
 
 @pytest.mark.nightly
 def test_where_shards_go_is_told(tmp_path: Path) -> None:
-    """To a server that came, from one that ends in good order, and who leads when one is killed: as
-    events and as counters of these, which begin at zero."""
+    """From a server that ends in good order, and who leads when one is killed: as events and as
+    counters of these, which begin at zero."""
     data = torch.randn(64, 8), torch.randn(64, 8)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -67,14 +67,13 @@ def test_where_shards_go_is_told(tmp_path: Path) -> None:
         moved = 'shoal_job_events_total{job="moves",kind="shards_moved"}'
         assert metric(http, moved) == 0
         came = cluster.start_parameter_server()
-        await_event(http, "moves", "shards_moved", rf"^\d+ shards? moved from ps-\d to {came}$")
-        train()
-        cluster.end_parameter_server(came)
-        await_event(http, "moves", "shards_moved", rf"^\d+ shards? moved from {came} to ps-\d$")
-        assert metric(http, moved) >= 2
+        cluster.end_parameter_server("ps-0")
+        told = rf"^\d+ shards? moved from ps-0 to (ps-1|{came})$"
+        await_event(http, "moves", "shards_moved", told)
+        assert metric(http, moved) >= 1
         train()
         cluster.processes["ps-1"].send_signal(signal.SIGKILL)
-        told = r"^lost ps-1: ps-0 leads \d+ shards? in its place, with every update"
+        told = rf"^lost ps-1: {came} leads \d+ shards? in its place, with every update"
         await_event(http, "moves", "server_lost", told)
         train()
         for batch in batches:

@@ -142,7 +142,7 @@ class Cast:
         detail = self._detail()
         if detail is None:
             return None
-        return all(member["member_id"] != member_id for member in detail["members"]) or None
+        return all(each["member"]["member_id"] != member_id for each in detail["members"]) or None
 
     def _detail(self) -> Any:
         """The job as whoever leads shows it; None while nobody does."""

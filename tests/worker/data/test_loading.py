@@ -25,6 +25,9 @@ from shoal.torch_private.dataloader import processes_of
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, LoadingFailed, SampleFailed
 
+# A process that hangs is told of soon.
+pytestmark = pytest.mark.timeout(60)
+
 TOLERANCE = 1e-6
 ENDS_S = 30.0
 
