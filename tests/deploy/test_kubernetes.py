@@ -240,6 +240,7 @@ async def answer(url: str) -> httpx.Response:
         return await client.get(url)
 
 
+@pytest.mark.long
 async def test_probed_paths_are_served(resources: list[Resource]) -> None:
     """The coordinator's HTTP side has each path that a probe or a scraper asks for."""
     coordinator = find(resources, kinds={"StatefulSet"}, name="coordinator")

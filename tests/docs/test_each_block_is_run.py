@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from docs.test_fragments import RAN
 from support.docs.pages import FENCE, ROOT, blocks, name_of, pages
 
@@ -234,6 +235,7 @@ def test_every_test_of_the_table_is_there() -> None:
     assert wrong == []
 
 
+@pytest.mark.long
 def test_the_plan_on_the_command_line() -> None:
     """The one-liner of the tutorial on FSDP, as a shell takes it."""
     (typed, *_) = blocks(ROOT / "docs" / "tutorials" / "fsdp.md", "sh")

@@ -11,6 +11,7 @@ EPOCHS = "40"
 """Half of what a user sees: enough for 95 %."""
 
 
+@pytest.mark.long
 def test_the_demo_trains_and_counts(shoal_command: Shoal, tmp_path: Path) -> None:
     """Both strategies reach 95 %, no sample is lost, both go on within 2 s, no process is left."""
     figures = tmp_path / "figures.json"

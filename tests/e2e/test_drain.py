@@ -43,6 +43,7 @@ def await_steps(directory: Path, world_size: int) -> dict[str, int]:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_drained_members_are_not_missed(shoal_command: Shoal, tmp_path: Path) -> None:
     """By `shoal drain` and by SIGTERM: each finishes its step and ends with 143, nobody else's
     step fails for it, and the last one completes the job."""

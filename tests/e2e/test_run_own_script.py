@@ -84,6 +84,7 @@ def test_a_killed_launcher_leaves_nothing(
     assert shoal_command.await_none(10.0) == {}
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_a_run(shoal_command: Shoal, script: Path, tmp_path: Path) -> None:
     """One SIGINT: the workers leave, the cluster is stopped, the exit code is 130."""
     process = shoal_command.start("run", "-n", "2", "--ps", "0", str(script))

@@ -83,6 +83,7 @@ def test_who_joins_while_etcd_is_away_is_in_once_it_is_back(
     cast.agrees()
 
 
+@pytest.mark.long
 def test_a_lost_member_stays_fenced_under_the_next_leader(cast: Cast, replicas: Replicas) -> None:
     """A process that was halted wakes up when another coordinator leads: it changes nothing."""
     victim = cast.process("victim")

@@ -220,6 +220,7 @@ def test_bfloat16_is_autocast_and_weights_are_written_by_one_member(
     assert all(torch.equal(found[name], own[name]) for name in own)
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_schedules_and_parts_are_those_of_one_process(

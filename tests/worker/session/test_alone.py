@@ -58,7 +58,7 @@ def train(
             with session.step():
                 session.forward_backward(batch, cross_entropy)
             if session.step_number == stop_after:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
         assert (session.rank, session.world_size, session.generation) == (0, 1, 1)
         return Trained(session.step_number, dict(session.state_dict()), batches)
 

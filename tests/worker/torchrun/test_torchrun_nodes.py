@@ -19,6 +19,7 @@ def nodes(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest)
         yield running
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_lost_node_and_one_that_comes(nodes: Nodes, workers: int) -> None:
