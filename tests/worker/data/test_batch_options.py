@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -66,6 +67,33 @@ def test_a_data_loader_says_what_the_call_does_not(
     assert {name: getattr(found, name) for name in expected} == expected
     told = order_of(loader, global_batch_size=2, shuffle=True, seed=7, epochs=3)
     assert (told.global_batch_size, told.shuffle, told.seed, told.num_epochs) == (2, True, 7, 3)
+
+
+def test_a_tuple_of_tensors_is_loaded_by_processes_as_it_is_without() -> None:
+    tensors = torch.arange(10), torch.arange(10) * 2
+    shares = []
+    for num_workers in (0, 1):
+        loader = options(global_batch_size=4, num_workers=num_workers).loader(tensors)
+        shares.append(loader.synchronous(1, 0, 1))
+        loader.close()
+    plain, loaded = shares
+    assert torch.equal(plain.inputs, loaded.inputs)
+    assert torch.equal(plain.targets, loaded.targets)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "seen"),
+    [
+        ((np.zeros(10), np.zeros(10)), "ndarray, ndarray"),
+        (([1, 2], [3, 4]), "list, list"),
+        ((), "nothing"),
+    ],
+    ids=["arrays", "lists", "empty"],
+)
+def test_a_tuple_of_something_else_is_no_dataset(dataset: Any, seen: str) -> None:
+    """Not as many samples as it has parts."""
+    with pytest.raises(InvalidSpec, match=f"something else than tensors; saw {seen};"):
+        order_of(dataset, global_batch_size=2)
 
 
 class Stream(IterableDataset[int]):

@@ -10,6 +10,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    TensorDataset,
     default_collate,
 )
 
@@ -115,6 +116,9 @@ class BatchOptions:
         else:
             order = Order(num_samples=num_samples, **order_options)
         loading = Loading(**self.loading)
+        if isinstance(dataset, tuple):
+            # Its items are samples then, for whoever loads them one by one.
+            dataset = TensorDataset(*dataset)
         return Loader(
             dataset,
             order,

@@ -312,6 +312,13 @@ def dataset_size(dataset: Dataset) -> int:
     columns = _columns(dataset)
     if columns is not None:
         return len(columns[0])
+    if isinstance(dataset, tuple):
+        raise InvalidSpec(
+            "a tuple as the dataset holds something else than tensors",
+            seen=", ".join(type(each).__name__ for each in dataset) or "nothing",
+            expected="tensors of one length, such as (inputs, targets)",
+            fix="torch.from_numpy(array) makes a tensor of an array; samples belong into a list.",
+        )
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not _is_iterable(dataset):
         return len(dataset)
     raise InvalidSpec(
