@@ -91,7 +91,8 @@ def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
             if batch.indices:
                 assert batch.inputs.tolist() == batch.indices
     assert [sorted(indices) for indices in seen.values()] == [list(range(sum(lengths)))] * 2
-    if sum(lengths) > 40:
+    # Of two shards whose samples are hardly mixed, two epochs are alike every other time.
+    if sum(lengths) > 40 and options["shuffle_buffer"] > 4:
         assert seen[0] != seen[1]
 
 
