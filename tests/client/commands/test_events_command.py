@@ -1,10 +1,7 @@
 """`shoal events` and `shoal top` against a real status endpoint."""
 
-import asyncio
 import json
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,39 +12,8 @@ from shoal_client.cli import main, parse
 from shoal_client.commands import events, top
 from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.membership.changes import Departure, Story
-from shoal_server.status.app import build_app
-from shoal_server.status.serve import StatusServer
 
 LINE = "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
-
-
-@pytest.fixture
-def world() -> World:
-    world = World()
-    world.put(status_world.job())
-    return world
-
-
-@pytest.fixture
-def url(world: World) -> Iterator[str]:
-    """The endpoint's URL; it runs on an event loop of its own thread."""
-    started, stop = threading.Event(), asyncio.Event()
-    found: list[str] = []
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as server:
-            found.append(server.url)
-            started.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert started.wait(10)
-    yield found[0]
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-    loop.close()
 
 
 @pytest.fixture(autouse=True)
