@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,17 +21,21 @@ def _own_certificate() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `long` the cases of a `sampled` test that show nothing which one before did not."""
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Mark as `long` the cases of a `sampled` test that show nothing which one before did not.
+
+    Of all cases that the test has, however few of them are then picked to be run.
+    """
+    made = yield
     shown: set[tuple[str, ...]] = set()
-    for item in items:
+    for item in made if isinstance(made, list) else []:
         sampled = item.get_closest_marker("sampled")
         if sampled is None or item.get_closest_marker("nightly"):
             continue
-        test = item.nodeid.partition("[")[0]
-        params = item.callspec.params  # type: ignore[attr-defined]
-        shows = {(test, name, repr(params[name])) for name in sampled.args} or {(test,)}
+        params = item.callspec.params
+        shows = {(name, repr(params[name])) for name in sampled.args} or {("",)}
         if shows <= shown:
             item.add_marker(pytest.mark.long)
         shown |= shows
+    return made
