@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from shoal.backends.abortable.waiter import waiters_of
-from shoal.backends.network.gloo import GlooBackend, GlooGroup, free_retired
+from shoal.backends.network import retired
+from shoal.backends.network.gloo import GlooBackend, GlooGroup
 from shoal.backends.process_group.interface import Seat
 from shoal.compression.gradient_exchange import GradientExchange
 from shoal.layouts.pipeline.relay import Neighbours
@@ -276,7 +277,7 @@ def many_generations(report: Report, path: str, rank: int, world_size: int, numb
         del ddp.logger, ddp.reducer
         group.retire()
     del ddp, group, process_group
-    free_retired(time.monotonic() + 60)
+    assert retired.free_now(30)
     over.set()
     ticker.join()
     pauses = [later - earlier for earlier, later in pairwise(ticks)]

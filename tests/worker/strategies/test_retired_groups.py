@@ -1,7 +1,6 @@
 """What a generation that is over leaves behind: no connection, no thread."""
 
 import gc
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,8 @@ from support.collectives.strategy_runs import generation_of, take_step
 from torch import Tensor, nn
 
 import shoal
-from shoal.backends.network.gloo import GlooBackend, free_retired
+from shoal.backends.network import retired
+from shoal.backends.network.gloo import GlooBackend
 from shoal.backends.process_group.interface import Group, Seat
 from shoal.data.batches import Loader, Order
 from shoal.membership.generation import Generation
@@ -66,7 +66,7 @@ def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: L
     for _ in range(2):
         take_step(strategy, batches.synchronous(strategy.step, 0, 1), loss)
     strategy.abandon()
-    free_retired(time.monotonic() + 60)  # all of them are long idle then
+    assert retired.free_now(30)  # all of them are idle
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

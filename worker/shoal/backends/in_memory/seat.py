@@ -32,9 +32,6 @@ class InMemoryBackend:
     def group(self, seat: Seat, store: Store) -> "InMemorySeat":
         return InMemorySeat(seat, store)
 
-    def tidy(self) -> None:
-        """Nothing is left over."""
-
     def is_failure(self, error: BaseException) -> bool:
         return isinstance(error, dist.DistError)
 

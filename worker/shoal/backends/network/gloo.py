@@ -13,13 +13,13 @@ import struct
 import sys
 import threading
 import time
-from collections import deque
 from datetime import timedelta
 from typing import Any
 
 import structlog
 import torch.distributed as dist
 
+from shoal.backends.network import retired
 from shoal.backends.network.sockets import listening, shut_connections
 from shoal.backends.network.stores import AddressStore, AnnouncingStore
 from shoal.backends.process_group.collectives import CollectiveGroup
@@ -30,10 +30,6 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 log = structlog.get_logger(__name__)
 
 PLUGIN = "shoal_gloo"
-MAX_RETIRED = 64
-"""More old groups than this are freed in any case, oldest first."""
-RETIRED_S = 1.0
-"""An old group's threads are idle by then, so that freeing it waits for nothing."""
 # Gloo's errors have no class of their own. Most begin with the place in its source.
 _FAILURE_MARKS = ("gloo", "pair closure", "closed by peer", "connection reset", "timed out waiting")
 
@@ -57,9 +53,6 @@ class GlooBackend:
 
     def group(self, seat: Seat, store: Store) -> "GlooGroup":
         return GlooGroup(seat, store)
-
-    def tidy(self) -> None:
-        free_retired(time.monotonic(), at_most=1)
 
     def is_failure(self, error: BaseException) -> bool:
         if isinstance(error, dist.DistError):
@@ -142,9 +135,7 @@ class GlooGroup:
             self._is_default = False
             dist.destroy_process_group()
         if groups:
-            _retired.append((time.monotonic(), groups))
-        while len(_retired) > MAX_RETIRED:
-            _retired.popleft()
+            retired.retire(groups)
 
     def keep_for_ever(self) -> None:
         # Freeing it would join the thread that is stuck, with the interpreter locked. So it is
@@ -204,15 +195,7 @@ class _Ready:
         self.owner, self.gloo = owner, gloo
 
 
-_retired: deque[tuple[float, list[Any]]] = deque()
 _current: list[GlooGroup] = []
-
-
-def free_retired(now_s: float, *, at_most: int = MAX_RETIRED) -> None:
-    """Free old groups in which nothing runs any more. Each takes Gloo's thread 10 ms to end."""
-    while at_most and _retired and now_s - _retired[0][0] > RETIRED_S:
-        _retired.popleft()
-        at_most -= 1
 
 
 def _create(options: Any, ready: Any) -> Any:

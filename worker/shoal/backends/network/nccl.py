@@ -43,9 +43,6 @@ class NcclBackend:
     def group(self, seat: Seat, store: Store) -> "NcclGroup":
         return NcclGroup(seat, store)
 
-    def tidy(self) -> None:
-        """Nothing is left over: an aborted communicator is freed with its group."""
-
     def is_failure(self, error: BaseException) -> bool:
         if isinstance(error, dist.DistError):
             return True

@@ -72,9 +72,6 @@ class Backend(Protocol):
 
     def group(self, seat: Seat, store: Store) -> Group: ...
 
-    def tidy(self) -> None:
-        """Free what retired groups held. Called between steps, where a pause hurts least."""
-
     def is_failure(self, error: BaseException) -> bool:
         """Whether the error tells that a collective failed, rather than the user's own code."""
 

@@ -387,7 +387,6 @@ class LayoutStrategy(SynchronousStrategy):
         self._copy_due = self._peer_checkpoints.due(self._step)
         self._checkpoint()
         acknowledged()
-        self._backend.tidy()
 
     def _write_checkpoint(self) -> None:
         binding, group = self._binding, self._process_group

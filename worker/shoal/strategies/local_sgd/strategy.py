@@ -198,7 +198,6 @@ class LocalSGD(SynchronousStrategy):
             self._meet(group)
         # With the optimizer's state of the first member: who resumes is a joiner.
         self._checkpoints.write(self._step, self._outer_loop.state_shard, lambda _: self._rank == 0)
-        self._backend.tidy()
 
     def _meet(self, group: dist.ProcessGroup) -> None:
         """End the round here, if it has any steps."""

@@ -282,7 +282,6 @@ class DDP(SynchronousStrategy):
         self._commit_step()
         self._checkpoint()
         acknowledged()
-        self._backend.tidy()
 
     def _write_checkpoint(self) -> None:
         def state_shard() -> StateShard:

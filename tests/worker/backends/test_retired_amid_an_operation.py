@@ -1,0 +1,50 @@
+"""A group that is retired while an operation in it never ends: nobody waits for it."""
+
+import subprocess
+import sys
+import textwrap
+
+SCRIPT = """
+    import ctypes
+    import threading
+    import time
+    from datetime import timedelta
+
+    import torch
+    from shoal.backends.network import retired
+    from shoal.torch_private.c10d import HashStore, ProcessGroupGloo
+
+    store, groups = HashStore(), {}
+
+    def connect(rank):
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(hours=1)
+        groups[rank] = ProcessGroupGloo(store, rank, 2, options)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # The other rank stays connected, and never comes to the sum.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups[1]))
+    groups[0].allreduce([torch.ones(4)])
+    began_s = time.monotonic()
+    retired.retire([groups.pop(0)])
+    print("retired", time.monotonic() - began_s < 5, retired.free_now(0.2))
+"""
+
+
+def test_neither_the_trainer_nor_the_end_of_its_process_waits_for_it() -> None:
+    """An interpreter that ends by itself: members that tests fork leave without freeing."""
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.stdout.splitlines()[0] == "retired True False", ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    assert "groups_not_freed" in ended.stdout + ended.stderr

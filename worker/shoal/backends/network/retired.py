@@ -1,0 +1,58 @@
+"""Gloo groups of generations that are over, until nothing runs in them any more and they are freed.
+
+Freeing a group waits for its threads, and a thread for the operation that it is in: one that a cut
+found in the midst of a write may never end, and nothing tells of it. So no trainer frees a group,
+and neither does the end of the process: each has a thread that does, which waits with the
+interpreter unlocked, for 10 ms or for good.
+"""
+
+import atexit
+import threading
+import time
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+RETIRED_S = 1.0
+"""An old group's threads are idle by then, and its peers are through what they had under way."""
+EXIT_S = 2.0
+"""The end of the process waits for so long for operations that do not end."""
+
+_hurry = threading.Event()
+_threads: list[threading.Thread] = []
+
+
+def retire(groups: list[Any]) -> None:
+    """Have them freed. The list's own references are the only ones, or the last: it is emptied."""
+    thread = threading.Thread(target=_free, args=(groups,), name="shoal-free-group", daemon=True)
+    _threads[:] = [*(each for each in _threads if each.is_alive()), thread]
+    thread.start()
+
+
+def free_now(limit_s: float) -> bool:
+    """Have all that are left freed without a delay; whether they were, within this time."""
+    waiting = [each for each in _threads if each.is_alive()]
+    if not waiting:
+        return True
+    give_up_s = time.monotonic() + limit_s
+    _hurry.set()
+    for thread in waiting:
+        thread.join(max(give_up_s - time.monotonic(), 0))
+    _hurry.clear()
+    return not any(each.is_alive() for each in waiting)
+
+
+def _free(groups: list[Any]) -> None:
+    _hurry.wait(RETIRED_S)
+    groups.clear()
+
+
+def _at_exit() -> None:
+    # Else the interpreter would free them last of all, and wait for them without a limit.
+    if not free_now(EXIT_S):
+        log.warning("groups_not_freed", reason=f"an operation did not end within {EXIT_S:g} s")
+
+
+atexit.register(_at_exit)
