@@ -1,5 +1,9 @@
 """What travels between the parts of Shoal: messages, errors, and how one becomes the other."""
 
+from shoal_proto.forks import grpc
+
+grpc.prepare()
+
 MAX_PIECE_BYTES = 4 * 1024 * 1024
 # A message holds one piece and its framing, so this bound is never met by data of any size.
 MAX_MESSAGE_BYTES = MAX_PIECE_BYTES + 1024 * 1024

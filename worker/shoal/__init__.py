@@ -17,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import shoal_proto  # noqa: F401 - before gRPC: see shoal_proto.forks.grpc
+
 
 def __getattr__(name: str) -> Any:
     # `shoal run` imports this package too, and should not pay for torch: nothing here does.

@@ -14,8 +14,8 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import CertificateRefused, ShoalError, Unavailable
+from shoal_proto.forks.openssl import NO_FORK, secured_client, until_done
 from shoal_proto.tls import identity
-from shoal_proto.tls.forks import NO_FORK, secured_client, until_done
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.tls.forks import NO_FORK
+from shoal_proto.forks.openssl import NO_FORK
 
 log = structlog.get_logger(__name__)
 

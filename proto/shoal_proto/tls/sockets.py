@@ -2,8 +2,8 @@
 
 import socket
 
+from shoal_proto.forks.openssl import secured_client
 from shoal_proto.tls import identity
-from shoal_proto.tls.forks import secured_client
 from shoal_proto.tls.names import SERVER_NAME
 
 HANDSHAKE_S = 3.0

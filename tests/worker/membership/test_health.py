@@ -21,9 +21,9 @@ from support.processes.load import unhurried
 
 from shoal.membership.health import HealthReporter
 from shoal_client.certificates.folder import CertificateFolder
+from shoal_proto.forks.openssl import NO_FORK
 from shoal_proto.health import FIRST_FIGURES, HealthFigures
 from shoal_proto.tls import files, identity
-from shoal_proto.tls.forks import NO_FORK
 from shoal_proto.tls.identity import in_folder
 from shoal_proto.tls.names import Role
 from shoal_server.status.app import build_app

@@ -20,9 +20,9 @@ import httpcore
 import structlog
 
 from shoal.membership.health_connection import ForkableBackend
+from shoal_proto.forks.openssl import NO_FORK
 from shoal_proto.health import FIRST_FIGURES, CourseFigures, HealthFigures, max_lengths
 from shoal_proto.tls import identity
-from shoal_proto.tls.forks import NO_FORK
 from shoal_proto.tls.names import COORDINATOR_NAME
 
 log = structlog.get_logger(__name__)

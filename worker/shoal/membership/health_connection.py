@@ -1,4 +1,4 @@
-"""HTTP connections of a process that may be forked at any time: see shoal_proto.tls.forks."""
+"""HTTP connections of a process that may be forked at any time: see shoal_proto.forks.openssl."""
 
 import contextlib
 import ssl
@@ -7,7 +7,7 @@ from typing import Any
 
 import httpcore
 
-from shoal_proto.tls.forks import secured_client, until_done
+from shoal_proto.forks.openssl import secured_client, until_done
 
 CONNECT_S = 2.0
 """Where a caller states no limit of its own."""

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from shoal_proto.tls.forks import NO_FORK, secured_client
+from shoal_proto.forks.openssl import NO_FORK, secured_client
 
 WITHIN_S = 10.0
 
