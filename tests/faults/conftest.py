@@ -18,19 +18,19 @@ NUM_REPLICAS = 3
 _numbers = count(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def network() -> Iterator[Network]:
     with Network() as network:
         yield network
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     with etcd_processes(tmp_path_factory.mktemp("etcd"), num_members=3) as (supervisor, members):
         yield Etcd(supervisor, members)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def replica_pool(
     etcd: Etcd, network: Network, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Replicas]:

@@ -1,10 +1,11 @@
-"""float16 with a GradScaler, and an average of the weights that is evaluated."""
+"""An average of the weights that is evaluated, and a schedule."""
 
 import sys
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,16 +23,15 @@ def main():
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=50)
+    schedule = CosineAnnealingLR(optimizer, EPOCHS * NUM_SAMPLES // BATCH)
     loader = DataLoader(samples(), BATCH)
     for _ in range(EPOCHS):
         for inputs, labels in loader:
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = cross_entropy(model(inputs), labels)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            loss = cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
             average.update_parameters(model)
     torch.save(average.module.state_dict(), sys.argv[1])
 

@@ -45,7 +45,7 @@ def main():
         model = Model()
     model.to_empty(device="cpu")
     model.apply(lambda part: getattr(part, "reset_parameters", lambda: None)())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(samples(), BATCH)
     for _ in range(EPOCHS):
         for tokens, following in loader:

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, relu
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
-NUM_IMAGES, SIZE, CLASSES, EPOCHS, BATCH, RATE = 640, 12, 4, 4, 32, 0.05
+NUM_IMAGES, SIZE, CLASSES, EPOCHS, BATCH, RATE = 640, 12, 4, 6, 32, 0.05
 
 
 class Augmented(Dataset):

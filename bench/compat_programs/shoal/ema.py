@@ -1,10 +1,11 @@
-"""float16 with a GradScaler, and an average of the weights that is evaluated."""
+"""An average of the weights that is evaluated, and a schedule."""
 
 import sys
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,17 +25,17 @@ def main():
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=50)
+    schedule = CosineAnnealingLR(optimizer, EPOCHS * NUM_SAMPLES // BATCH)
     loader = DataLoader(samples(), BATCH)
     with shoal.join() as session:
         session.register("average", average)
-        session.register("scaler", scaler)
+        session.register("schedule", schedule)
         model, optimizer = session.distribute(model, optimizer)
         for batch in session.batches(loader, epochs=EPOCHS):
             with session.step():
-                with torch.autocast("cpu", dtype=torch.float16):
-                    loss = cross_entropy(model(batch.inputs), batch.targets)
-                session.backward(scaler.scale(loss))
+                loss = cross_entropy(model(batch.inputs), batch.targets)
+                session.backward(loss)
+                schedule.step()
                 average.update_parameters(model)
         if session.is_first:
             torch.save(average.module.state_dict(), sys.argv[1])

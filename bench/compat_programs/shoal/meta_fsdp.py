@@ -45,7 +45,7 @@ def main():
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(samples(), BATCH)
     with shoal.join() as session:
         model, optimizer = session.distribute(model, optimizer, strategy="fsdp")

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import shoal
 
-NUM_IMAGES, SIZE, CLASSES, EPOCHS, BATCH, RATE = 640, 12, 4, 4, 32, 0.05
+NUM_IMAGES, SIZE, CLASSES, EPOCHS, BATCH, RATE = 640, 12, 4, 6, 32, 0.05
 
 
 class Augmented(Dataset):

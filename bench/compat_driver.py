@@ -1,0 +1,15 @@
+"""Runs one of the programs of compat.py in the precision that it names, without a change to it.
+
+compat_driver.py float64 compat_programs/plain/resnet.py weights.pt
+"""
+
+import runpy
+import sys
+
+import torch
+
+if __name__ == "__main__":
+    _, dtype, program, *arguments = sys.argv
+    torch.set_default_dtype(getattr(torch, dtype))
+    sys.argv = [program, *arguments]
+    runpy.run_path(program, run_name="__main__")
