@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -12,6 +13,11 @@ from shoal_proto.tls import identity
 settings.register_profile("shoal", deadline=None)
 settings.load_profile("shoal")
 
+# A shell that starts the tests in its background has them ignore Ctrl-C, and with them all that
+# they start: what Ctrl-C does there could not be tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(autouse=True)
 def _own_certificate() -> Iterator[None]:
@@ -19,6 +25,15 @@ def _own_certificate() -> Iterator[None]:
     own = identity.own()
     with identity.using(own.files if own is not None else None):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _own_sigterm() -> Iterator[None]:
+    """As with a handler that it, or a library within it, leaves for SIGTERM."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if handler is not None and signal.getsignal(signal.SIGTERM) != handler:
+        signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -52,7 +52,11 @@ def test_all_parts_serve_and_end(tmp_path: Path) -> None:
 
 
 def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
-    """kill -9 of all at once: each serves again where it was, and etcd has what it held."""
+    """kill -9 of one, then of all: each serves again where it was, and etcd has what it held.
+
+    Between the write and the end of etcd a coordinator comes up again: etcd 3.5.0 to 3.5.2 can lose
+    what they committed just before they were killed.
+    """
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     config = LocalClusterConfig(
         directory=tmp_path, num_parameter_servers=1, restart=RestartPolicy()
@@ -61,6 +65,12 @@ def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
         before, addresses = cluster.processes, list(cluster.parameter_servers)
         with EtcdKeys(cluster.etcd) as etcd:
             etcd.put("kept", "yes")
+            before["coordinator"].send_signal(signal.SIGKILL)
+            assert [said.get(timeout=DEADLINE_S) for _ in range(2)] == [
+                "coordinator was killed by SIGKILL; starting it again",
+                "coordinator serves again",
+            ]
+            before = cluster.processes
             for process in before.values():
                 process.send_signal(signal.SIGKILL)
             lines = [said.get(timeout=DEADLINE_S) for _ in range(6)]

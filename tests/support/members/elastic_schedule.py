@@ -23,7 +23,11 @@ from shoal.data.batches import Order
 from shoal_client.local.cluster import LocalCluster
 
 MARGIN_S, MAX_MARGIN_STEPS = 1.0, 150
-"""Between the last step that the test has seen and the one at which members stop, at their pace."""
+"""Between the last step that the test has seen and the one at which members stop, at their pace.
+
+At most so many steps, since each adds rounding: in float64, where it adds none that counts, a test
+may allow more.
+"""
 PACED_STEPS = 10
 STOP_STEPS = 12
 """Members stop at a multiple of it: where any round of local steps ends."""
@@ -39,8 +43,11 @@ class Schedule:
         directory: Path,
         seed: int,
         body: Callable[..., None] = elastic_bodies.train,
+        *,
+        max_margin_steps: int = MAX_MARGIN_STEPS,
     ) -> None:
         self._ranks = ranks
+        self._max_margin_steps = max_margin_steps
         self._body = body
         self._random = random.Random(seed)
         self._stop_file = directory / f"stop-{secrets.token_hex(4)}"
@@ -137,7 +144,7 @@ class Schedule:
         for _ in range(PACED_STEPS):
             first.expect("committed")
         step_s = (time.monotonic() - began_s) / PACED_STEPS
-        return min(MAX_MARGIN_STEPS, math.ceil(MARGIN_S / step_s))
+        return min(self._max_margin_steps, math.ceil(MARGIN_S / step_s))
 
     def _pick(self) -> Rank:
         victim = self._random.choice(self.alive)

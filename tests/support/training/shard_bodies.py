@@ -17,7 +17,7 @@ from support.training.elastic_bodies import (
     strategy_of,
 )
 from support.training.rank_bodies import session_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -37,6 +37,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         inputs, targets = numbers()
+        inputs = inputs.double()
         torch.rand(self.stop)  # drawn by whoever reads
         info = get_worker_info()
         first, step = (info.id, info.num_workers) if info else (0, 1)
@@ -76,9 +77,15 @@ class ShardRun(Elastic):
     num_workers: int = 2
 
 
+def in_float64(run: ShardRun) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """However many steps are taken while a member comes up, rounding stays below any tolerance."""
+    model, optimizer = build(run.optimizer, "layers")
+    return model.double(), optimizer
+
+
 def train(report: Report, run: ShardRun) -> None:
     """Steps until the stop; then the whole model."""
-    model, optimizer = build(run.optimizer, "layers")
+    model, optimizer = in_float64(run)
     with session_of(run) as session:
         model, optimizer = session.distribute(
             model, optimizer, strategy=strategy_of(run), checkpoints=checkpoints_of(run)
@@ -105,7 +112,7 @@ def train(report: Report, run: ShardRun) -> None:
 
 def one_process(run: ShardRun, num_steps: int) -> dict[str, Any]:
     """The weights after the same steps in plain torch."""
-    model, optimizer = build(run.optimizer, "layers")
+    model, optimizer = in_float64(run)
     loader = loader_of(run.batch_size)
     for step in range(num_steps):
         batch = loader.synchronous(step, 0, 1)

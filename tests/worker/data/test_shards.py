@@ -28,6 +28,8 @@ from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, SampleFailed
 
 TOLERANCE = 1e-6
+MAX_MARGIN_STEPS = 2000
+"""A second's steps, on any machine."""
 
 
 class Counted:
@@ -269,7 +271,7 @@ def test_a_job_on_shards_is_exact_over_a_kill_and_a_join(
     """Weights are those of one process, and each sample is taken once an epoch."""
     run = shard_run(cluster, desired_members=2)
     with Ranks() as ranks:
-        schedule = Schedule(ranks, run, tmp_path, seed=7, body=shard_bodies.train)
+        schedule = schedule_of(ranks, run, tmp_path, seed=7)
         schedule.start(2)
         schedule.kill()
         schedule.join()
@@ -283,7 +285,7 @@ def test_a_job_on_shards_is_exact_over_kills_joins_and_drains(
 ) -> None:
     run = shard_run(cluster, strategy=strategy, desired_members=2)
     with Ranks() as ranks:
-        schedule = Schedule(ranks, run, tmp_path, seed=7, body=shard_bodies.train)
+        schedule = schedule_of(ranks, run, tmp_path, seed=7)
         schedule.start(2)
         schedule.kill()
         schedule.join()
@@ -296,10 +298,10 @@ def test_a_job_on_shards_is_exact_over_kills_joins_and_drains(
 def test_a_job_on_shards_goes_on_from_its_checkpoint(cluster: LocalCluster, tmp_path: Path) -> None:
     run = shard_run(cluster, checkpoints=str(tmp_path / "kept"), desired_members=2)
     with Ranks() as ranks:
-        schedule = Schedule(ranks, run, tmp_path, seed=8, body=shard_bodies.train)
+        schedule = schedule_of(ranks, run, tmp_path, seed=8)
         schedule.start(2)
         lose_all(schedule, tmp_path / "kept", num_checkpoints=2)
-        again = Schedule(ranks, run, tmp_path, seed=9, body=shard_bodies.train)
+        again = schedule_of(ranks, run, tmp_path, seed=9)
         again.start(2)
         finished = again.finish()
     check_weights(finished, run)
@@ -315,6 +317,11 @@ def shard_run(cluster: LocalCluster, **changes: Any) -> ShardRun:
     )
 
 
+def schedule_of(ranks: Ranks, run: ShardRun, directory: Path, seed: int) -> Schedule:
+    body = shard_bodies.train
+    return Schedule(ranks, run, directory, seed, body, max_margin_steps=MAX_MARGIN_STEPS)
+
+
 def check(schedule: Schedule, run: ShardRun) -> None:
     finished = schedule.finish()
     check_weights(finished, run)
@@ -325,5 +332,7 @@ def check(schedule: Schedule, run: ShardRun) -> None:
 
 def check_weights(finished: Any, run: ShardRun) -> None:
     for name, weights in shard_bodies.one_process(run, finished["step"]).items():
-        found = torch.tensor(finished["weights"][name])
-        assert torch.allclose(found, torch.tensor(weights), rtol=0, atol=TOLERANCE), name
+        found, expected = (
+            torch.tensor(each, dtype=torch.float64) for each in (finished["weights"][name], weights)
+        )
+        assert torch.allclose(found, expected, rtol=0, atol=TOLERANCE), name

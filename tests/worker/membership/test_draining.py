@@ -93,6 +93,27 @@ def test_a_script_that_handles_sigterm_itself_keeps_its_handler() -> None:
     assert signal.getsignal(signal.SIGTERM) is own
 
 
+def test_a_handler_of_a_session_that_is_over_asks_nobody_to_drain() -> None:
+    """Lightning's Trainer puts back what it found, if need be after the session has ended."""
+    asked: list[str] = []
+    over, next_one = DrainSignal(asked.append), DrainSignal(asked.append)
+    over.install()
+    left_over = signal.getsignal(signal.SIGTERM)
+    over.restore()
+    signal.signal(signal.SIGTERM, left_over)
+    next_one.install()
+    assert signal.getsignal(signal.SIGTERM) == next_one._handle
+    next_one.restore()
+    signal.signal(signal.SIGTERM, left_over)
+    ended = os.fork()
+    if not ended:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    _, status = os.waitpid(ended, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    assert not asked
+
+
 def test_members_agree_on_the_kind_of_their_devices(cluster: LocalCluster) -> None:
     """It is among the fields that all of them must have in common, as validators see them."""
     fields: dict[str, str] = {}

@@ -60,7 +60,7 @@ class DrainSignal:
 
     def install(self) -> None:
         in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if in_main and _is_free(signal.getsignal(signal.SIGTERM)):
             signal.signal(signal.SIGTERM, self._handle)
             self._installed = True
 
@@ -72,4 +72,19 @@ class DrainSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        self._drain("SIGTERM")
+        if self._installed:
+            self._drain("SIGTERM")
+        else:
+            signal.raise_signal(number)
+
+
+def _is_free(handler: object) -> bool:
+    """Whether nobody handles the signal.
+
+    Who keeps a handler aside and puts it back later, as Lightning's Trainer does, may put back that
+    of a session which is over.
+    """
+    left_over = getattr(handler, "__self__", None)
+    if isinstance(left_over, DrainSignal):
+        return not left_over._installed
+    return handler is signal.SIG_DFL
