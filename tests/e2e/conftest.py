@@ -1,14 +1,17 @@
 """Real commands as a user starts them, and a way to see every process they cause."""
 
 import os
+import re
 import secrets
 import signal
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
 DEADLINE_S = 240.0
@@ -103,3 +106,29 @@ def finish(process: "subprocess.Popen[str]", before: Sequence[str] = ()) -> tupl
     """Exit code and the whole output."""
     output, _ = process.communicate(timeout=DEADLINE_S)
     return process.returncode, "\n".join([*before, output])
+
+
+def part_pids(command: Shoal) -> dict[str, int]:
+    """The parts of `shoal up` that run, by name."""
+    found = {}
+    for pid, line in command.processes().items():
+        if " coordinator " in line:
+            found["coordinator"] = pid
+        elif server := re.search(r" --id (ps-\d)", line):
+            found[server[1]] = pid
+        elif "--data-dir" in line:
+            found["etcd"] = pid
+    return found
+
+
+def every_shard_has_a_copy(url: str, secured: ssl.SSLContext | None = None) -> bool:
+    """Whether the job loses nothing with one server more; `url` is that of its shards."""
+    verify = secured or False
+    try:
+        answer = httpx.get(url, timeout=10.0, trust_env=False, verify=verify)
+    except httpx.HTTPError:
+        return False
+    if answer.status_code != 200:
+        return False
+    copies = [shard["replication"]["copies"] for shard in answer.json()["shards"]]
+    return bool(copies) and all(any(not c["joining"] for c in each) for each in copies)

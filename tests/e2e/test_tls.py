@@ -3,11 +3,24 @@
 import os
 import re
 import signal
+import ssl
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
-from e2e.conftest import ANY_PORTS, Shoal, finish, read_until
+from e2e.conftest import (
+    ANY_PORTS,
+    Shoal,
+    every_shard_has_a_copy,
+    finish,
+    part_pids,
+    read_until,
+)
+from support.processes.served_process import awaited
+from support.training.counted_updates import counting_script
+
+EPOCHS, STEPS_PER_EPOCH, RATE = 60, 28, 2.0**-10
 
 SCRIPT = """
 import os, pathlib, sys, shoal, torch
@@ -80,6 +93,50 @@ def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path)
     assert code == 1 and "speaks TLS, and this process has no certificate" in output, output
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"{page}/api/v1/jobs", verify=False, trust_env=False)
+    up.send_signal(signal.SIGINT)
+    code, output = finish(up)
+    assert code == 0, output
+
+
+@pytest.mark.long
+def test_asynchronous_training_within_tls_outlives_its_parts(
+    shoal_command: Shoal, tmp_path: Path
+) -> None:
+    """Gradients by sockets, as from other machines: a worker, a server and the coordinator are
+    killed, and every copy of the parameters ends with the same number of updates."""
+    (tmp_path / "train.py").write_text(counting_script(EPOCHS, STEPS_PER_EPOCH, RATE))
+    certs = tmp_path / "up" / "certs"
+    up = shoal_command.start("up", "--tls", "--ps", "2", "--dir", str(tmp_path / "up"), *ANY_PORTS)
+    cluster = variables(read_until(up, "Ctrl-C stops the cluster"))
+    environment = {**cluster, "OMP_NUM_THREADS": "1", "SHOAL_TRANSPORT": "tcp"}
+    run = shoal_command.start(
+        *("run", "-n", "3", "--job", "async-sgd", "train.py", "async-sgd"),
+        environment=environment,
+    )
+    said = read_until(run, "stepped on", count=6)
+    context = ssl.create_default_context(cafile=certs / "ca.crt")
+    context.load_cert_chain(certs / "worker.crt", certs / "worker.key")
+    shards = f"{cluster['SHOAL_HTTP']}/api/v1/jobs/async-sgd/shards"
+
+    (victim, *_) = [
+        pid
+        for pid, line in shoal_command.processes().items()
+        if line.endswith("train.py async-sgd") and "shoal_client" not in line
+    ]
+    os.kill(victim, signal.SIGKILL)
+    said += read_until(run, "stepped on 10")
+    for part in ("ps-0", "coordinator"):
+        awaited(partial(every_shard_has_a_copy, shards, context), 120.0, "every shard has a copy")
+        os.kill(part_pids(shoal_command)[part], signal.SIGKILL)
+        read_until(up, f"shoal up: {part} serves again")
+        said += read_until(run, "stepped on", count=6)
+    (tmp_path / "done").touch()
+    code, output = finish(run, said)
+    assert code == 0, output
+    found = re.findall(r"did (\d+) ([0-9.]+) ([0-9.]+)", output)
+    assert len(found) == 3, output
+    (updates,) = {float(weight) for each in found for weight in each[1:]}
+    assert updates >= EPOCHS * STEPS_PER_EPOCH
     up.send_signal(signal.SIGINT)
     code, output = finish(up)
     assert code == 0, output
