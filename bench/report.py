@@ -1,11 +1,14 @@
 """Writes docs/benchmarks.md and its plots from bench/results: every benchmark that was run here.
 
-make report
+    make report
+
+What the page has of others, with the day on which they were measured, stays.
 """
 
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +29,8 @@ def main() -> None:
     found = {path.stem: path for path in sorted(RESULTS.glob("*.json"))}
     if not found:
         raise SystemExit(f"no results in {RESULTS}; run one first: make bench NAME=recovery")
-    sections = []
+    page = DOCS / "benchmarks.md"
+    sections = sections_of(page.read_text()) if page.exists() else {}
     for name, path in found.items():
         rows: Rows = json.loads(path.read_text())
         compared = [row for row in rows if row.get("peer_value") is not None]
@@ -34,10 +38,15 @@ def main() -> None:
             target = DOCS / "benchmarks" / f"{name}.svg"
             target.parent.mkdir(exist_ok=True)
             target.write_text(plot(compared))
-        sections.append(section(name, rows, path.stat().st_mtime, plotted=bool(compared)))
-    page = DOCS / "benchmarks.md"
-    page.write_text("\n".join([introduction(), *sections]))
+        sections[name] = section(name, rows, path.stat().st_mtime, plotted=bool(compared))
+    page.write_text("\n".join([introduction(), *(sections[name] for name in sorted(sections))]))
     print(f"written to {page}: {', '.join(found)}")
+
+
+def sections_of(page: str) -> dict[str, str]:
+    """Each benchmark's part of the page, by its name."""
+    parts = re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]
+    return {part.splitlines()[0].removeprefix("## "): part.rstrip("\n") + "\n" for part in parts}
 
 
 def introduction() -> str:
