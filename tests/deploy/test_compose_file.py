@@ -98,10 +98,13 @@ def test_an_image_a_role_and_no_privileges(compose: dict[str, Any]) -> None:
     assert sum("build" in service for service in compose["services"].values()) == len(built)
     assert {service["image"] for service in compose["services"].values()} == set(built)
     for image, build in built.items():
-        role = re.fullmatch(r"\$\{SHOAL_IMAGES:-shoal\}/(\w+):\$\{SHOAL_TAG:-dev\}", image)
+        assert re.fullmatch(r"\$\{SHOAL_IMAGES:-shoal\}/\S+:\$\{SHOAL_TAG:-dev\}", image)
+        role = re.fullmatch(r"shoal/(\w+):dev", _by_default(image))
         assert role is not None
         lock = _by_default(build["args"].get("LOCK", ""))
         assert role[1] == (lock or build["target"])
+        if lock == "worker":  # with another lock it is another image, as in Kubernetes
+            assert f"/{build['args']['LOCK']}:" in image
         assert not lock or (ROOT / "deploy" / "locks" / f"{lock}.txt").exists()
     for service in compose["services"].values():
         assert service["logging"]["options"] == {"max-size": "10m", "max-file": "3"}
