@@ -225,6 +225,25 @@ def test_the_norm_of_gradients_is_that_of_all_of_them() -> None:
         assert norms == pytest.approx(alone, rel=1e-5)
 
 
+class Small(nn.Module):
+    """Two parameters, in double precision: of three ranks one owns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 37, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(nn.functional.one_hot(tokens % 3, 3).double())
+        return logits
+
+
+def test_a_rank_that_owns_nothing_clips_with_the_others() -> None:
+    training = training_of(model=Small)
+    alone, *_ = run_in_memory(clipped_norms, 1, training)
+    for norms in run_in_memory(clipped_norms, 3, training):
+        assert norms == pytest.approx(alone, rel=1e-12)
+
+
 def poisoned(training: Training) -> str:
     """What a rank is told when the second rank's loss is not a number."""
     rank = on_this_rank(training, 3)

@@ -260,3 +260,110 @@ def test_an_error_without_a_text_is_told_by_its_name_alone() -> None:
     """What the others are told of a member that Ctrl-C ended has no colon before nothing."""
     assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert reason_of(ValueError("bad")) == "ValueError: bad"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor", "async-sgd"])
+@pytest.mark.parametrize("at_step", [0, 2])
+def test_a_layer_that_is_to_be_trained_from_some_step_on_is_refused(
+    cluster: LocalCluster, strategy: str, at_step: int
+) -> None:
+    """Else each member trains it with gradients of its own, and a joiner not at all."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        if batch.step == at_step:
+            frozen = next(iter(model.parameters()))
+            frozen.requires_grad_(not frozen.requires_grad)
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+
+    said = rf"other parameters.*set to False, behind {at_step} committed steps.*grad = None"
+    with pytest.raises(InvalidSpec, match=said):
+        run(cluster, strategy, body)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", "hsdp"])
+def test_a_derivative_of_a_derivative_is_refused_where_weights_are_let_go(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            inputs = batch.inputs.requires_grad_(True)
+            scores = model(inputs)
+            (slope,) = torch.autograd.grad(scores.sum(), inputs, create_graph=True)
+            session.backward(cross_entropy(scores, batch.targets) + slope.pow(2).mean())
+
+    with pytest.raises(InvalidSpec, match=r"differentiated once more.*zero1"):
+        run(cluster, strategy, body)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "tensor"])
+def test_gradients_of_the_inputs_are_the_scripts_to_ask_for(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """As adversarial training does: they change nothing in those of the step."""
+
+    def plain(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+
+    def asking(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            inputs = batch.inputs.clone().requires_grad_(True)
+            torch.autograd.grad(cross_entropy(model(inputs), batch.targets), inputs)
+            session.backward(loss_of(session, model, batch))
+
+    expected, found = (run(cluster, strategy, body) for body in (plain, asking))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "tensor", "async-sgd"])
+def test_parameters_that_an_optimizer_is_given_on_the_way_are_refused(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """A member that joins behind that step would not train them."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        if batch.step == 2:
+            kept.append(optimizer)
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+
+    kept: list[torch.optim.Optimizer] = []
+    with pytest.raises(InvalidSpec, match=r"more parameters, after 2 committed steps.*grad = None"):
+        run(cluster, strategy, body)
+    # Behind the session it is the script's again.
+    kept[0].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    assert len(kept[0].param_groups) == 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor", "local-sgd", "async-sgd"])
+def test_a_layer_that_takes_the_place_of_another_is_refused(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """No optimizer has it, and each member one of its own."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        if batch.step == 1:
+            name, layer = next((n, m) for n, m in model.named_children() if m._parameters)
+            setattr(model, name, nn.Linear(layer.in_features, layer.out_features))
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+
+    with pytest.raises(InvalidSpec, match=r"other layers than.*a new .*behind 1 committed steps"):
+        run(cluster, strategy, body)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_part_of_the_model_is_of_the_models_own_class(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        assert type(model[:2]) is nn.Sequential
+        assert next(model[:2].parameters()) is next(model.parameters())
+        assert len(type(model)(nn.Linear(2, 2))) == 1
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+
+    run(cluster, strategy, body)

@@ -28,9 +28,10 @@ def clip(layout: "Layout", max_norm: float, among: Collection[str] | None = None
         {k: p for k, p in layout.parameters.items() if among is None or k in among}
     )
     counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
-    message = torch.zeros(1, dtype=torch.float32, device=layout.world.device)
-    for norm in foreach_norm(counted) if counted else ():
-        message += norm.float() ** 2
+    # As exact as the gradients of any model are.
+    message = torch.zeros(1, dtype=torch.float64, device=layout.world.device)
+    for norm in foreach_norm(counted):
+        message += norm.double() ** 2
     non_finite_check = layout.non_finite_check
     if non_finite_check is not None:
         message = torch.cat([message, non_finite_check.flags(layout.parameters)])
@@ -47,7 +48,10 @@ def clip(layout: "Layout", max_norm: float, among: Collection[str] | None = None
 @torch.no_grad()
 def scale(layout: "Layout", factor: float) -> None:
     """Multiply all gradients of this rank."""
-    foreach_mul_(list(_local_gradients(layout.parameters).values()), torch.tensor(factor))
+    foreach_mul_(
+        list(_local_gradients(layout.parameters).values()),
+        torch.tensor(factor, dtype=torch.float64),
+    )
 
 
 def check_loss(loss: Tensor, step: int) -> None:
@@ -125,7 +129,7 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
     """The first parameter whose gradient on this rank holds a NaN or Inf; empty if none does."""
     gradients = _local_gradients(parameters)
     # One pass over all. The norm of finite numbers can overflow, so only the exact test condemns.
-    norms = foreach_norm(list(gradients.values())) if gradients else ()
+    norms = foreach_norm(list(gradients.values()))
     if not norms or bool(torch.isfinite(torch.stack([n.float() for n in norms]).sum())):
         return ""
     return next((name for name, g in gradients.items() if not bool(torch.isfinite(g).all())), "")

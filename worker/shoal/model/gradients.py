@@ -2,11 +2,13 @@
 
 import cmath
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
 
@@ -63,6 +65,30 @@ def bare_backward() -> InvalidSpec:
         fix="Add up the losses, or pass each to session.backward; for a gradient that is not to"
         " train the model, ask torch.autograd.grad for it.",
     )
+
+
+def refuse_second_derivatives(model: nn.Module) -> None:
+    """Let a pass that is to be differentiated itself, as that of a gradient penalty is
+    (`torch.autograd.grad(..., create_graph=True)`), raise InvalidSpec where it enters the model:
+    what it has used is freed behind it."""
+
+    def look(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise InvalidSpec(
+                "a sharded model lets go of its weights behind each backward pass, so that none"
+                " can be differentiated once more",
+                seen="torch.autograd.grad(..., create_graph=True) through the distributed model",
+                expected="first derivatives only",
+                fix="ddp, zero1 and tensor can do so; of these zero1 and tensor need less memory.",
+            )
+
+    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(look)  # type: ignore[no-untyped-call]
+
+    model.register_forward_hook(watch)
 
 
 def watch_parameters(

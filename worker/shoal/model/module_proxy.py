@@ -56,10 +56,23 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
     kind = type(module)
     if kind is nn.Module or isinstance(module, torch.jit.ScriptModule):
         return ModuleProxy(module, route)
-    mixed: Any = type(kind.__name__, (ModuleProxy, kind), {"__module__": kind.__module__})
+
+    def make(self: nn.Module, *arguments: Any, **options: Any) -> None:
+        # `type(model)(...)`, as a slice of an nn.Sequential is made: one of the model's own class.
+        self.__class__ = kind
+        kind.__init__(self, *arguments, **options)
+
+    own = {"__module__": kind.__module__, "__init__": make}
+    mixed: Any = type(kind.__name__, (ModuleProxy, kind), own)
     proxy: nn.Module = mixed.__new__(mixed)
     ModuleProxy.__init__(proxy, module, route)  # type: ignore[arg-type]
     return proxy
+
+
+def shown(proxy: nn.Module) -> nn.Module:
+    """The module that stands behind a replica now."""
+    module: nn.Module = proxy.__dict__.get("_module", proxy)
+    return module
 
 
 def retarget(proxy: nn.Module, module: nn.Module) -> None:

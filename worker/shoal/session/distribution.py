@@ -16,6 +16,7 @@ from shoal.model.devices import device_of, devices_of
 from shoal.model.frameworks import as_torch
 from shoal.model.initialisation import initialise
 from shoal.model.several import Training, joined, models_of, optimizers_of
+from shoal.model.trained_parameters import TrainedParameters
 from shoal.randomness.dropout import key_dropout
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.loss_scaling import check_scaler, check_scales
@@ -115,8 +116,9 @@ class Distribution:
             # Members that train apart may compute on what they have.
             self.fields |= devices_of(model)
         self._controller.set_strategy(chosen, options.validators)
-        optimizers = optimizers_of(optimizer).values()
-        self._guard = StepGuard(optimizers, lambda: chosen.step, self.registered)
+        optimizers = list(optimizers_of(optimizer).values())
+        trained = TrainedParameters(distributed[0])
+        self._guard = StepGuard(optimizers, lambda: chosen.step, self.registered, trained)
         if self.registered:
             self.fields["registered"] = self.registered.description
         if chosen.carries:

@@ -57,6 +57,7 @@ class Step:
             self._controller.ensure_generation(self._fields)
         else:
             self._source.attempted()
+        self.guard.check()
         self._controller.job_log.begins()
         strategy = self._controller.strategy
         strategy.begin_step()

@@ -1,4 +1,5 @@
-"""What a script must leave to the session: stepping the optimizer, and losses as they are.
+"""What a script must leave to the session: stepping the optimizer, losses as they are, and which
+parameters are trained.
 
 A session steps the optimizer itself when a step is committed. A loop that was written for plain
 torch may do it as well, and then every gradient is applied twice; or it may scale the loss for
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters
 from shoal.state.registered.objects import RegisteredState
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
@@ -31,15 +33,24 @@ class StepGuard:
         optimizers: Iterable[Optimizer],
         step: Callable[[], int],
         registered: RegisteredState,
+        trained: TrainedParameters,
     ) -> None:
         """`step` tells how many are committed. A registered scaler's losses are unscaled."""
         self._step = step
+        self._trained = trained
         self._registered = registered
         self._is_scaled = False
         self._commits = False
         self._computes = False
-        self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
+        self._optimizers = list(optimizers)
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
+        for each in self._optimizers:
+            vars(each)["add_param_group"] = self._refuse_group
         _watch_scalers()
+
+    def check(self) -> None:
+        """Raise InvalidSpec where the next step would train something else than the last."""
+        self._trained.check(self._step())
 
     def open(self) -> None:
         """A step of the session begins on this thread."""
@@ -53,6 +64,8 @@ class StepGuard:
         """The session is over: the optimizer is the script's again. May be called twice."""
         for hook in self._hooks:
             hook.remove()
+        for each in self._optimizers:
+            vars(each).pop("add_param_group", None)
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -88,6 +101,15 @@ class StepGuard:
                 fix="Leave out the call (and GradScaler, see docs/strategies.md): each gradient"
                 " would be applied twice.",
             )
+
+    def _refuse_group(self, *_: Any, **__: Any) -> None:
+        raise InvalidSpec(
+            f"the optimizer was to be given more parameters, after {self._step()} committed steps",
+            seen="optimizer.add_param_group",
+            expected="the groups that it had at session.distribute: a member that joins later"
+            " has no others",
+            fix=TRAINED_LATER,
+        )
 
     def watch(self, scaled: Any, scaler: object) -> None:
         """Refuse a session's backward pass that goes through these tensors, unless it is the

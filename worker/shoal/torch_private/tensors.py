@@ -1,15 +1,24 @@
 """Of torch itself: trees of tensors, operations on lists of tensors, autograd's running task."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = ["pytree"]
 
-foreach_norm = torch._foreach_norm
-foreach_mul_ = torch._foreach_mul_
+
+def foreach_norm(tensors: list[Tensor], order: float = 2.0) -> Sequence[Tensor]:
+    """The norm of each, which may be none at all."""
+    return torch._foreach_norm(tensors, order) if tensors else ()
+
+
+def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each by the number, in place. There may be none: a rank need not hold anything."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
 
 
 def in_backward() -> bool:

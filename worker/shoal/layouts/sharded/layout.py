@@ -23,6 +23,7 @@ from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.grouping import group_modules
 from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingReduceScatter
 from shoal.layouts.sharded.shared_slots import SharedSlots
+from shoal.model.gradients import refuse_second_derivatives
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import MODEL
 from shoal.torch_private.dtensor import forget_groups
@@ -87,6 +88,7 @@ class ShardedLayout(Layout):
         for part in fsdp_parameters(model):
             give_memory(part, world.device)
         move_buffers(model, world.device)
+        refuse_second_derivatives(model)
         self.module = model
         self._parameters = dict(model.named_parameters())
         self._buffers = persistent_buffers(model)

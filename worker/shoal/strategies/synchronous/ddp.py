@@ -232,7 +232,7 @@ class DDP(SynchronousStrategy):
 
     def _scale_gradients(self, factor: float) -> None:
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        foreach_mul_(gradients, torch.tensor(factor))
+        foreach_mul_(gradients, torch.tensor(factor, dtype=torch.float64))
 
     @property
     def unscales(self) -> bool:

@@ -1,0 +1,93 @@
+"""Which of a model's parameters are trained, which no step may change.
+
+Gradients are brought together for the parameters that required one when the model was
+distributed. One that is to be trained from some step on would get each member's own gradient,
+and a member that joins behind that step would not train it at all: copies of one model would
+become different models, and nobody would be told. So it is with a layer that takes the place of
+another, and with parameters that an optimizer is given on the way.
+"""
+
+from torch import nn
+
+from shoal.model.module_proxy import shown
+from shoal.model.several import models_of
+from shoal_proto.errors import InvalidSpec
+
+_MAX_NAMED = 5
+TRAINED_LATER = (
+    "Give the optimizer all parameters that are ever trained before session.distribute, and drop"
+    " the gradients of those that are not yet, or no longer, behind session.backward:"
+    " parameter.grad = None (docs/strategies.md, 'Layers that are trained later')."
+)
+"""What is told of parameters that a script wants to train from some step on."""
+
+
+class TrainedParameters:
+    """Those of what was distributed, as they were then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model` is what the script has: behind it stand other parameters in each generation."""
+        self._model = model
+        self._trained = {name: each.requires_grad for name, each in model.named_parameters()}
+        self._as_ever: list[bool] = []
+        """The flags that were last found to be the same, in the order of the modules."""
+        self._shown: list[nn.Module] = []
+        """What stood behind the model then, and the modules of it that have parameters."""
+        self._layers: list[nn.Module] = []
+
+    def check(self, step: int) -> None:
+        """Raise InvalidSpec if they are others now, behind so many committed steps."""
+        layers = [module for module in self._model.modules() if module._parameters]
+        behind = [shown(each) for each in models_of(self._model).values()]
+        if not _are(behind, self._shown):
+            self._shown, self._layers = behind, layers
+        elif not _are(layers, self._layers):
+            raise self._other_layers(layers, step)
+        flags = [
+            each.requires_grad
+            for module in layers
+            for each in module._parameters.values()
+            if each is not None
+        ]
+        if flags == self._as_ever:
+            return
+        changed = [
+            name
+            for name, each in self._model.named_parameters()
+            if each.requires_grad != self._trained.get(name, each.requires_grad)
+        ]
+        if changed:
+            raise self._refusal(changed, step)
+        self._as_ever = flags
+
+    def _other_layers(self, layers: list[nn.Module], step: int) -> InvalidSpec:
+        known = {id(each) for each in self._layers}
+        new = {id(each) for each in layers} - known
+        names = [name for name, each in self._model.named_modules() if id(each) in new]
+        return InvalidSpec(
+            "the model has other layers than when it was distributed",
+            seen=f"a new {', '.join(map(repr, names[:_MAX_NAMED]))}, behind {step} committed steps"
+            if names
+            else f"fewer layers with parameters, behind {step} committed steps",
+            expected="the model's own, which the optimizer and all members have",
+            fix="Change the model before session.distribute; for a new phase of training, let this"
+            " job end and start another with the new model and the weights of this one.",
+        )
+
+    def _refusal(self, changed: list[str], step: int) -> InvalidSpec:
+        more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
+        frozen = self._trained[changed[0]]
+        return InvalidSpec(
+            "other parameters are to be trained than when the model was distributed",
+            seen=f"requires_grad of {', '.join(changed[:_MAX_NAMED])}{more} set to {not frozen},"
+            f" behind {step} committed steps",
+            expected="requires_grad as it was at session.distribute, in each step",
+            fix=TRAINED_LATER,
+        )
+
+
+def _are(these: list[nn.Module], those: list[nn.Module]) -> bool:
+    """Whether they are the same objects."""
+    return len(these) == len(those) and all(
+        one is other for one, other in zip(these, those, strict=True)
+    )
