@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 
 import structlog
@@ -102,6 +103,8 @@ class JobActor:
         """What is still to be done; filled while one of them is being done, too."""
         self._is_doing = False
         self._writing: asyncio.Task[None] | None = None
+        self._cause = copy_context()
+        """Of the newest step of the state machine, whose trace the next write belongs to."""
         self._woken = asyncio.Event()
         self._wakes_s = -math.inf
 
@@ -332,13 +335,15 @@ class JobActor:
 
     def _take(self, actions: Sequence[Action[NoticeStream, Call]]) -> None:
         """Do what a step of the state machine led to."""
+        self._cause = copy_context()
         self._dependencies.on_change(self.job.spec.job)
         self._do(actions)
 
     def _act(self, action: Action[NoticeStream, Call]) -> None:
         match action:
             case Persist():
-                self._writing = asyncio.ensure_future(self._persist(action.write))
+                writing = self._persist(action.write)
+                self._writing = asyncio.get_running_loop().create_task(writing, context=self._cause)
             case Publish():
                 self.records.keep(action.record)
             case Send():
