@@ -43,7 +43,7 @@ def test_a_bring_up_that_waits_for_a_dead_peer_ends_as_soon_as_it_is_cut(
         crew = [ranks.start(rank_bodies.stuck_bring_up, path, r, dead, str(gate)) for r in range(2)]
         assert crew[dead].join() == -signal.SIGKILL
         gate.write_bytes(b"")
-        crew[1 - dead].expect("cut", timeout_s=unhurried(10.0))
+        crew[1 - dead].expect("over", timeout_s=unhurried(10.0))
         assert crew[1 - dead].join() == 0
 
 
