@@ -1,6 +1,7 @@
 """By which way the calls to one server go: a bulk connection, opened when it is needed, or gRPC."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -65,6 +66,8 @@ class BulkWay:
         self._token = token
         self._room_for = room_for
         self._is_for_tables = is_for_tables
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._connection: Connection | None = None
         self._largest_bytes = 0
         self._is_local_tried = transport == "auto"
@@ -96,10 +99,16 @@ class BulkWay:
         if not self._is_local_tried:
             offer.local_name = ""
         self._largest_bytes = self._room_for(largest_bytes)
-        self._connection = connect(offer, self._address, self._largest_bytes, num_parts)
-        if self._connection is None:
+        connection = connect(offer, self._address, self._largest_bytes, num_parts)
+        if connection is None:
             self._not_until_s = time.monotonic() + AGAIN_S
-        return self._connection
+        with self._lock:
+            self._connection = connection
+            is_late = self._is_closed
+        if connection is not None and is_late:
+            # `close` did not see it: the call on it is to fail as one under way does.
+            connection.close()
+        return connection
 
     @property
     def name(self) -> str:
@@ -107,7 +116,9 @@ class BulkWay:
         return self._connection.way if self._connection is not None else "grpc"
 
     def close(self) -> None:
-        """A call under way on another thread fails."""
-        held = self._connection
+        """A call under way on another thread fails, also one that is just connecting."""
+        with self._lock:
+            self._is_closed = True
+            held = self._connection
         if held is not None:
             held.close()

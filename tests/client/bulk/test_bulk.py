@@ -4,17 +4,18 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pytest
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk import arena as client_arena
-from shoal_client.bulk import opening
+from shoal_client.bulk import opening, way
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import bulk_opening
 from shoal_proto.bulk_opening import SharedMemory
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, Unavailable
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 
@@ -198,3 +199,20 @@ def test_a_server_without_memory_to_share_takes_the_socket() -> None:
 def test_an_unknown_transport_is_refused(servers: ParameterServers) -> None:
     with pytest.raises(InvalidSpec, match="carrier-pigeon"):
         connect(servers, "carrier-pigeon")
+
+
+def test_a_connection_made_while_the_client_is_closed_is_not_waited_at(
+    servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shards have no values: a pull that the servers let in would wait for them."""
+    client = connect(servers, "auto")
+    client.place(SCHEMA)
+
+    def connect_amid_close(*arguments: Any) -> Any:
+        connection = opening.connect(*arguments)
+        client.close()
+        return connection
+
+    monkeypatch.setattr(way, "connect", connect_amid_close)
+    with pytest.raises(Unavailable):
+        client.pull(zeros())
