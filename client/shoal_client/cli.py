@@ -118,7 +118,7 @@ def _carry_out(given: Sequence[str]) -> int:
         print(f"{f'shoal {_name_of(given)}'.rstrip()}: {_sentence(error)}", file=sys.stderr)
         return BAD_ARGUMENTS
     try:
-        tracing.from_environment()
+        tracing.from_environment(_name_of(given))
         return run()
     except ShoalError as error:
         # The name leads to its section in docs/troubleshooting.md.

@@ -1,10 +1,14 @@
-"""Which method of the membership stub a call goes to, on whatever channel leads at the time."""
+"""A member's calls: which method of the membership stub each goes to, on whatever channel leads at
+the time."""
 
 from collections.abc import Callable, Mapping
 
 import grpc
 
-from shoal_client.connection.coordinators import Method
+from shoal_client.connection.coordinators import Coordinators, Method, chance
+from shoal_client.membership import member_events as ev
+from shoal_proto.errors import ShoalError
+from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
@@ -30,3 +34,18 @@ def get_roster_chunks(channel: grpc.Channel) -> Method[pb.RosterChunks]:
 def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
     """The one that is answered by more than that it was heard."""
     return MembershipStub(channel).Heartbeat
+
+
+def made(coordinators: Coordinators, call: ev.Call) -> ev.CallEnded | ev.HeartbeatRefused:
+    """What came of the call, once it is made."""
+    request = call.request
+    try:
+        if isinstance(request, pb.HeartbeatRequest):
+            reply = coordinators.call(heartbeat, request, timeout_s=call.timeout_s)
+            if reply.replies and reply.replies[0].HasField("error"):
+                return ev.HeartbeatRefused(error=from_detail(reply.replies[0].error))
+        else:
+            coordinators.call(METHODS[type(request)], request, timeout_s=call.timeout_s)
+    except ShoalError as error:
+        return ev.CallEnded(call=call, error=error, chance=chance())
+    return ev.CallEnded(call=call)

@@ -22,11 +22,13 @@ FIRST_ANSWER_S = 1.0
 class HeldStream:
     """A member's, one after another: held by one thread, cancelled by any."""
 
-    def __init__(self, closing: threading.Event) -> None:
-        """`closing`: set before the last `cancel`; none is held from then on."""
+    def __init__(self, closing: threading.Event, joining: tracing.Ongoing) -> None:
+        """`closing`: set before the last `cancel`; none is held from then on. `joining`: the span
+        that attending is part of while it lasts."""
         self.address = ""
         """Of the coordinator that it goes to, or last went to."""
         self._closing = closing
+        self._joining = joining
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
         self._first_reply = FirstReplyTimeout(FIRST_ANSWER_S)
@@ -40,7 +42,7 @@ class HeldStream:
         """Until the stream ends, or `hear` raises a ShoalError; what it ended with."""
         address = self.address = coordinators.current
         try:
-            with tracing.span("Attend"):
+            with self._joining.within(), tracing.span("Attend"):
                 tracing.mark(request.token)
                 stream = MembershipStub(coordinators.channel()).Attend(request)
             with self._lock:

@@ -27,6 +27,7 @@ from shoal_client.membership.member_core import JOIN_TIMEOUT_S, MemberCore
 from shoal_client.membership.named_rosters import NamedRosters
 from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.status import from_detail
+from shoal_proto.traces import tracing
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
@@ -96,7 +97,9 @@ class MemberSession:
         self._core = MemberCore(member.identity, wait_s())
         """Stepped under the condition's lock; single values are read without it."""
         self._threads = _Threads()
-        self._stream = HeldStream(self._threads.closing)
+        self._joining = tracing.Ongoing("Join")
+        """Up to its first generation."""
+        self._stream = HeldStream(self._threads.closing, self._joining)
         self._rosters = NamedRosters(self._coordinators, member, self._threads.closing)
         self._doing = Doing()
         # A signal handler puts into it: a SimpleQueue is safe from there.
@@ -165,6 +168,7 @@ class MemberSession:
         """Say that the first collective of the generation passed, and at which step: see
         `progress`."""
         self._do(ev.BroughtUp(record=record))
+        self._joining.end()
 
     # --- training ---
 
@@ -299,6 +303,7 @@ class MemberSession:
             self._slot.withdraw()
         self._do(ev.Closed())
         self._threads.join()
+        self._joining.end()
         self._coordinators.close()
 
     # --- how it stands ---
@@ -409,19 +414,10 @@ class MemberSession:
     def _call(self, call: ev.Call) -> ev.Event:
         if call.after_s:
             self._threads.closing.wait(call.after_s)
-        try:
-            if isinstance(call.request, pb.HeartbeatRequest):
-                reply = self._coordinators.call(
-                    calls.heartbeat, call.request, timeout_s=call.timeout_s
-                )
-                if reply.replies and reply.replies[0].HasField("error"):
-                    return ev.HeartbeatRefused(error=from_detail(reply.replies[0].error))
-            else:
-                method = calls.METHODS[type(call.request)]
-                self._coordinators.call(method, call.request, timeout_s=call.timeout_s)
-        except ShoalError as error:
-            return ev.CallEnded(call=call, error=error, chance=chance())
-        return ev.CallEnded(call=call)
+        if isinstance(call.request, pb.HeartbeatRequest):
+            return calls.made(self._coordinators, call)
+        with self._joining.within():
+            return calls.made(self._coordinators, call)
 
     def _judge(self, effect: ev.Judge) -> ev.Judged:
         hooks, prepare = self._hooks, effect.prepare

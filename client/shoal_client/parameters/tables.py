@@ -32,6 +32,7 @@ from shoal_client.shards.layouts import of_tables
 from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.errors import ShapeMismatch, ShoalError, StalePush, StateLost, UnknownShard
 from shoal_proto.status import from_detail
+from shoal_proto.traces import tracing
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
@@ -155,6 +156,9 @@ class TableClient:
                 for s in shards
             ]
             header = self._push_header(pushed, shards, result.sequence, step)
+            if traced:
+                # Parts go from threads of their own.
+                header.token.traceparent = traced
             for outcome in calls.push(header, rows, timeout_s):
                 if outcome.HasField("error"):
                     error = from_detail(outcome.error)
@@ -169,7 +173,9 @@ class TableClient:
             if errors:
                 raise worst_of(errors)
 
-        result.retries = self._until_done(attempt, pushed)
+        with tracing.span("PushRows"):
+            traced = tracing.carried()
+            result.retries = self._until_done(attempt, pushed)
         return result
 
     def _push_header(

@@ -8,7 +8,7 @@ caller's span travels in the token of its request.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from shoal_proto.errors import InvalidSpec
 
@@ -27,9 +27,10 @@ class Carrier(Protocol):
     traceparent: str
 
 
-def from_environment() -> None:
-    """Turn traces on if the environment asks for them. Raises InvalidSpec for a way there is not,
-    or where the package is missing."""
+def from_environment(part: str) -> None:
+    """Turn traces on if the environment asks for them, as those of the service `shoal PART` unless
+    OTEL_SERVICE_NAME says otherwise. Raises InvalidSpec for a way there is not, or where the
+    package is missing."""
     way = os.environ.get(VARIABLE, "")
     if not way or _Tracing.tracer is not None:
         return
@@ -39,6 +40,7 @@ def from_environment() -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
             OTLPSpanExporter,
         )
+        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError as error:
@@ -48,7 +50,10 @@ def from_environment() -> None:
             expected="the extra traces",
             fix="pip install 'shoal[traces]'",
         ) from None
-    provider = TracerProvider()
+    named = (
+        {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": f"shoal {part}".rstrip()}
+    )
+    provider = TracerProvider(resource=Resource.create(named))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     use(provider)
 
@@ -78,6 +83,39 @@ def part(name: str) -> Iterator[None]:
         return
     with span(name):
         yield
+
+
+class Ongoing:
+    """A span that lasts over what several threads do, or a generator, which say what is part of it.
+    Ends with its `with` statement, or its first `end`."""
+
+    def __init__(self, name: str, token: Carrier | None = None) -> None:
+        """It begins now. `token`: as of `span`."""
+        tracer = _Tracing.tracer
+        self._span = None if tracer is None else tracer.start_span(name, context=_context(token))
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """What the block does is part of it, unless it has ended."""
+        span = self._span
+        if span is None:
+            yield
+            return
+        from opentelemetry.trace import use_span  # noqa: PLC0415
+
+        with use_span(span):
+            yield
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        span, self._span = self._span, None
+        if span is not None:
+            span.end()
 
 
 def mark(token: Carrier) -> None:

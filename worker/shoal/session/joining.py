@@ -59,7 +59,7 @@ def join(
     }
     _check_not_imported_by_a_child()
     _set_log_level(os.environ)
-    tracing.from_environment()
+    tracing.from_environment("worker")
     if (files := from_environment(os.environ)) is not None:
         identity.use(files)
     return Session(read_config(given, os.environ), validators, _trackers(trackers))

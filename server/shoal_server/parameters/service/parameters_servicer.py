@@ -26,6 +26,7 @@ from shoal_proto.v1.parameters_pb2 import (
     OpenBulkReply,
     OpenBulkRequest,
     PullRequest,
+    PushHeader,
     PushReply,
     PushRequest,
     ShardData,
@@ -224,25 +225,35 @@ class ParametersServicer:
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
-        began_s = time.perf_counter()
-        with tracing.span("Parameters/Push", first.header.token):
-            session = await self._fence.check(first.header.token)
-        kind = DensePushKind(
-            first.header,
-            session,
-            self._fence.is_live,
-            catalog=self._catalog,
-            run=self._run,
-            reply_writer=reply_writer,
-        )
-        async with (
-            self._barriers.passing(
-                first.header.token.job,
+        header, began_s = first.header, time.perf_counter()
+        with tracing.Ongoing("Parameters/Push", header.token) as whole:
+            with whole.within():
+                session = await self._fence.check(header.token)
+            kind = DensePushKind(
+                header,
                 session,
-                first.header.sequence,
-                frozenset(first.header.all_shard_ids) or None,
-            ) as passage,
-            aclosing(self._pushed(kind, requests)) as batches,
+                self._fence.is_live,
+                catalog=self._catalog,
+                run=self._run,
+                reply_writer=reply_writer,
+            )
+            pushed = self._pushed(kind, requests)
+            async with aclosing(self._counted(header, session, pushed, began_s)) as batches:
+                async for batch in batches:
+                    yield batch
+
+    async def _counted(
+        self,
+        header: PushHeader,
+        session: str,
+        pushed: AsyncGenerator[Sequence[ShardAnswer], None],
+        began_s: float,
+    ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
+        """A push in its turn, for barriers and for figures."""
+        touched = frozenset(header.all_shard_ids) or None
+        async with (
+            self._barriers.passing(header.token.job, session, header.sequence, touched) as passage,
+            aclosing(pushed) as batches,
         ):
             outcomes = []
             async for answers in batches:
@@ -251,7 +262,7 @@ class ParametersServicer:
                     if outcome.HasField("error"):
                         passage.answered(outcome.shard_id, outcome.error)
                 yield [message for answer in answers for message in messages(answer)]
-            self._tally.count(first.header.token.job, outcomes)
+            self._tally.count(header.token.job, outcomes)
             refused = any(each.HasField("error") for each in outcomes)
             took_s = time.perf_counter() - began_s
             self.push_durations.observe(took_s, "refused" if refused else "applied")

@@ -7,10 +7,12 @@ from itertools import chain
 import structlog
 
 from shoal_proto.pieces import AnyPiece
+from shoal_proto.traces import tracing
 from shoal_proto.v1.tables_pb2 import (
     RowIds,
     TableLookupReply,
     TableLookupRequest,
+    TablePushHeader,
     TablePushReply,
     TablePushRequest,
 )
@@ -128,8 +130,22 @@ class TablesServicer(Base):
     ) -> AsyncGenerator[TablePushReply, None]:
         if not first.HasField("header"):
             raise no_header("TablePushHeader")
-        header = first.header
-        session = await self._fence.check(header.token)
+        with tracing.Ongoing("Tables/Push", first.header.token) as whole:
+            with whole.within():
+                session = await self._fence.check(first.header.token)
+            replies = self._passed(first.header, session, pieces, is_in_pieces)
+            async with aclosing(replies):
+                async for reply in replies:
+                    yield reply
+
+    async def _passed(
+        self,
+        header: TablePushHeader,
+        session: str,
+        pieces: AsyncIterator[tuple[int, RowsPiece]],
+        is_in_pieces: bool,
+    ) -> AsyncGenerator[TablePushReply, None]:
+        """A push in its turn, for barriers."""
         kind = TablePushKind(
             header,
             session,
