@@ -1,0 +1,212 @@
+"""The job group for SkyPilot: what it says, and its nodes' script, run on this machine."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shoal_client.certificates.folder import CertificateFolder
+from shoal_client.local.etcd import find_etcd
+from shoal_proto.tls.names import Role
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "skypilot"
+TASKS, SCRIPT = FOLDER / "shoal.sky.yaml", FOLDER / "node.sh"
+DEADLINE_S = 120
+SCRIPT_OF_A_USER = """
+import shoal, torch
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with shoal.join() as session:
+    model, optimizer = session.distribute(model, optimizer, strategy="ddp")
+    data = torch.randn(64, 8), torch.randn(64, 1)
+    for batch in session.batches(data, global_batch_size=8, epochs={epochs}):
+        with session.step():
+            session.backward(torch.nn.functional.mse_loss(model(batch.inputs), batch.targets))
+        if batch.step == 3:
+            print("third step", flush=True)
+print("trained", flush=True)
+"""
+
+
+@pytest.fixture
+def group() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    header, *tasks = yaml.safe_load_all(TASKS.read_text())
+    return header, {task["name"]: task for task in tasks}
+
+
+def test_skypilot_reads_the_job_group() -> None:
+    """By SkyPilot's own schemas, where it is installed."""
+    pytest.importorskip("sky")
+    from sky.utils import dag_utils  # noqa: PLC0415
+
+    dag = dag_utils.load_job_group_from_yaml(str(TASKS))
+    assert dag.primary_tasks == ["worker-0", "worker-1", "worker-2"]
+
+
+def test_a_node_has_the_keys_that_it_uses(
+    group: tuple[dict[str, Any], dict[str, dict[str, Any]]],
+) -> None:
+    """The authority's goes to none; what goes is there, and all workers are alike."""
+    header, tasks = group
+    workers = [name for name in tasks if name != "cluster"]
+    assert header["execution"] == "parallel" and header["primary_tasks"] == workers
+    keys = {
+        name: {Path(to).name for to in task["file_mounts"] if to.endswith(".key")}
+        for name, task in tasks.items()
+    }
+    assert keys.pop("cluster") == {"coordinator.key", "server.key", "operator.key"}
+    assert all(of_worker == {"worker.key", "viewer.key"} for of_worker in keys.values())
+    made = {f"{role.value}.{kind}" for role in Role for kind in ("crt", "key")} | {"ca.crt"}
+    for task in tasks.values():
+        for to, source in task["file_mounts"].items():
+            if source.startswith("~/.shoal/sky/"):
+                assert Path(source).name == Path(to).name and Path(to).name in made
+            else:
+                assert (FOLDER.parents[1] / source) == SCRIPT
+        assert task["envs"]["SHOAL_HEAD"] == f"cluster-0.{header['name']}"
+    assert len({str({**tasks[name], "name": ""}) for name in workers}) == 1, "all alike"
+    assert tasks[workers[0]]["envs"]["SHOAL_MAX_MEMBERS"] == str(len(workers))
+
+
+def test_shellcheck_finds_nothing() -> None:
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("no shellcheck here")
+    done = subprocess.run([program, SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def free_ports() -> int:
+    """The first of 20 that nobody listens at, below those that connections are given."""
+    for first in range(20_000 + os.getpid() % 500 * 20, 32_000, 20):
+        try:
+            for port in range(first, first + 20):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no 20 ports in a row are free")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "etcd").symlink_to(find_etcd())
+    CertificateFolder(folder / "certs").init()
+    return {
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "SHOAL_HEAD": "localhost",
+        "SHOAL_PORT": str(free_ports()),
+        "SHOAL_JOB": "train",
+        "SHOAL_MIN_MEMBERS": "1",
+        "SHOAL_MAX_MEMBERS": "2",
+        "SHOAL_AWAIT_S": str(DEADLINE_S),
+        "PARAMETER_SERVERS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@contextmanager
+def node(
+    given: Mapping[str, str], folder: Path, *arguments: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A node's task with the certificates that it gets, told to stop at the end as by SkyPilot."""
+    certs = folder / "certs"
+    certs.mkdir(parents=True)
+    tasks = {task["name"]: task for task in list(yaml.safe_load_all(TASKS.read_text()))[1:]}
+    mounts = tasks["cluster" if arguments[0] == "cluster" else "worker-0"]["file_mounts"]
+    for to in mounts:
+        if "/shoal-certs/" in to:
+            shutil.copy(folder.parent / "certs" / Path(to).name, certs)
+    process = subprocess.Popen(
+        ["bash", SCRIPT, *arguments],
+        env={**given, "SHOAL_DIR": str(folder / "shoal"), "SHOAL_TLS": str(certs)},
+        cwd=folder.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(DEADLINE_S)
+
+
+def heard(process: subprocess.Popen[str], words: str) -> str:
+    """What it printed up to a line with these words."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return "".join(lines)
+    raise AssertionError(f"it ended without {words!r}:\n{''.join(lines)}")
+
+
+@pytest.mark.long
+def test_spot_nodes_train_over_tls_and_drain_at_sigterm(tmp_path: Path) -> None:
+    """A node that is taken away hands over and ends with 143, the other one trains to the end; the
+    cluster ends in order when SkyPilot stops it."""
+    given = environment(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT_OF_A_USER.format(epochs=400))
+    with (
+        node(given, tmp_path / "cluster", "cluster") as cluster,
+        node(given, tmp_path / "one", "worker", "train.py") as stays,
+        node(given, tmp_path / "two", "worker", "train.py") as leaves,
+    ):
+        heard(leaves, "third step")
+        leaves.send_signal(signal.SIGTERM)
+        assert leaves.wait(DEADLINE_S) == 143
+        heard(stays, "trained")
+        assert stays.wait(DEADLINE_S) == 0
+        cluster.terminate()
+        assert cluster.wait(DEADLINE_S) == 143
+        logs = {path.name: path.read_text() for path in (tmp_path / "cluster/shoal").glob("*.log")}
+    assert set(logs) == {"etcd.log", "coordinator.log", "ps-0.log", "status.log"}
+    assert "ports_open_to_others" not in "".join(logs.values()), "nothing is served without TLS"
+
+
+@pytest.mark.long
+def test_a_cluster_whose_part_ends_is_not_waited_for(tmp_path: Path) -> None:
+    """The task ends, so that SkyPilot starts it anew."""
+    given = environment(tmp_path)
+    with (
+        socket.create_server(("127.0.0.1", int(given["SHOAL_PORT"]))),
+        node(given, tmp_path / "cluster", "cluster") as cluster,
+    ):
+        assert "a part of the cluster has ended" in heard(cluster, "has ended")
+        assert cluster.wait(DEADLINE_S) == 1
+        told = (tmp_path / "cluster" / "shoal" / "coordinator.log").read_text()
+    assert "cannot listen" in told
+
+
+def test_without_a_command_it_says_so(tmp_path: Path) -> None:
+    given = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    named = {"SHOAL_TLS": str(tmp_path), "SHOAL_HEAD": "localhost"}
+    for arguments, also, told in (
+        ([], named, "usage: node.sh cluster"),
+        (["worker"], named, "usage: node.sh worker SCRIPT"),
+        (["cluster"], {}, "SHOAL_TLS: the folder of the certificates"),
+    ):
+        done = subprocess.run(
+            ["bash", SCRIPT, *arguments],
+            env={**given, **also},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode != 0 and told in done.stderr
