@@ -34,10 +34,7 @@ def render(folder: Path) -> list[Resource]:
         for image in spec.get("images", ()):
             _rename_image(container, image)
     for patch in spec.get("patches", ()):
-        target = patch["target"]
-        patched = find(resources, kinds={target["kind"]}, name=target["name"])
-        for operation in yaml.safe_load(patch["patch"]):
-            _apply(patched, operation)
+        resources = _patched(resources, patch["target"], yaml.safe_load(patch["patch"]))
     for resource in resources:
         if resource["kind"] == "RoleBinding":
             for subject in resource["subjects"]:
@@ -81,6 +78,19 @@ def _generate(resources: list[Resource], generator: dict[str, Any]) -> None:
     resources.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
 
 
+def _patched(resources: list[Resource], target: dict[str, str], patch: Any) -> list[Resource]:
+    """With a JSON patch of one resource, or without all that a label selects."""
+    if isinstance(patch, dict):
+        label, value = target["labelSelector"].split("=")
+        if patch["$patch"] != "delete" or set(target) != {"labelSelector"}:
+            raise ValueError(f"cannot render a patch of {target}")
+        return [r for r in resources if r["metadata"].get("labels", {}).get(label) != value]
+    patched = find(resources, kinds={target["kind"]}, name=target["name"])
+    for operation in patch:
+        _apply(patched, operation)
+    return resources
+
+
 def _apply(resource: Resource, operation: dict[str, Any]) -> None:
     """One operation of a JSON patch (RFC 6902). Raises LookupError for a place that is none."""
     *steps, last = [
@@ -89,12 +99,16 @@ def _apply(resource: Resource, operation: dict[str, Any]) -> None:
     place: Any = resource
     for step in steps:
         place = place[int(step)] if isinstance(place, list) else place[step]
-    if operation["op"] not in ("add", "replace"):
+    if operation["op"] not in ("add", "replace", "test"):
         raise ValueError(f"cannot render {operation['op']}")
     if isinstance(place, list) and operation["op"] == "add":
         place.insert(int(last), operation["value"])
         return
     key = int(last) if isinstance(place, list) else last
+    if operation["op"] == "test":
+        if place[key] != operation["value"]:
+            raise LookupError(f"{operation['path']} is {place[key]!r}")
+        return
     if operation["op"] == "replace":
         place[key]  # has to be there
     place[key] = operation["value"]
