@@ -56,17 +56,24 @@ class Viewers:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        for number, job in enumerate(jobs):
+        self._looking = [
             asyncio.run_coroutine_threadsafe(self._look(url, job, number), self._loop)
+            for number, job in enumerate(jobs)
+        ]
 
     async def _look(self, url: str, job: str, number: int) -> None:
         host = urlsplit(url).netloc
         reader, writer = await asyncio.open_connection(*host.split(":"))
         writer.write(f"GET /api/v1/stream?job={job} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-        while data := await reader.read(1 << 18):
-            self.num_bytes[number] += len(data)
+        try:
+            while data := await reader.read(1 << 18):
+                self.num_bytes[number] += len(data)
+        finally:
+            writer.close()
 
     def close(self) -> None:
+        for each in self._looking:
+            each.cancel()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -143,6 +150,7 @@ def main() -> None:
         drivers.ask("attend")
         drivers.ask("propose all")
         drivers.ask("committed")
+        drivers.ask("ready")
         drivers.ask(f"report {url} {NUM_REPORTS}")
         print("all members train and have reported", flush=True)
         without = cores(process.pid, MEASURE_S)

@@ -1,4 +1,5 @@
-"""The members of bench/page.py: those of bench/membership.py, which also report their health."""
+"""The members of bench/page.py: those of bench/membership.py, which bring their generation up and
+report their health."""
 
 import asyncio
 import json
@@ -6,12 +7,27 @@ import math
 import sys
 
 import httpx
-from member_driver import Driver, Share, serve
+from member_driver import Driver, Played, Share, serve
+
+from shoal_client.membership import member_events as ev
+from shoal_proto.v1 import membership_pb2 as pb
 
 AT_ONCE = 16
 
 
 class ReportingDriver(Driver):
+    async def ready(self) -> dict[str, float]:
+        """All say that the generation is up."""
+        width = asyncio.Semaphore(AT_ONCE)
+
+        async def one(player: Played) -> None:
+            async with width:
+                record = pb.GenerationRecord.FromString(player.record)
+                await self._do(player, ev.BroughtUp(record=record))
+
+        await asyncio.gather(*(one(player) for player in self.players))
+        return {"ready": float(len(self.players))}
+
     async def report(self, url: str, num_rounds: str) -> dict[str, float]:
         """Each member reports so many times, with a loss that falls; some are slow."""
         width = asyncio.Semaphore(AT_ONCE)
