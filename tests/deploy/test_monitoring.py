@@ -1,17 +1,23 @@
 """The metrics are as Prometheus wants them, and board and alerts name those that are served."""
 
+import asyncio
 import json
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from support.clusters import status_world
 from support.clusters.status_world import World
+from support.processes.served_process import awaited
 
 from shoal.launcher.metrics import _Collector
 from shoal.launcher.worker_slots import Exit, WorkerSlot
@@ -20,16 +26,18 @@ from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.membership.changes import Departure, Story
 from shoal_server.serving.durations import BOUNDS_S, Durations
 from shoal_server.serving.process_metrics import histogram
+from shoal_server.status.app import build_app
 from shoal_server.status.metrics import ProcessMeasures, render
 from shoal_server.status.reading import StatusQueries
+from shoal_server.status.serve import StatusServer
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"
 PARTS = re.compile(r"_(bucket|count|sum|total)$")
 
 
-async def exposed() -> str:
-    """The metrics of a coordinator with a job of which everything is known."""
+def known() -> World:
+    """A coordinator with a job of which everything is known."""
     world = World()
     world.put(status_world.job())
     world.shards_of["digits"] = status_world.shards()
@@ -40,6 +48,12 @@ async def exposed() -> str:
     figures |= {"sent_bytes_per_step": 10, "compression_ratio": 2.0}
     world.board.report("digits", "w1", status_world.health("w1", **figures))
     world.board.snapshot_taken("digits", 1.0, "snapshot 1")
+    return world
+
+
+async def exposed() -> str:
+    """Its metrics."""
+    world = known()
     measures = ProcessMeasures()
     measures.calls.observe(0.002, "Propose", "OK")
     return (await render(StatusQueries(world, world.board), measures)).decode()
@@ -175,3 +189,80 @@ async def test_promtool_finds_nothing(tmp_path: Path) -> None:
     check("metrics", text=launched())
     check("rules", str(MONITORING / "alerts.yml"))
     check("config", "--syntax-only", str(MONITORING / "prometheus.yml"))
+
+
+@contextmanager
+def prometheus(folder: Path, target: str) -> Iterator[httpx.Client]:
+    """A real one with the configuration that is shipped, of a coordinator at `target`."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.fail("no prometheus on PATH; on Debian: apt-get install prometheus")
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(MONITORING / "alerts.yml")]
+    for each in config["scrape_configs"]:
+        each["static_configs"] = [{"targets": [target] if each["job_name"] == "shoal" else []}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        own = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={own}"]
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen(
+            [program, f"--config.file={folder / 'prometheus.yml'}", *options], stderr=log
+        ) as process,
+        httpx.Client(base_url=f"http://{own}/api/v1", trust_env=False) as http,
+    ):
+        try:
+            yield http
+        finally:
+            process.terminate()
+
+
+def answer(http: httpx.Client, path: str, kind: str, **query: str) -> list[Any]:
+    """What Prometheus says, once there is something."""
+
+    def asked() -> list[Any] | None:
+        try:
+            reply = http.get(path, params=query)
+        except httpx.ConnectError:
+            return None
+        if reply.status_code == 503:  # it starts
+            return None
+        assert reply.status_code == 200, reply.text
+        found: list[Any] = reply.json()["data"][kind]
+        return found
+
+    return awaited(asked, 60.0, f"{path} {query}")
+
+
+@pytest.mark.nightly
+async def test_a_real_prometheus_scrapes_and_evaluates(tmp_path: Path) -> None:
+    """Its label `job` is the training job; each alert and each panel of the board is evaluated."""
+    world = known()
+    app = build_app(world, world.board)
+    async with StatusServer(app, "127.0.0.1", 0) as server:
+        await asyncio.to_thread(_look_at, tmp_path, server.url.removeprefix("http://"))
+
+
+def _look_at(folder: Path, target: str) -> None:
+    with prometheus(folder, target) as http:
+        training = 'shoal_job_members{state="training"}'
+        [members] = answer(http, "query", "result", query=training)
+        assert members["metric"]["job"] == "digits" and "exported_job" not in members["metric"]
+        [up] = answer(http, "query", "result", query="up")
+        assert up["value"][1] == "1"
+        board = json.loads((MONITORING / "grafana.json").read_text())
+        for panel in board["panels"]:
+            for each in panel["targets"]:
+                expression = re.sub(r"\$__rate_interval|\$__range", "1m", each["expr"])
+                expression = re.sub(r"\$\w+", ".*", expression)
+                reply = http.get("query", params={"query": expression})
+                assert reply.json()["status"] == "success", reply.text
+
+        def evaluated() -> bool:
+            [group] = answer(http, "rules", "groups")
+            return all(rule["health"] == "ok" for rule in group["rules"])
+
+        awaited(evaluated, 60.0, "all rules evaluated")
