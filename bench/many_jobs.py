@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -157,13 +158,14 @@ class Coordinators:
         self._running: list[tuple[Process, str, str]] = []
         """With the addresses for gRPC and HTTP."""
 
-    def start(self, listen: str = "127.0.0.1:0") -> str:
+    def start(self, listen: str = "127.0.0.1:0", options: Sequence[str] = ()) -> str:
         name = f"coordinator-{self._num_started}"
         self._num_started += 1
         ready, log_path = self._directory / f"{name}.json", self._directory / f"{name}.log"
         arguments = (
             *(sys.executable, "-m", "shoal_client", "coordinator", "--etcd", self._etcd),
             *("--listen", listen, "--http", "127.0.0.1:0", "--ready-file", str(ready)),
+            *options,
         )
         process = self._supervisor.spawn(Command(name=name, arguments=arguments, log_path=log_path))
         give_up_s = time.monotonic() + START_S

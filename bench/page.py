@@ -144,7 +144,8 @@ def main() -> None:
         (etcd,) = start_etcd(supervisor.spawn, directory / "etcd")
         asyncio.run(write_jobs(etcd.endpoint))
         coordinators = Coordinators(supervisor, directory, etcd.endpoint)
-        coordinators.start()
+        # It is the page that is measured here: no member is lost where the machine is busy.
+        coordinators.start(options=("--heartbeat-s", "5"))
         process, address, url = coordinators.leader
         drivers = Drivers(stack, address, JOB, NUM_MEMBERS, driver=DRIVER)
         drivers.ask("attend")

@@ -77,7 +77,7 @@ class CourseView(View):
     progress: float | None = None
     """The share of its steps, or of its samples, that is done; null where that is not known."""
     eta_s: float | None = None
-    """Seconds to its end at the pace of late; null where that is not known."""
+    """Seconds to its end at the recent pace; null where that is not known."""
     checkpoint_step: int | None = None
     """The step of the newest checkpoint that members have told of."""
     snapshot_unix_s: float | None = None

@@ -134,7 +134,7 @@ async def test_progress_and_what_was_logged(world: World, server: StatusServer, 
     await page.goto(f"{server.url}/?job=digits")
     bar = page.get_by_role("progressbar", name="Progress")
     await expect(bar).to_have_attribute("aria-valuenow", "50.0")
-    assert "left at the pace of late" in str(await bar.get_attribute("aria-valuetext"))
+    assert "left at the recent pace" in str(await bar.get_attribute("aria-valuetext"))
     chart = page.get_by_role("img", name="accuracy from 0.55 to 0.75 to step 1,200")
     await expect(chart).to_have_count(1)
     saved = page.get_by_role("region", name="Saved")

@@ -137,7 +137,7 @@ function figures(job, state) {
     figure("Samples per second", count(job.samples_per_s)),
     figure("Mean loss", significant(job.mean_loss)),
     figure("In this phase for", duration(state.now_unix_s - summary.since_unix_s)),
-    figure("State", summary.state),
+    summary.state !== summary.phase && figure("State", summary.state),
     figure("Restarts", count(summary.num_restarts)),
     isNumber(summary.goodput) && figure("Goodput", `${(100 * summary.goodput).toFixed(1)}%`),
     summary.ended_unix_s > 0 && figure("Lasted", duration(summary.ended_unix_s - summary.begun_unix_s)),
@@ -149,7 +149,7 @@ function figures(job, state) {
 function progress({ course }) {
   if (!isNumber(course.progress)) return null;
   const percent = `${(100 * course.progress).toFixed(course.progress < 1 ? 1 : 0)}%`;
-  const left = isNumber(course.eta_s) ? `, ${duration(course.eta_s)} left at the pace of late` : "";
+  const left = isNumber(course.eta_s) ? `, ${duration(course.eta_s)} left at the recent pace` : "";
   return h("div", { class: "progress" },
     h("div", { class: "bar", role: "progressbar", "aria-label": "Progress", "aria-valuemin": "0", "aria-valuemax": "100",
       "aria-valuenow": (100 * course.progress).toFixed(1), "aria-valuetext": `${percent} done${left}` },
