@@ -10,6 +10,8 @@ class Leaving:
     def __init__(self) -> None:
         self.reason = ""
         """Why this member is to leave by agreement with the others; empty: it is not."""
+        self.is_noticed = False
+        """Whether the log has said that it is to leave."""
         self.has_begun = False
         self.was_told = False
         """Whether the coordinator took note."""

@@ -369,7 +369,10 @@ class MemberCore:
     def _take_drain(self, reason: str, *, now: bool) -> Effects:
         """`now`: nobody needs this member any more."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
-        effects: Effects = [ev.Log(event="drain_noticed", fields=fields)]
+        # Heard twice: when the coordinator agrees, and when the others go on. A line is enough.
+        is_detail = self.leaving.is_noticed
+        self.leaving.is_noticed = True
+        effects: Effects = [ev.Log(event="drain_noticed", fields=fields, is_detail=is_detail)]
         self.leaving.ask(reason or "asked to")
         if now:
             # Not through `_fail`: the step that is under way is to end well.

@@ -516,6 +516,17 @@ def test_a_drained_member_hands_over_once_and_goes_when_the_others_run() -> None
     assert member.does(leave) == ["Unclaim", "Leave"]
 
 
+def test_the_log_says_once_that_a_member_is_to_leave() -> None:
+    """It is told twice: to come to the others' step, and that they run without it."""
+    member = training()
+    levels = []
+    for now in (False, True):
+        notice = pb.Notice(reason="SIGTERM", drain=pb.Drain(now=now))
+        effects = member.core.step(ev.NoticeCame(notice=notice), 0)
+        levels += [each.is_detail for each in effects if isinstance(each, ev.Log)]
+    assert levels == [False, True]
+
+
 def test_a_refused_call_may_tell_a_member_that_it_has_left_before_the_notice_does() -> None:
     """That is no loss: nothing is cut, and the word that it leaves is not needed."""
     member = training()

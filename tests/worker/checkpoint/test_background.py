@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from structlog.testing import capture_logs
 from support.models.checkpoint_world import (
     Table,
     binding,
@@ -151,6 +152,22 @@ def test_every_rank_hears_of_a_failure_at_the_same_step(tmp_path):
     assert [type(error) for error in errors] == [InvalidSpec] * 2
     assert str(errors[0]) == str(errors[1])
     assert names_in(tmp_path) == ["step-00000002"]
+
+
+def test_the_log_has_a_line_a_checkpoint(tmp_path):
+    """Not one a member, and none of those that make room."""
+    whole = trained("sgd")
+
+    def act(peers):
+        with Checkpoints(tmp_path, every_steps=1, keep=1) as checkpoints:
+            for step in (1, 2):
+                checkpoints.offer(at(step, whole), peers)
+
+    with capture_logs() as lines:
+        assert on_all(2, act) == [None, None]
+    told = [line["event"] for line in lines if line["log_level"] == "info"]
+    assert told == ["checkpoint_written"] * 2
+    assert steps_in(tmp_path) == [2]
 
 
 def test_a_rank_leaves_to_others_what_it_does_not_write(tmp_path):

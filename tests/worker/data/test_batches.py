@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from shoal.data.batches import Loader, Order, dataset_size, describe, share
+from shoal.data.batches import Batch, Loader, Order, dataset_size, describe, share
 from shoal_proto.errors import InvalidSpec
 
 orders = st.builds(
@@ -121,6 +121,22 @@ def test_three_columns_are_two_inputs_and_a_target() -> None:
     assert [part.tolist() for part in batch.inputs] == [[0, 1, 2, 3], [1, 2, 3, 4]]
     assert batch.targets.tolist() == [2, 3, 4, 5]
     assert Loader((column,), order).synchronous(0, 0, 1).targets is None
+
+
+def test_a_batch_unpacks_and_has_the_names_of_dicts() -> None:
+    """What people write in loops of their own; a name that no sample has is refused by name."""
+    batch = Batch(inputs=1, targets=2, indices=[0], weight=1.0, step=0, epoch=0)
+    inputs, targets = batch
+    assert (inputs, targets) == (1, 2)
+    with pytest.raises(InvalidSpec, match=r"batch\.inputs and batch\.targets"):
+        batch["image"]
+    samples = [{"image": torch.tensor(float(n)), "label": torch.tensor(n)} for n in range(4)]
+    order = Order(num_samples=4, global_batch_size=4, shuffle=False)
+    only = Loader(samples, order).synchronous(0, 0, 1)
+    assert only["image"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert only["label"].tolist() == [0, 1, 2, 3] and only.targets is None
+    with pytest.raises(KeyError):
+        only["nothing"]
 
 
 def test_bad_datasets_and_sizes_are_refused_by_name() -> None:

@@ -143,8 +143,12 @@ class Checkpoints:
             writing.write(path, state_shard, peers, continues=self._continues)
             self._continues = True
             self.written_step = state_shard.step
-            log.info("checkpoint_written", path=str(path), num_bytes=state_shard.num_bytes)
-            if peers.rank == writing.FIRST:
+            first = peers.rank == writing.FIRST
+            # A line a checkpoint, not one a member.
+            (log.info if first else log.debug)(
+                "checkpoint_written", path=str(path), num_bytes=state_shard.num_bytes
+            )
+            if first:
                 self._retire(state_shard.step)
         except GenerationBroken as error:
             # Others may have completed it.

@@ -64,7 +64,7 @@ def retire(place: CheckpointPath, step: int, keep: int) -> None:
     found = complete(place)
     for old in sorted(own for own in found if own <= step)[:-keep]:
         path = found[old]
-        log.info("checkpoint_retired", path=str(path))
+        log.debug("checkpoint_retired", path=str(path))
         if isinstance(path, BucketPath):
             bucket.discard(path)
         else:

@@ -5,7 +5,7 @@ step, so who is there decides only who computes what: with any number of members
 time, each sample counts exactly once an epoch.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -31,11 +31,14 @@ Dataset = MapDataset | tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One member's part of one step."""
+    """One member's part of one step. `inputs, targets = batch` unpacks it; `batch["x"]` is a
+    part of samples that are dicts."""
 
     inputs: Any
+    """All parts of a sample but the last, a tuple where they are several; the whole of one that is
+    no tuple, such as a dict."""
     targets: Any
-    """None if the dataset has one part only."""
+    """The last part. None if the dataset has one part only."""
     indices: list[int]
     """The dataset's indices of these samples; empty if this member has no part in the step. It
     then holds one sample all the same, which gets weight 0."""
@@ -46,6 +49,19 @@ class Batch:
     epoch: int
     first: int = 0
     """Position in the global batch of the first of these samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.inputs
+        yield self.targets
+
+    def __getitem__(self, name: str) -> Any:
+        if not isinstance(self.inputs, Mapping):
+            raise InvalidSpec(
+                "a batch whose samples are no dicts has no names",
+                seen=f"batch[{name!r}] of {type(self.inputs).__name__}",
+                expected="batch.inputs and batch.targets",
+            )
+        return self.inputs[name]
 
     def parts(self, num_parts: int) -> Iterator["Batch"]:
         """This batch as so many micro-batches, on every member as many:
