@@ -1,6 +1,7 @@
 """A coordinator process: from its start over its terms as leader to SIGTERM."""
 
 import asyncio
+import gc
 import socket
 from contextlib import AsyncExitStack, suppress
 
@@ -90,6 +91,9 @@ async def serve(config: CoordinatorConfig) -> None:
         coordinator.add_services(server)
         health = HealthService()
         add_HealthServicer_to_server(health, server)
+        # What is there by now stays: the collector, which stops the loop, need not look at it.
+        gc.collect()
+        gc.freeze()
         await server.start()
         stack.push_async_callback(server.stop, STOP_WITHIN_S)
         stack.callback(health.end)

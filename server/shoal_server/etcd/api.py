@@ -187,6 +187,32 @@ class Keyspace(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A renewal that the store confirmed: when it was sent, by `time.monotonic`, and for how long
+    the lease lasts since."""
+
+    sent_s: float
+    ttl_s: float
+
+
+class Renewal(Protocol):
+    """Renewals of a lease that do not wait for the event loop."""
+
+    @property
+    def confirmed(self) -> Confirmed | None:
+        """The newest one."""
+        ...
+
+    def lives(self) -> None:
+        """The event loop gets on. Without a word of it the renewals end after a while."""
+        ...
+
+    def end(self) -> None:
+        """Renew no more."""
+        ...
+
+
 class KeyValueStore(Keyspace, Protocol):
     """A linearizable store with leases and watches. `put` and `delete` are idempotent, and may be
     sent twice."""
@@ -203,6 +229,10 @@ class KeyValueStore(Keyspace, Protocol):
 
     async def keep_alive(self, lease: LeaseId) -> float:
         """Renew once and return the TTL left in seconds; 0.0 when the lease is gone."""
+        ...
+
+    def renew_aside(self, lease: LeaseId, ttl_s: float) -> Renewal:
+        """Renew the lease again and again, whatever the event loop is busy with, until `end`."""
         ...
 
     async def revoke(self, lease: LeaseId) -> None:

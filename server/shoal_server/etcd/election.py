@@ -5,6 +5,8 @@ can have run out in etcd (it counts from the moment it *sent* the last renewal t
 and etcd from a later one). And each of its writes compares the revision at which its key was
 created: once the key is gone or another's, etcd refuses the write, however late the loser notices.
 
+Renewals do not wait for the loop, which thousands of members keep busy: see `api.Renewal`.
+
 etcd keeps leases longer than asked, never shorter: it rounds a TTL up to its minimum, and a new
 leader among etcd's own members, or a restart, starts every lease's time afresh.
 """
@@ -55,7 +57,8 @@ class Leadership:
         self._store = store
         self._lease = lease
         self._clock = asyncio.get_running_loop().time
-        self._valid_until_s = valid_until_s
+        self._own_until_s = valid_until_s
+        self._aside = store.renew_aside(lease, valid_until_s - self._clock())
         self._tasks = (
             asyncio.create_task(self._renew(), name="leader-renew"),
             asyncio.create_task(self._observe(), name="leader-observe"),
@@ -71,30 +74,44 @@ class Leadership:
         """Whether the term can still be running; looks at the clock at each call."""
         return not self.lost.is_set() and self._clock() < self._valid_until_s
 
+    @property
+    def _valid_until_s(self) -> float:
+        aside = self._aside.confirmed
+        if aside is None:
+            return self._own_until_s
+        return max(self._own_until_s, aside.sent_s + SAFETY * aside.ttl_s)
+
     async def resign(self) -> None:
         """End the term and let a successor in at once. Does no harm after a loss.
 
         With etcd away it gives up after a moment; the lease then ends by itself.
         """
         await cancel(*self._tasks)
+        self._aside.end()
         self._lose("resigned")
         await _revoke(self._store, self._lease)
 
     def _lose(self, reason: str) -> None:
         if not self.lost.is_set():
             self.reason = reason
+            self._aside.end()
             log.info("leadership_ended", reason=reason, create_revision=self.create_revision)
             self.lost.set()
 
     async def _renew(self) -> None:
         while not self.lost.is_set():
-            left_s = self._valid_until_s - self._clock()
+            self._aside.lives()
+            until_s = self._valid_until_s
+            left_s = until_s - self._clock()
             try:
                 async with asyncio.timeout(left_s):
                     await asyncio.sleep(left_s / (3 * SAFETY))
-                    await self._renew_once()
+                    if self._valid_until_s <= until_s:
+                        await self._renew_once()
             except TimeoutError:
-                self._lose("the lease could not be renewed in time")
+                # A loop that was busy for so long may find that it was renewed aside.
+                if not self.held:
+                    self._lose("the lease could not be renewed in time")
             except Exception as error:  # noqa: BLE001 - a term that nobody renews ends, by name
                 self._lose(f"the lease was not renewed: {error}")
 
@@ -109,7 +126,7 @@ class Leadership:
                 continue
             if ttl_s <= 0:
                 raise LeaseExpired("etcd has ended the leader's lease")
-            self._valid_until_s = sent_s + SAFETY * ttl_s
+            self._own_until_s = sent_s + SAFETY * ttl_s
             return
 
     async def _observe(self) -> None:

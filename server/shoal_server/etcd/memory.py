@@ -23,6 +23,7 @@ from shoal_server.etcd.api import (
     Operation,
     Put,
     RangeResult,
+    Renewal,
     Revision,
     TransactionResult,
     WatchBatch,
@@ -33,6 +34,18 @@ from shoal_server.etcd.tracker import WatchTracker
 
 MIN_TTL_S = 2.0
 """What etcd makes of shorter ones at its default settings."""
+
+
+class NoRenewal:
+    """Nothing is renewed aside: no call to this store takes any time."""
+
+    confirmed = None
+
+    def lives(self) -> None:
+        """Nobody asks."""
+
+    def end(self) -> None:
+        """There is nothing to end."""
 
 
 @dataclass(slots=True)
@@ -139,6 +152,9 @@ class MemoryStore:
             return 0.0
         held.expires_s = self._clock() + held.ttl_s
         return held.ttl_s
+
+    def renew_aside(self, lease: LeaseId, ttl_s: float) -> Renewal:
+        return NoRenewal()
 
     async def revoke(self, lease: LeaseId) -> None:
         self._enter()

@@ -18,6 +18,7 @@ from shoal_server.etcd.api import (
     Operation,
     Put,
     RangeResult,
+    Renewal,
     Revision,
     TransactionResult,
     WatchBatch,
@@ -88,6 +89,9 @@ class PrefixedStore:
 
     async def keep_alive(self, lease: LeaseId) -> float:
         return await self._store.keep_alive(lease)
+
+    def renew_aside(self, lease: LeaseId, ttl_s: float) -> Renewal:
+        return self._store.renew_aside(lease, ttl_s)
 
     async def revoke(self, lease: LeaseId) -> None:
         await self._store.revoke(lease)

@@ -20,6 +20,7 @@ from shoal_server.etcd.leader_key import Candidate, Leader
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
+from shoal_server.etcd.remote.renewal import TRUSTED_TTLS
 
 A, B = Candidate(address="a:1", http_url="http://a:2"), Candidate(address="b:1")
 
@@ -271,3 +272,35 @@ async def test_a_term_outlasts_a_restart_of_etcd(tmp_path: Path) -> None:
             key = keys.job_state("digits")
             assert (await client.transact((term.condition,), (Put(key, b""),))).succeeded
             assert term.held
+
+
+async def hold_up_the_loop(turn_s: float, for_s: float) -> None:
+    """Let each turn of the event loop take so long."""
+    until_s = time.monotonic() + for_s
+    while time.monotonic() < until_s:
+        time.sleep(turn_s)  # noqa: ASYNC251 - as work of the loop's does
+        await asyncio.sleep(0)
+
+
+async def test_a_leader_whose_loop_is_busy_keeps_its_term(etcd_endpoint: str) -> None:
+    """A call needs several turns of the loop, each of which may take half a lease: the term goes
+    on all the same, as long as the loop turns at all."""
+    async with EtcdClient(EtcdConfig(endpoints=(etcd_endpoint,))) as client:
+        await client.delete(keys.ROOT, prefix=True)
+        async with leading(client) as term:
+            await hold_up_the_loop(turn_s=0.7, for_s=4.0)
+            assert term.held, term.reason
+            written = await client.transact((term.condition,), (Put(keys.job_state("j"), b""),))
+            assert written.succeeded
+
+
+@pytest.mark.long
+async def test_a_leader_whose_loop_stands_still_has_a_successor(etcd_endpoint: str) -> None:
+    """Renewals that do not wait for the loop end when it gives no sign of life."""
+    async with EtcdClient(EtcdConfig(endpoints=(etcd_endpoint,))) as client:
+        await client.delete(keys.ROOT, prefix=True)
+        async with leading(client) as term:
+            time.sleep(TRUSTED_TTLS * 2 + 3)  # noqa: ASYNC251 - a loop that hangs
+            assert not term.held
+            async with asyncio.timeout(5), leading(client, B) as successor:
+                assert successor.create_revision > term.create_revision

@@ -13,7 +13,7 @@ from shoal_proto.etcd import etcd_pb2_grpc as stubs
 
 MAX_ANSWER_BYTES = 256 << 20
 
-_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 6000),
     ("grpc.keepalive_timeout_ms", 3000),
     ("grpc.keepalive_permit_without_calls", 0),
@@ -38,9 +38,9 @@ class Connection:
         self.address = address
         self.credentials = credentials
         if credentials is None:
-            self.channel = grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS)
+            self.channel = grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
         else:
-            self.channel = grpc.aio.secure_channel(address, credentials, _CHANNEL_OPTIONS)
+            self.channel = grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
         self.kv = stubs.KVStub(self.channel)
         self.watch = stubs.WatchStub(self.channel)
         self.lease = stubs.LeaseStub(self.channel)

@@ -20,6 +20,7 @@ from shoal_server.etcd.api import (
     LeaseId,
     Operation,
     RangeResult,
+    Renewal,
     Revision,
     TransactionResult,
     WatchBatch,
@@ -28,6 +29,7 @@ from shoal_server.etcd.prefixed import PrefixedStore
 from shoal_server.etcd.remote import wire
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.remote.connection import Attempt, Connections
+from shoal_server.etcd.remote.renewal import LeaseThread
 from shoal_server.etcd.remote.watch import read_snapshot, watch
 
 KEYS_A_PAGE = 5000
@@ -141,6 +143,9 @@ class EtcdClient:
             )
 
         return await self._connections.call(renew)
+
+    def renew_aside(self, lease: LeaseId, ttl_s: float) -> Renewal:
+        return LeaseThread(self._connections, lease, ttl_s)
 
     async def revoke(self, lease: LeaseId) -> None:
         request = pb.LeaseRevokeRequest(ID=lease)

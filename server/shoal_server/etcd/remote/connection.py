@@ -66,7 +66,7 @@ class Connections:
         if self._closed:
             raise _closed()
         address = self.config.endpoints[self._index]
-        credentials = self._load_credentials()
+        credentials = self.load_credentials()
         found = self._open.get(address)
         if found is not None and found.credentials is not credentials and not found.stands:
             # It would show the certificate of before its renewal for as long as it lives.
@@ -182,6 +182,15 @@ class Connections:
                 self.token = await self._login(connection)
         return (*REQUIRE_LEADER, ("token", self.token)) if self.token else REQUIRE_LEADER
 
+    def known_metadata(self) -> Metadata | None:
+        """The same without a login; None where there was none yet. Any thread."""
+        token = self.token
+        if not self.config.user:
+            return REQUIRE_LEADER
+        if token is None:
+            return None
+        return (*REQUIRE_LEADER, ("token", token)) if token else REQUIRE_LEADER
+
     def forget(self, token: str | None) -> None:
         """Log in anew before the next call, unless somebody already has."""
         if self.token == token:
@@ -201,7 +210,7 @@ class Connections:
         log.info("etcd_logged_in", user=self.config.user, endpoint=connection.address)
         return str(reply.token)
 
-    def _load_credentials(self) -> grpc.ChannelCredentials | None:
+    def load_credentials(self) -> grpc.ChannelCredentials | None:
         """Those of the files as they are now; the same object until the files change."""
         if self.config.ca_file is None:
             return None

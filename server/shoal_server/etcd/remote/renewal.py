@@ -1,0 +1,97 @@
+"""Renews a lease on a thread of its own, however long the event loop takes for a turn.
+
+A call of the loop's takes several turns. Where thousands of members attend at once on a machine
+that has little time for this process, they take longer than a lease, and whoever leads would lose
+its term to work that it could have done. But a loop that stands still for good is to have a
+successor: so it says again and again that it lives.
+"""
+
+import threading
+import time
+from itertools import cycle
+
+import grpc
+import structlog
+
+from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_proto.etcd import etcd_pb2_grpc as stubs
+from shoal_server.etcd.api import Confirmed, LeaseId
+from shoal_server.etcd.remote.channel import CHANNEL_OPTIONS
+from shoal_server.etcd.remote.connection import Connections
+
+log = structlog.get_logger(__name__)
+
+RENEWALS_A_TTL = 4
+TRUSTED_TTLS = 4
+"""For so many times the lease's own time it is renewed after the last sign of the loop's life."""
+
+
+class LeaseThread:
+    """Of one lease. Its methods may be called from any thread and take no time."""
+
+    def __init__(self, connections: Connections, lease: LeaseId, ttl_s: float) -> None:
+        self._connections = connections
+        self._request = pb.LeaseKeepAliveRequest(ID=lease)
+        self._ttl_s = ttl_s
+        self._confirmed: Confirmed | None = None
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._call: grpc.Call | None = None
+        self.lives()
+        threading.Thread(target=self._run, name="lease", daemon=True).start()
+
+    def lives(self) -> None:
+        """The event loop gets on."""
+        self._trusted_until_s = time.monotonic() + TRUSTED_TTLS * self._ttl_s
+
+    @property
+    def confirmed(self) -> Confirmed | None:
+        """See `api.Renewal`."""
+        return self._confirmed
+
+    def end(self) -> None:
+        """Renew no more."""
+        self._over.set()
+        with self._lock:
+            call = self._call
+        if call is not None:
+            call.cancel()
+
+    def _run(self) -> None:
+        for address in cycle(self._connections.config.endpoints):
+            credentials = self._connections.load_credentials()
+            with (
+                grpc.insecure_channel(address, CHANNEL_OPTIONS)
+                if credentials is None
+                else grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
+            ) as channel:
+                self._renew_at(stubs.LeaseStub(channel))
+            if self._over.is_set():
+                return
+
+    def _renew_at(self, stub: stubs.LeaseStub) -> None:
+        """Return once it is over, or the endpoint did not renew the lease."""
+        while not self._over.wait(self._ttl_s / RENEWALS_A_TTL):
+            metadata = self._connections.known_metadata()
+            if metadata is None or time.monotonic() >= self._trusted_until_s:
+                continue
+            sent_s = time.monotonic()
+            try:
+                ttl_s = self._renewed(stub, metadata)
+            except grpc.RpcError as error:
+                # The loop's own renewals say so, and log in where that is what is wanted.
+                log.debug("lease_not_renewed_aside", reason=str(error))
+                return
+            if ttl_s <= 0:
+                self._over.set()
+                return
+            self._confirmed = Confirmed(sent_s=sent_s, ttl_s=ttl_s)
+
+    def _renewed(self, stub: stubs.LeaseStub, metadata: tuple[tuple[str, str], ...]) -> float:
+        timeout_s = self._connections.config.attempt_timeout_s
+        call = stub.LeaseKeepAlive(iter((self._request,)), timeout=timeout_s, metadata=metadata)
+        with self._lock:
+            self._call = call
+        if self._over.is_set():
+            call.cancel()
+        return max((float(answer.TTL) for answer in call), default=0.0)
