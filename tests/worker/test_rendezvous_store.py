@@ -3,7 +3,8 @@
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,33 @@ def test_only_members_of_the_generation_get_in(membership: MemberSession) -> Non
         with pytest.raises(RejoinError) as refused:
             store.set("key", "stolen")
         assert isinstance(refused.value, Fenced | GenerationBroken)
+
+
+def test_what_all_ranks_read_is_asked_for_once_a_host(
+    membership: MemberSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a group of few asks each for itself, as does who has no directory with others."""
+    calls: list[int] = []
+    asked = RendezvousStore._asked
+
+    def noted(store: RendezvousStore, keys: Sequence[str], timeout_s: float) -> Any:
+        calls.append(len(keys))
+        return asked(store, keys, timeout_s)
+
+    monkeypatch.setattr(RendezvousStore, "_asked", noted)
+
+    def store(directory: Path | None) -> RendezvousStore:
+        return RendezvousStore(
+            membership.coordinators, membership.token, timeout_s=10, shared_directory=directory
+        )
+
+    ranks = [store(tmp_path) for _ in range(4)]
+    keys = [f"all/{rank}" for rank in range(100)]
+    values = [bytes([rank]) * 200 for rank in range(100)]
+    ranks[0].multi_set(keys, values)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda rank: rank.multi_get(keys), ranks)) == [values] * 4
+    assert calls == [100]
+    assert store(None).multi_get(keys) == values
+    assert ranks[1].multi_get(keys[:10]) == values[:10]
+    assert calls == [100, 100, 10]

@@ -42,7 +42,7 @@ class SharedChunks:
         found = self._read(wanted)
         if len(found) == len(wanted):
             return found
-        with self._locked():
+        with locked(self._directory, self._closing):
             found |= self._read([digest for digest in wanted if digest not in found])
             missing = [digest for digest in wanted if digest not in found]
             if missing:
@@ -75,30 +75,33 @@ class SharedChunks:
             log.info("chunks_not_shared", directory=str(self._directory), reason=str(error))
 
     def _trim(self) -> None:
-        files = sorted(self._directory.iterdir(), key=lambda path: path.stat().st_mtime)
+        found = (path for path in self._directory.iterdir() if path.is_file())
+        files = sorted(found, key=lambda path: path.stat().st_mtime)
         for path in files[:-MAX_FILES]:
             path.unlink(missing_ok=True)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Alone among the members of this host, or after LOCK_WAIT_S not alone."""
-        try:
-            descriptor = os.open(
-                self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
-        except OSError as error:
-            log.info("chunks_not_shared", directory=str(self._directory), reason=str(error))
-            yield
-            return
-        try:
-            give_up_s = time.monotonic() + LOCK_WAIT_S
-            while not _lock(descriptor) and time.monotonic() < give_up_s:
-                # Of a file lock that is let go of nobody is told.
-                if self._closing.wait(LOOK_AGAIN_S):
-                    break
-            yield
-        finally:
-            os.close(descriptor)
+
+@contextmanager
+def locked(
+    directory: Path, closing: threading.Event, wait_s: float = LOCK_WAIT_S
+) -> Iterator[None]:
+    """Alone among those of this host that lock the directory, or after `wait_s` not alone, or once
+    `closing` is set."""
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        log.info("nothing_shared", directory=str(directory), reason=str(error))
+        yield
+        return
+    try:
+        give_up_s = time.monotonic() + wait_s
+        while not _lock(descriptor) and time.monotonic() < give_up_s:
+            # Of a file lock that is let go of nobody is told.
+            if closing.wait(LOOK_AGAIN_S):
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from shoal_client.liveness.beat_board import Doing
 from shoal_proto.errors import InternalError
@@ -26,6 +27,8 @@ class Context:
     """Up to when no limit of a wait for others ran, by `time.monotonic`. Any thread."""
     is_away: Callable[[], bool] = lambda: False
     """Whether no coordinator is there at the moment. Any thread."""
+    shared_directory: Path | None = None
+    """Of the workers of this host, if their launcher made one."""
     does: Callable[[Doing], None] = lambda doing: None
     """Takes what the trainer does, for the heartbeats. Any thread."""
 

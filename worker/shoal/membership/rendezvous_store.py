@@ -7,10 +7,12 @@ fencing token, so no process outside the generation reads or writes its keys.
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import grpc
 
+from shoal.membership.host_values import MIN_KEYS, HostValues
 from shoal.torch_private.c10d import Store
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_proto.errors import DeadlineExceeded, GenerationBroken
@@ -34,8 +36,19 @@ class RendezvousStore(Store):
     waits and whatever is called raises GenerationBroken at once.
     """
 
-    def __init__(self, coordinators: Coordinators, token: Token, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        coordinators: Coordinators,
+        token: Token,
+        *,
+        timeout_s: float,
+        shared_directory: Path | None = None,
+    ) -> None:
+        """`shared_directory`: of the ranks of this host, who read many values once for all; such
+        keys are set once."""
         super().__init__()
+        self._ended = threading.Event()
+        self._host = HostValues(shared_directory, self._ended) if shared_directory else None
         self._coordinators = coordinators
         self._token = token
         self._timeout_s = timeout_s
@@ -48,6 +61,7 @@ class RendezvousStore(Store):
         """End every call, now and from now on. Any thread."""
         with self._lock:
             self._aborted = self._aborted or reason
+            self._ended.set()
             under_way = list(self._under_way)
         for call in under_way:
             call.cancel()
@@ -136,16 +150,26 @@ class RendezvousStore(Store):
         self._call(_set, pb.StoreSetRequest(token=self._token, pairs=stored, append=append))
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> Sequence[bytes]:
+        if self._host is None or len(keys) < MIN_KEYS:
+            reply = self._asked(keys, timeout_s)
+        else:
+            asked = (self._token.job, str(self._token.generation), *keys)
+            reply = pb.StoreReply.FromString(
+                self._host.get(asked, lambda: self._asked(keys, timeout_s).SerializeToString())
+            )
+        return unpack(reply.packed_values) if reply.packed_values else reply.values
+
+    def _asked(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
         # One call waits no longer than a coordinator lets it.
         rest_s = max(timeout_s - CALL_S, 0.0)
         request = pb.StoreGetRequest(
             token=self._token, keys=keys, timeout_s=timeout_s - rest_s, takes_packed=True
         )
         try:
-            reply = self._call(_get, request, timeout_s=timeout_s - rest_s)
+            return self._call(_get, request, timeout_s=timeout_s - rest_s)
         except DeadlineExceeded as error:
             if rest_s:
-                return self._get(keys, rest_s)
+                return self._asked(keys, rest_s)
             # "timeout" is the word by which callers of torch's stores tell this error.
             raise DeadlineExceeded(
                 f"wait timeout after {timeout_s:g} s for {', '.join(keys)}",
@@ -153,7 +177,6 @@ class RendezvousStore(Store):
                 expected="every member of the generation to set its keys",
                 details={"keys": ",".join(keys)},
             ) from None
-        return unpack(reply.packed_values) if reply.packed_values else reply.values
 
     def _call(
         self,

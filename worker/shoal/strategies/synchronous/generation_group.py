@@ -8,10 +8,9 @@ import torch.distributed as dist
 from shoal.backends.abortable.waiter import waiters_of
 from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
 from shoal.membership.alone import LoneStore
-from shoal.membership.generation import Generation
+from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
 from shoal_client.connection.coordinators import Coordinators
-from shoal_proto.v1.membership_pb2 import Limits
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +36,7 @@ class GenerationGroup:
         backend: Backend,
         coordinators: Coordinators | None,
         generation: Generation,
-        limits: Limits,
+        context: Context,
     ) -> Group:
         """The group of a generation, not opened yet; cut already if its generation is over.
 
@@ -45,7 +44,7 @@ class GenerationGroup:
         """
         me = generation.me
         peers = generation.record.roster.entries
-        watched = backend.is_watched
+        watched, limits = backend.is_watched, context.limits
         one_host = len({(entry.host, entry.address) for entry in peers}) == 1
         seat = Seat(
             generation=generation.number,
@@ -58,7 +57,12 @@ class GenerationGroup:
         store = (
             LoneStore()
             if coordinators is None
-            else RendezvousStore(coordinators, generation.token, timeout_s=seat.bring_up_s)
+            else RendezvousStore(
+                coordinators,
+                generation.token,
+                timeout_s=seat.bring_up_s,
+                shared_directory=context.shared_directory,
+            )
         )
         with self._lock:
             self._group = group = backend.group(seat, store)

@@ -213,7 +213,7 @@ class SynchronousStrategy(Strategy):
 
     def _new_group(self, generation: Generation) -> Group:
         return self._generation_group.connect(
-            self._backend, self._coordinators, generation, self.context.limits
+            self._backend, self._coordinators, generation, self.context
         )
 
     def cut(self, generation: int) -> None:
