@@ -8,6 +8,7 @@ Commands come as lines on stdin, answers leave as lines of JSON on stdout.
 """
 
 import asyncio
+import gc
 import hashlib
 import json
 import sys
@@ -284,6 +285,8 @@ class Driver:
 
 
 async def serve(kind: type[Driver], share: Share) -> None:
+    # All members of this process stay: what they have need not be looked through again and again.
+    gc.disable()
     driver = kind(share)
     stdin = asyncio.StreamReader()
     loop = asyncio.get_running_loop()

@@ -57,6 +57,7 @@ class Drivers:
         num_members: int,
         *,
         driver: Path = DRIVER,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._processes: list[subprocess.Popen[str]] = []
         num_each = num_members // NUM_DRIVERS
@@ -67,7 +68,7 @@ class Drivers:
                 "first": index * num_each,
                 "num_members": num_each,
                 "desired": num_members,
-                "heartbeat_s": HEARTBEAT_S,
+                "heartbeat_s": heartbeat_s,
             }
             process = subprocess.Popen(
                 [sys.executable, str(driver), json.dumps(share)],
@@ -107,7 +108,7 @@ class Running:
 
 
 @contextmanager
-def coordinator() -> Iterator[Running]:
+def coordinator(heartbeat_s: float = HEARTBEAT_S) -> Iterator[Running]:
     """A coordinator on an etcd of its own, both as processes that end with the block."""
     with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor:
         directory = Path(name)
@@ -116,7 +117,7 @@ def coordinator() -> Iterator[Running]:
         arguments = (
             *(sys.executable, "-m", "shoal_client", "coordinator", "--etcd", etcd.endpoint),
             *("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"),
-            *("--heartbeat-s", str(HEARTBEAT_S), "--ready-file", str(ready)),
+            *("--heartbeat-s", str(heartbeat_s), "--ready-file", str(ready)),
         )
         log_path = directory / "coordinator.log"
         process = supervisor.spawn(

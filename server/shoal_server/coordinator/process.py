@@ -44,6 +44,8 @@ log = structlog.get_logger(__name__)
 
 STOP_WITHIN_S = 2.0
 LEAD_AGAIN_S = 1.0
+GC_THRESHOLDS = (10_000, 10, 10)
+"""Objects more than before, and of how many rounds: by default the first is 700."""
 
 
 async def serve(config: CoordinatorConfig) -> None:
@@ -91,9 +93,11 @@ async def serve(config: CoordinatorConfig) -> None:
         coordinator.add_services(server)
         health = HealthService()
         add_HealthServicer_to_server(health, server)
-        # What is there by now stays: the collector, which stops the loop, need not look at it.
+        # The collector stops the loop. What is there by now stays, so it need not look at it; and
+        # at all that thousands of members have it looks a few times, not with each new one.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         await server.start()
         stack.push_async_callback(server.stop, STOP_WITHIN_S)
         stack.callback(health.end)
