@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from shoal.membership.step_messages import StepMessages
 from shoal_client.connection.reach import CHOICES
 from shoal_client.liveness.beat_board import BeatSlot
 from shoal_client.membership.member import Member
@@ -146,6 +147,7 @@ class JoinConfig:
                 torch_version=torch.__version__,
                 shoal_version=shoal_version(),
                 launch_digest=self.secrets.launch_digest,
+                step_messages=StepMessages.PRESENT,
             ),
             job_secret=self.secrets.job,
             beat_slot=_beat_slot(self.beat_slot),

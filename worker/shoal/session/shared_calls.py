@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.membership.generation import Generation
+from shoal.membership.step_messages import refuse_earlier
 from shoal.session.elastic_controller import ElasticController
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -54,6 +55,7 @@ class SharedCalls:
         """
         strategy = self._strategy(call)
         position = strategy.position
+        refuse_earlier(position.form, call)
         if position.unconfirmed:
             # A member was lost with the last one, and whether all have its result is not known.
             self._recover(GenerationBroken("a member was lost behind a call between two steps"))
@@ -63,6 +65,7 @@ class SharedCalls:
             while True:
                 generation = self._controller.stand(self._fields)
                 group = strategy.group
+                refuse_earlier(position.form, call)
                 position.stands(call, is_call=True)
                 try:
                     self._check_call(call, generation, group)
@@ -152,6 +155,7 @@ def stop(controller: ElasticController, reason: str, *, has_batches: bool, in_st
             seen=f"strategy {strategy.name}",
             expected="session.batches of a synchronous strategy; else `shoal stop JOB`",
         )
+    refuse_earlier(strategy.position.form, "session.stop")
     strategy.position.stop(strategy.step + int(in_step), reason[:MAX_REASON_CHARS])
 
 

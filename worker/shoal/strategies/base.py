@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from shoal.data.batches import Order
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.membership.generation import Context, Generation
+from shoal.membership.step_messages import FIELD, StepMessages
 from shoal.state.registered.objects import RegisteredState
 from shoal_proto.errors import InvalidSpec
 
@@ -60,6 +61,9 @@ class Strategy(ABC):
     """Whether it takes all members to put the model together."""
     carries: ClassVar[bool] = False
     """Whether what a script registers is committed with its steps; see `carry`."""
+    meets_earlier: ClassVar[bool] = False
+    """Synchronous strategies: whether members of release 0.1.0 may take part, whom others then tell
+    of a step in the earlier form."""
     initialises: ClassVar[bool] = False
     """Whether `distribute` takes a model on the meta device, whose weights one member makes; others
     are given it with its weights in memory."""
@@ -141,9 +145,10 @@ class Strategy(ABC):
         """
 
     def proposal(self) -> dict[str, str]:
-        """`fields`, and in which form members tell each other of a step. Those of release 0.1.0,
-        which say nothing of it, send shorter messages: they are refused by name, not waited for."""
-        form = {"step_messages": "2"} if self.synchronous else {}
+        """`fields`, and in which form members tell each other of a step, where those of release
+        0.1.0, who say nothing of it, are to be refused by name and not waited for."""
+        refuses = self.synchronous and not self.meets_earlier
+        form = {FIELD: str(int(StepMessages.PRESENT))} if refuses else {}
         return {**form, **self.fields()}
 
     def refuses(self, world_size: int) -> str:

@@ -139,6 +139,7 @@ def _roster_to_pb(roster: Roster) -> pb.Roster:
         planned=roster.planned,
         synchronous=roster.synchronous,
         fields=roster.fields,
+        step_messages=roster.step_messages,
     )
 
 
@@ -165,6 +166,7 @@ def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Roster
         planned=roster.planned,
         synchronous=roster.synchronous,
         fields=dict(roster.fields),
+        step_messages=roster.step_messages,
     )
 
 
@@ -285,6 +287,7 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
         num_devices=value.count("num_devices", 0),
         probe_port=value.count("probe_port", 0, most=MAX_PORT),
         launch_digest=value.text("launch_digest", ""),
+        step_messages=value.count("step_messages", 0),
     )
     incarnation = value.text("incarnation")
     if not incarnation:

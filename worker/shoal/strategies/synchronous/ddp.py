@@ -14,11 +14,13 @@ from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
 from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.compression.wire import Traffic
+from shoal.data.batches import Position
 from shoal.layouts.base import Layout, World
 from shoal.layouts.gradients import not_reduced
 from shoal.layouts.optimizer_binding import MetaModel
 from shoal.layouts.replicated import ReplicatedLayout, meets_in_forward
 from shoal.membership.generation import Generation
+from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_lbfgs
 from shoal.model.gradients import refuse_sparse
@@ -50,6 +52,7 @@ class DDP(SynchronousStrategy):
 
     name = "ddp"
     carries = True
+    meets_earlier = True
     trains_own_model = True
     trains_several = True
     syncs_batchnorm = True
@@ -137,11 +140,14 @@ class DDP(SynchronousStrategy):
     def _align(self, generation: Generation, group: dist.ProcessGroup) -> None:
         """Give every member the state of the source."""
         source, receivers = receivers_of(generation)
+        is_earlier = self.position.form is StepMessages.EARLIER
+        if self.origin != Position():
+            refuse_earlier(self.position.form, "another batch size than the run began with")
         if generation.rank == source and receivers:
             state = into_state(self._state.collect(self._step), self._registered.current())
-            send(self._checkpoints.samples.carried(state), receivers, group)
+            send(self._checkpoints.samples.carried(state), receivers, group, direct=is_earlier)
         elif generation.rank in receivers:
-            state = receive(source, receivers, group)
+            state = receive(source, receivers, group, direct=is_earlier)
             held, self._has_state = self._has_state, False
             # In place: if it fails half-way, this is neither the old state nor the new.
             self.restore(state)

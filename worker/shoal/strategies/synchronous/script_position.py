@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.membership.step_messages import StepMessages
 from shoal.strategies.synchronous.script_places import Place
 
 NUM_WORDS = 5
@@ -49,6 +50,8 @@ class ScriptPosition:
     """Why, in the words of whoever wished it."""
     is_shared: bool = False
     """Whether the generation began with all members behind the same step, with its state."""
+    form: StepMessages = StepMessages.PRESENT
+    """In which form the members of the generation tell each other of a step."""
     _place: Place | None = None
     """Where the script waits for others, but for the step."""
 
@@ -93,8 +96,12 @@ class ScriptPosition:
     def meet(self, group: dist.ProcessGroup, step: int, *, has_state: bool) -> None:
         """Collective, when a generation begins: find out what became of a call under way.
 
-        Raises AmidACall where this member would be in the way of the others.
+        Raises AmidACall where this member would be in the way of the others. Members that tell of a
+        step in the earlier form do not meet.
         """
+        self.is_shared = False
+        if self.form is StepMessages.EARLIER:
+            return
         message = torch.zeros(group.size(), NUM_WORDS, dtype=torch.int64)
         message[group.rank()] = torch.tensor(self.words(step, has_state=has_state))
         wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.hyperparameters import (
     Hyperparameters,
@@ -30,9 +31,10 @@ from shoal.strategies.synchronous.script_position import ScriptPosition, Stopped
 from shoal.strategies.synchronous.step_weights import StepWeights
 from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, UnequalPasses
 
-NUM_WORDS = 4
+NUM_WORDS = {StepMessages.EARLIER: 3, StepMessages.PRESENT: 4}
 """Passes, twice, and one more if these were all, or parts, as a negative number; digest; whether a
-step comes again otherwise; what the losses weigh."""
+step comes again otherwise; what the losses weigh. The earlier form has no parts, stops or weights:
+each pass is one of its own there, reduced as it is made."""
 
 
 class Deed(enum.IntEnum):
@@ -154,6 +156,8 @@ class StepAgreement:
 
     def begin_part(self, index: int, num_parts: int) -> bool:
         """The next pass is that of one of so many parts; whether it is to be reduced."""
+        if self._position.form is StepMessages.EARLIER:
+            return True
         return self._cut.begin_part(index, num_parts)
 
     def tell_parts(self) -> None:
@@ -212,6 +216,7 @@ class StepAgreement:
         wish = self._position.wish
         if wish is None or wish > step + 1:
             return 0
+        refuse_earlier(self._position.form, "session.stop")
         return _STOP_BEFORE if wish <= step else _STOP_BEHIND
 
     def settle(self) -> float | None:
@@ -233,7 +238,7 @@ class StepAgreement:
             self._compare_values([(self._step, self._hyper.now())])
         if any(row[2] & _STOP_BEHIND for row in rows):
             self._position.agree_to_stop(self._step + 1)
-        factor = self._factor([row[3] for row in rows])
+        factor = self._factor([row[3] for row in rows if len(row) > 3])
         self._hyper.apply(self._step)
         self._cut.commit()
         return factor
@@ -278,8 +283,9 @@ class StepAgreement:
     # --- messages ---
 
     def _send(self, word: int, digest: int, *, conflict: bool, stop: int = 0) -> None:
-        self._message = torch.zeros(len(self._members), NUM_WORDS, dtype=torch.int64)
-        own = [word, digest, conflict * _CONFLICT | stop, self.weights.word()]
+        num_words = NUM_WORDS[self._position.form]
+        self._message = torch.zeros(len(self._members), num_words, dtype=torch.int64)
+        own = [word, digest, conflict * _CONFLICT | stop, self.weights.word()][:num_words]
         self._message[self._rank] = torch.tensor(own, dtype=torch.int64)
         if len(self._members) > 1:
             self._work = dist.all_reduce(self._message, group=self._group, async_op=True)

@@ -21,6 +21,7 @@ from shoal.data.batches import Order, Position
 from shoal.layouts.synced_batchnorm import Members
 from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
+from shoal.membership.step_messages import FormFinding, refuse_earlier
 from shoal.state.registered.comparison import UNTRAINED, compare
 from shoal.state.registered.objects import RegisteredState
 from shoal.state.resharding import gather
@@ -150,14 +151,17 @@ class SynchronousStrategy(Strategy):
         if self._hyperparameters is not None:
             self._hyperparameters.entering()
         group = self._new_group(generation)
+        members = [entry.member_id for entry in generation.entries]
         self._set_stage(TrainerStage.BRINGING_UP, generation.number)
+        finding = FormFinding(generation, self._store(generation))
         try:
+            finding.announce()
             process_group = self._generation_group.open(group)
             opened_s = time.perf_counter()
             self._set_stage(TrainerStage.BRINGING_UP, generation.number, process_group)
+            self.position.form = finding.form()
             self.position.meet(process_group, self._step, has_state=self._has_state)
             if self._registered:
-                members = [entry.member_id for entry in generation.entries]
                 self._compare_registered(process_group, members)
             self._bring_up(generation, process_group)
         except RuntimeError as error:
@@ -169,11 +173,10 @@ class SynchronousStrategy(Strategy):
             raise
         self._registered.keep()
         self._process_group = process_group
-        self._places = self._new_places(generation)
+        self._places = self._new_places(generation, members)
         self._set_stage(TrainerStage.TRAINING, generation.number, process_group)
         self._has_state = True
         if self._hyperparameters is not None:
-            members = [entry.member_id for entry in generation.entries]
             self._agreement = StepAgreement(
                 process_group,
                 members,
@@ -204,12 +207,16 @@ class SynchronousStrategy(Strategy):
             raise GenerationBroken("there is no running generation")
         return self._process_group
 
-    def _new_places(self, generation: Generation) -> ScriptPlaces | None:
-        if self._watch is None or self._coordinators is None or generation.world_size == 1:
+    def _new_places(self, generation: Generation, members: Sequence[str]) -> ScriptPlaces | None:
+        store = self._store(generation)
+        if self._watch is None or store is None or len(members) == 1:
             return None
-        store = RendezvousStore(self._coordinators, generation.token, timeout_s=STORE_S)
-        members = [entry.member_id for entry in generation.entries]
         return ScriptPlaces(store, generation.number, generation.rank, members)
+
+    def _store(self, generation: Generation) -> RendezvousStore | None:
+        if self._coordinators is None:
+            return None
+        return RendezvousStore(self._coordinators, generation.token, timeout_s=STORE_S)
 
     def _new_group(self, generation: Generation) -> Group:
         return self._generation_group.connect(
@@ -394,6 +401,7 @@ class SynchronousStrategy(Strategy):
         agreement = self._agreement
         if agreement is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
+        refuse_earlier(self.position.form, "session.backward(loss, weight=...)")
         agreement.weights.add(weight)
         return weight / agreement.weights.unit
 
