@@ -1,4 +1,5 @@
-"""Which names jobs, members and servers may have: they become keys, paths and URL segments."""
+"""Which names jobs, members and servers may have: they become keys, paths and URL segments; and how
+URLs name storage."""
 
 import re
 
@@ -15,6 +16,20 @@ PREFIX_RULE = (
 
 _PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)*")
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
+
+
+BUCKET_KINDS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "abfs": "az",
+    # Of this process alone; for tests.
+    "memory": "memory",
+}
+"""The kinds of storage that snapshots and checkpoints may lie in, beside directories; one name for
+each. `fsspec` is asked for no other: it reaches far more than storage."""
 
 
 def is_name(text: str) -> bool:

@@ -12,19 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal_proto.errors import AccessDenied, InvalidSpec
+from shoal_proto.names import BUCKET_KINDS
 
 LOCAL = "file"
-_PROTOCOLS = {
-    LOCAL: LOCAL,
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gs",
-    "gcs": "gs",
-    "az": "az",
-    "abfs": "az",
-    # Of this process alone; for tests.
-    "memory": "memory",
-}
+_PROTOCOLS = {LOCAL: LOCAL, **BUCKET_KINDS}
 EXPECTED = "/directory, file:///directory, s3://bucket/prefix, gs://... or az://..."
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 

@@ -13,17 +13,8 @@ from typing import BinaryIO, cast
 import fsspec
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import BUCKET_KINDS
 
-_KINDS = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gs",
-    "gcs": "gs",
-    "az": "az",
-    "abfs": "az",
-    # Of this process alone; for tests.
-    "memory": "memory",
-}
 _EXPECTED = "a directory, file:///directory, s3://bucket/prefix, gs://... or az://..."
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 READ_AHEAD_BYTES = 16 * 1024 * 1024
@@ -164,9 +155,9 @@ def located(place: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
     if kind == "file" and rest.startswith("//"):
         return Path(rest[1:])
     segments = rest[1:].rstrip("/").split("/")
-    if kind not in _KINDS or any(each in ("", ".", "..") for each in segments):
+    if kind not in BUCKET_KINDS or any(each in ("", ".", "..") for each in segments):
         raise _no_place(name)
-    path = BucketPath(f"{_KINDS[kind]}://{'/'.join(segments)}")
+    path = BucketPath(f"{BUCKET_KINDS[kind]}://{'/'.join(segments)}")
     try:
         _ = path.files
     except (ImportError, ValueError) as error:
