@@ -1,14 +1,13 @@
 """Real parameter servers and the Shards service, on an event loop of their own thread."""
 
-import asyncio
 import json
-import threading
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import torch
+from support.processes.loop_thread import LIMIT_S, LoopThread
 
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1.clocks_pb2_grpc import add_ClocksServicer_to_server
@@ -39,8 +38,6 @@ torch.set_num_threads(1)
 
 T = TypeVar("T")
 
-LIMIT_S = 60.0
-
 
 def config(server_id: str, **changes: Any) -> ParameterServerConfig:
     """A server on a free port of this machine. Its etcd is whatever `running` is given."""
@@ -70,8 +67,7 @@ class ParameterServers:
         self._etcd = etcd
         self._copies = copies
         self._changes = changes
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="servers")
+        self._loop = LoopThread("servers")
         self._stacks: dict[str, AsyncExitStack] = {}
         self.servers: dict[str, RunningServer] = {}
         self.restore_lost: Restore | None = None
@@ -87,7 +83,7 @@ class ParameterServers:
         self.store: KeyValueStore
 
     def __enter__(self) -> "ParameterServers":
-        self._thread.start()
+        self._loop.start()
         self.run(self._start())
         return self
 
@@ -95,16 +91,12 @@ class ParameterServers:
         try:
             for name in list(self._stacks):
                 self.stop(name)
-            # What was put off to threads is over, so they end too.
-            self.run(self._loop.shutdown_default_executor())
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
             self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the servers' loop and wait for the result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT_S)
+        return self._loop.run(work)
 
     async def _start(self) -> None:
         if self._etcd:

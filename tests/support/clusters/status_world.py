@@ -1,13 +1,18 @@
 """A coordinator's state for tests of the status endpoint: what it shows is set by the test."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from support.processes.loop_thread import LoopThread
+
 from shoal_proto.incarnation import public_id
+from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.history.records import ChangeView
 from shoal_server.status.history.series import Reading, Series
+from shoal_server.status.serve import StatusServer
 from shoal_server.status.views import (
     ConflictView,
     CopyView,
@@ -81,6 +86,18 @@ class World:
 
     def change(self, job: str, **changes: object) -> None:
         self.by_name[job] = replace(self.by_name[job], **changes)  # type: ignore[arg-type]
+
+
+@contextmanager
+def endpoint(world: World, port: int = 0) -> Iterator[StatusServer]:
+    """The status endpoint of a coordinator, on an event loop of its own thread."""
+    server = StatusServer(build_app(world, world.board), "127.0.0.1", port)
+    with LoopThread("status") as loop:
+        loop.run(server.__aenter__())
+        try:
+            yield server
+        finally:
+            loop.run(server.__aexit__(None, None, None))
 
 
 def member(member_id: str, rank: int | None = None, **fields: object) -> MemberView:

@@ -1,12 +1,11 @@
 """Gates on an event loop of their own, for tests that are no coroutines."""
 
-import asyncio
-import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Self, TypeVar
 
 from support.network.etcd_gate import Gate, open_gate
+from support.processes.loop_thread import LoopThread
 
 Result = TypeVar("Result")
 
@@ -42,8 +41,7 @@ class Network:
     """Opens wires; the end of its `with` block closes them."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="network")
+        self._loop = LoopThread("network")
         self._open = AsyncExitStack()
 
     def wire(self, *targets: str) -> Wire:
@@ -51,20 +49,20 @@ class Network:
         return Wire(self, [self.run(self._gate(target)) for target in targets])
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._loop.run(work)
 
     async def _gate(self, target: str) -> Gate:
         return await self._open.enter_async_context(open_gate(target))
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._loop.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.run(self._open.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            self.run(self._open.aclose())
+        finally:
+            self._loop.close()
 
 
 __all__ = ["Network", "Wire"]

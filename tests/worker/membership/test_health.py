@@ -1,6 +1,5 @@
 """The background reporter against a real status endpoint, and against none."""
 
-import asyncio
 import json
 import socket
 import ssl
@@ -26,7 +25,6 @@ from shoal_proto.health import FIRST_FIGURES, HealthFigures
 from shoal_proto.tls import files, identity
 from shoal_proto.tls.identity import in_folder
 from shoal_proto.tls.names import Role
-from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.serve import StatusServer
 from shoal_server.status.views import HealthView
@@ -56,28 +54,11 @@ class Board(StatusBoard):
 
 @contextmanager
 def endpoint(board: Board, port: int = 0) -> Iterator[StatusServer]:
-    """The status endpoint of a coordinator, on an event loop of its own thread."""
+    """The status endpoint of a coordinator with one job."""
     world = World(board=board)
     world.put(status_world.job())
-    started, stop = threading.Event(), asyncio.Event()
-    found: list[StatusServer] = []
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        async with StatusServer(build_app(world, board), "127.0.0.1", port) as server:
-            found.append(server)
-            started.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    try:
-        assert started.wait(10)
-        yield found[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
+    with status_world.endpoint(world, port) as server:
+        yield server
 
 
 def reporter(
