@@ -118,7 +118,7 @@ def fit(report: Report, run: Fit, **options: Any) -> None:
         def loss(targets: Tensor, outputs: Tensor) -> Tensor:
             # Keras also calls it with symbols, before the first generation.
             step = session.step_number if session.generation else NEVER
-            if isinstance(outputs, Tensor) and session._step is not None:
+            if isinstance(outputs, Tensor) and session._steps.in_step:
                 generation = session.generation
                 report("tried", step=step, world_size=session.world_size, generation=generation)
                 if step == run.hold_at and session.generation == 1:

@@ -24,10 +24,9 @@ from shoal.session.batch_sources import Batches, BatchSource, LeasedBatches, Syn
 from shoal.session.distribution import Chosen, Distribution, How, Models, Optimizers, Options
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
-from shoal.session.micro_batches import scaled
 from shoal.session.own_pause import PAUSE_S, OwnPause
 from shoal.session.shared_calls import Reduction, SharedCalls, Value, note_loss, present, stop
-from shoal.session.step import Step, reason_of, reason_of_end
+from shoal.session.step import Step, Steps, reason_of, reason_of_end
 from shoal.session.step_reports import StepReports
 from shoal.state.registered.objects import Stateful
 from shoal.strategies import find_strategy
@@ -64,7 +63,7 @@ class Session:
         self._trained = Distribution(self._controller)
         self._reports: StepReports | None = None
         self._source: BatchSource | None = None
-        self._step: Step | None = None
+        self._steps = Steps(self._controller, self._trained)
         self._pause = OwnPause(self._controller)
         self._signal = DrainSignal(self.drain)
 
@@ -177,7 +176,7 @@ class Session:
             checkpoints=checkpoints,
             keyed_dropout=keyed_dropout,
             sync_batchnorm=sync_batchnorm,
-            in_step=lambda: self._in_step,
+            in_step=lambda: self._steps.in_step,
         )
         return self._trained.distribute(model, optimizer, find_strategy(strategy), options)
 
@@ -250,17 +249,7 @@ class Session:
         A lost peer inside is recovered from and the step did not happen: `committed` of the object
         stays false. Any other error goes on to the caller, and the member leaves with it.
         """
-        if self._in_step:
-            raise InvalidSpec("steps do not nest", seen="session.step() within session.step()")
-        self._step = Step(
-            self._controller,
-            self._trained.fields,
-            guard=self._trained.guard,
-            source=self._source,
-            reports=self._reports,
-            leave=self.leave,
-        )
-        return self._step
+        return self._steps.new(source=self._source, reports=self._reports, leave=self.leave)
 
     def backward(
         self,
@@ -279,14 +268,7 @@ class Session:
         Of several optimizers, `optimizer` says whose parameters the loss trains: one or a list.
         Gradients of all others are left as they are.
         """
-        step = self._open_step("backward")
-        self._trained.choose(optimizer, "session.backward", weight=weight)
-        fraction = step.micro_batches.passing(by_weight=weight is not None)
-        counted = fraction if weight is None else step.micro_batches.counted(weight)
-        scaler = self._trained.registered.scaler
-        step.note_loss(loss if scaler is None else loss.detach() / scaler.get_scale(), counted)
-        with step.guard.computing():
-            step.micro_batches.backward(loss, fraction, None if weight is None else counted)
+        self._steps.backward(loss, weight, optimizer)
 
     def update(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Step one of several optimizers now, within the step: what comes behind it in the step
@@ -297,15 +279,7 @@ class Session:
         it is taken back if the step does not happen, for which a copy of what changes is kept until
         its end. All members call it at the same place.
         """
-        step = self._open_step("session.update")
-        strategy = self._trained.choose(optimizer, "session.update")
-        if strategy is None:
-            raise InvalidSpec(
-                "session.update of the session's only optimizer",
-                expected="session.step() alone, which steps the optimizer when its block ends",
-            )
-        with step.guard.committing():
-            strategy.update()
+        self._steps.update(optimizer)
 
     def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> AbstractContextManager[None]:
         """Let the others wait for what this member does in the `with` block, between two steps or
@@ -338,21 +312,7 @@ class Session:
         and what strategies with a pipeline need, which interleave the two. Returns the mean loss
         over this member's samples, detached; of a part, over the part's, and 0 for an empty one.
         """
-        step = self._open_step("a pass")
-        if self._trained.training is not None:
-            raise InvalidSpec(
-                "session.forward_backward with several optimizers",
-                expected="session.backward(loss, optimizer=...), which says what the loss trains",
-            )
-        fraction = step.micro_batches.passing()
-        whole = batch if fraction == 1.0 or step.batch is None else step.batch
-        with step.guard.computing():
-            loss = self._controller.strategy.forward_backward(
-                batch.inputs, batch.targets, scaled(loss_function, fraction), whole.weight
-            )
-        loss = loss / fraction if fraction else loss
-        step.note_loss(loss, fraction)
-        return loss
+        return self._steps.forward_backward(batch, loss_function)
 
     def evaluate(
         self,
@@ -377,7 +337,7 @@ class Session:
         for their shares, as in a `pause`. `batch_size` is a member's; a DataLoader gives its data
         set, batch size and collate function.
         """
-        self._check_between_steps("session.evaluate")
+        self._steps.check_closed("session.evaluate")
         evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
         return evaluation.run(
             SharedCalls(self._controller, self._trained.fields),
@@ -391,7 +351,7 @@ class Session:
 
         If a member is lost meanwhile, the others' values are reduced, in the next generation.
         """
-        self._check_between_steps("session.all_reduce")
+        self._steps.check_closed("session.all_reduce")
         return SharedCalls(self._controller, self._trained.fields).all_reduce(value, op)
 
     def log(self, values: Mapping[str, Scalar]) -> None:
@@ -400,7 +360,7 @@ class Session:
         behind one, its. Every member calls it; what one of them logged is shown, the first time.
         """
         step = self._controller.strategy.step
-        self._controller.job_log.log(values, step=step, in_step=self._in_step)
+        self._controller.job_log.log(values, step=step, in_step=self._steps.in_step)
 
     def stop(self, reason: str) -> None:
         """End the job before its samples end, for all members, as finished: early stopping.
@@ -410,7 +370,7 @@ class Session:
         After it go on with the loop, which ends by itself; or leave it, on all members alike.
         `reason` is shown as the job's. Under local SGD the job ends with the round.
         """
-        stop(self._controller, reason, has_batches=bool(self._source), in_step=self._in_step)
+        stop(self._controller, reason, has_batches=bool(self._source), in_step=self._steps.in_step)
 
     def clip_grad_norm(
         self, max_norm: float, *, optimizer: Optimizer | Sequence[Optimizer] | None = None
@@ -421,9 +381,7 @@ class Session:
         the whole model's gradients, however they are spread over members; with several optimizers
         that of the gradients which `optimizer` uses.
         """
-        self._open_step("clipping")
-        self._trained.choose(optimizer, "session.clip_grad_norm")
-        return self._controller.strategy.clip_grad_norm(max_norm)
+        return self._steps.clip_grad_norm(max_norm, optimizer)
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """The whole model by name, on the host, with the keys that the undistributed model has.
@@ -435,24 +393,9 @@ class Session:
         strategy = self._controller.strategy
         if not strategy.state_is_spread:
             return strategy.state_dict()
-        self._check_between_steps("session.state_dict")
+        self._steps.check_closed("session.state_dict")
         calls = SharedCalls(self._controller, self._trained.fields)
         return calls.run("session.state_dict", lambda _, __: strategy.state_dict())
-
-    @property
-    def _in_step(self) -> bool:
-        return self._step is not None and self._step.is_open
-
-    def _check_between_steps(self, call: str) -> None:
-        if self._in_step:
-            raise InvalidSpec(
-                f"{call} within a step", expected="the call after the with session.step() block"
-            )
-
-    def _open_step(self, call: str) -> Step:
-        if self._step is None or not self._step.is_open:
-            raise InvalidSpec(f"{call} outside of a step", expected="with session.step(): ...")
-        return self._step
 
     # --- where it stands ---
 

@@ -1,26 +1,33 @@
-"""One step of a session: how it begins, how it is committed, and what becomes of it otherwise."""
+"""The steps of a session: how one begins and is committed or not, and what a script calls in it."""
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shoal import randomness
 from shoal.data import parts
 from shoal.data.batches import Batch
 from shoal.layouts import synced_batchnorm
+from shoal.layouts.base import LossFunction
 from shoal.membership.draining import Drained
 from shoal.session.batch_sources import BatchSource
+from shoal.session.distribution import Distribution
 from shoal.session.elastic_controller import ElasticController
-from shoal.session.micro_batches import MicroBatches
+from shoal.session.micro_batches import MicroBatches, scaled
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.script_position import Stopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal_proto.errors import InvalidSpec
+
+ForOptimizers = Optimizer | Sequence[Optimizer] | None
+"""Of several optimizers, those that a call is for."""
 
 
 class Step:
@@ -157,6 +164,95 @@ class Step:
         # At once, so that the others need not find out by waiting for this member.
         self._leave(reason=reason_of(error))
         return False
+
+
+class Steps:
+    """Each call here is documented where a script calls it, in `Session`."""
+
+    def __init__(self, controller: ElasticController, trained: Distribution) -> None:
+        self._controller = controller
+        self._trained = trained
+        self._newest: Step | None = None
+
+    def new(
+        self,
+        *,
+        source: BatchSource | None,
+        reports: StepReports | None,
+        leave: Callable[..., None],
+    ) -> Step:
+        if self.in_step:
+            raise InvalidSpec("steps do not nest", seen="session.step() within session.step()")
+        self._newest = Step(
+            self._controller,
+            self._trained.fields,
+            guard=self._trained.guard,
+            source=source,
+            reports=reports,
+            leave=leave,
+        )
+        return self._newest
+
+    @property
+    def in_step(self) -> bool:
+        return self._newest is not None and self._newest.is_open
+
+    def check_closed(self, call: str) -> None:
+        """Raise InvalidSpec within a step, for a call that has its place between two."""
+        if self.in_step:
+            raise InvalidSpec(
+                f"{call} within a step", expected="the call after the with session.step() block"
+            )
+
+    def _open(self, call: str) -> Step:
+        if self._newest is None or not self._newest.is_open:
+            raise InvalidSpec(f"{call} outside of a step", expected="with session.step(): ...")
+        return self._newest
+
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None, optimizer: ForOptimizers
+    ) -> None:
+        step = self._open("backward")
+        self._trained.choose(optimizer, "session.backward", weight=weight)
+        fraction = step.micro_batches.passing(by_weight=weight is not None)
+        counted = fraction if weight is None else step.micro_batches.counted(weight)
+        scaler = self._trained.registered.scaler
+        step.note_loss(loss if scaler is None else loss.detach() / scaler.get_scale(), counted)
+        with step.guard.computing():
+            step.micro_batches.backward(loss, fraction, None if weight is None else counted)
+
+    def update(self, optimizer: ForOptimizers) -> None:
+        step = self._open("session.update")
+        strategy = self._trained.choose(optimizer, "session.update")
+        if strategy is None:
+            raise InvalidSpec(
+                "session.update of the session's only optimizer",
+                expected="session.step() alone, which steps the optimizer when its block ends",
+            )
+        with step.guard.committing():
+            strategy.update()
+
+    def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
+        step = self._open("a pass")
+        if self._trained.training is not None:
+            raise InvalidSpec(
+                "session.forward_backward with several optimizers",
+                expected="session.backward(loss, optimizer=...), which says what the loss trains",
+            )
+        fraction = step.micro_batches.passing()
+        whole = batch if fraction == 1.0 or step.batch is None else step.batch
+        with step.guard.computing():
+            loss = self._controller.strategy.forward_backward(
+                batch.inputs, batch.targets, scaled(loss_function, fraction), whole.weight
+            )
+        loss = loss / fraction if fraction else loss
+        step.note_loss(loss, fraction)
+        return loss
+
+    def clip_grad_norm(self, max_norm: float, optimizer: ForOptimizers) -> Tensor:
+        self._open("clipping")
+        self._trained.choose(optimizer, "session.clip_grad_norm")
+        return self._controller.strategy.clip_grad_norm(max_norm)
 
 
 def reason_of(error: BaseException) -> str:
