@@ -2,11 +2,20 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
 import shoal
+from shoal.torch_private import c10d
 from shoal.torch_private.floor import check_version
 from shoal_proto.errors import InvalidSpec
 
@@ -58,6 +67,66 @@ def test_only_one_room_names_what_is_private_to_torch() -> None:
         for name in private_names(ast.parse(path.read_text()))
     }
     assert not found
+
+
+def test_nor_does_another_room_reach_into_objects_of_torch() -> None:
+    files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(ROOM)]
+    found = {
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in files
+        for line, name in reached_into(ast.parse(path.read_text()))
+    }
+    assert not found
+
+
+def reached_into(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Attributes of something else than `self` that objects of torch keep to themselves, but for
+    names that a class of the module has too."""
+    names = private_attributes() - set(own_names(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names and not is_own(node.value):
+            yield node.lineno, node.attr
+
+
+@cache
+def private_attributes() -> frozenset[str]:
+    """Of a module, an optimizer, a scheduler, a group and what fully_shard keeps of a module."""
+    attention = nn.MultiheadAttention(2, 1)
+    optimizer = SGD(attention.parameters(), lr=0.1)
+    schedules = [LambdaLR(optimizer, lambda step: 1.0), LambdaLR(optimizer, lambda step: 1.0)]
+    schedule = SequentialLR(optimizer, schedules, milestones=[2])
+    gloo = (c10d.ProcessGroupGloo, c10d.ProcessGroupGloo._Options)
+    found = [attention, optimizer, schedule, *gloo, DeviceMesh, DTensor, FSDPState, FSDPParamGroup]
+    names = {name for each in found for name in dir(each)} | {"_opt_called", "_training_state"}
+    return frozenset(name for name in names if is_private(name))
+
+
+def own_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if is_own(node.value):
+                yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def is_own(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(part):\n    return part._buffers",
+        "def f(part):\n    part._non_persistent_buffers_set.add('x')",
+        "def f(optimizer):\n    optimizer._opt_called = True",
+        "class A:\n    def f(self):\n        self._state._training_state = 0",
+    ],
+)
+def test_what_reaches_into_an_object_is_found(code: str) -> None:
+    assert list(reached_into(ast.parse(code)))
 
 
 @pytest.mark.parametrize(

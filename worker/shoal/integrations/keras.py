@@ -25,6 +25,7 @@ from shoal.data.batches import share
 from shoal.integrations.keras_sharded import shard_optimizer
 from shoal.integrations.keras_tensor import LayerSplits, split_layers, track_values, whole_value
 from shoal.layouts.tensor.parts import local
+from shoal.torch_private.modules import child_table, parameter_table
 from shoal_proto.errors import InvalidSpec, UnknownStrategy
 
 
@@ -61,7 +62,7 @@ class KerasModule(nn.Module):
         owner: nn.Module = self
         *path, name = variable.path.split("/")
         for step in path:
-            if step not in owner._modules:
+            if step not in child_table(owner):
                 owner.add_module(step, nn.Module())
             owner = owner.get_submodule(step)
         if trainable:
@@ -82,10 +83,10 @@ class KerasModule(nn.Module):
         """See `shoal.layouts.tensor.layout.SplitsItself`."""
         for variable, dim in _splits_of(self.keras_model).over(mesh.get_group()):
             owner, name = self._place(variable)
-            whole = owner._parameters[name]
+            whole = parameter_table(owner)[name]
             assert whole is not None, "what is split is trained"
             cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
-            owner._parameters[name] = nn.Parameter(cut, requires_grad=whole.requires_grad)
+            parameter_table(owner)[name] = nn.Parameter(cut, requires_grad=whole.requires_grad)
 
     def forget_weights(self) -> None:
         """Free the memory of the Keras model's own trainable weights, until `give_back`."""

@@ -27,6 +27,7 @@ from shoal.model.local_parts import local_part
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import Chunk, TensorShard
 from shoal.torch_private.dtensor import local_shape_and_offset
+from shoal.torch_private.modules import buffer_table, parameter_table
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(outputs, targets) -> the mean loss over the samples."""
@@ -258,16 +259,16 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     real = [
         (part, name, buffer)
         for part in module.modules()
-        for name, buffer in part._buffers.items()
+        for name, buffer in buffer_table(part).items()
         if buffer is not None and not buffer.is_meta
     ]
     tied = _tied(module)
     module.to_empty(device=device)
     for (part, name), (first, first_name) in tied:
-        part._parameters[name] = first._parameters[first_name]
+        parameter_table(part)[name] = parameter_table(first)[first_name]
     # Those themselves, which are tied as ever, in the place of empty ones.
     for part, name, buffer in real:
-        part._buffers[name] = buffer
+        buffer_table(part)[name] = buffer
     move_buffers(module, device)
 
 
@@ -275,11 +276,11 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
     """Move all buffers to the device; what was one buffer under several names still is."""
     moved: dict[Tensor, Tensor] = {}
     for part in module.modules():
-        for name, buffer in part._buffers.items():
+        for name, buffer in buffer_table(part).items():
             if buffer is not None and buffer.device != device:
                 if buffer not in moved:
                     moved[buffer] = buffer.to(device)
-                part._buffers[name] = moved[buffer]
+                buffer_table(part)[name] = moved[buffer]
 
 
 def _tied(module: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
@@ -287,7 +288,7 @@ def _tied(module: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Modul
     first: dict[int, tuple[nn.Module, str]] = {}
     further = []
     for part in module.modules():
-        for name, parameter in part._parameters.items():
+        for name, parameter in parameter_table(part).items():
             if parameter is not None:
                 place = (part, name)
                 if first.setdefault(id(parameter), place) is not place:

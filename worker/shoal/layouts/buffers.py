@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.torch_private.modules import buffer_table, transient_buffers
 
 
 class RunningBuffers:
@@ -19,9 +20,9 @@ class RunningBuffers:
     def __init__(self, model: nn.Module) -> None:
         # Going through the modules of a model takes longer than to send a few buffers.
         self._tables = [
-            (part._buffers, part._non_persistent_buffers_set)
+            (buffer_table(part), transient_buffers(part))
             for part in model.modules()
-            if part._buffers
+            if buffer_table(part)
         ]
 
     def share(self, group: dist.ProcessGroup) -> None:

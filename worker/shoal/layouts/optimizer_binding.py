@@ -17,6 +17,7 @@ from shoal.model.local_parts import local_part, placed_like
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
 from shoal.state.replicated import as_json, beside, take_settings
 from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
+from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,
@@ -98,9 +99,9 @@ class MetaModel:
         """
         empty = self._empty_parameters()
         for part in self.model.modules():
-            for name, parameter in part._parameters.items():
+            for name, parameter in parameter_table(part).items():
                 if parameter is not None and not parameter.is_meta:
-                    part._parameters[name] = empty[id(parameter)]
+                    parameter_table(part)[name] = empty[id(parameter)]
 
     def _empty_parameters(self) -> dict[int, Any]:
         """One without memory for each of the model's, by its id."""

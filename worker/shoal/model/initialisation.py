@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shoal.torch_private.modules import buffer_table, parameter_table
 from shoal_proto.errors import InvalidSpec
 
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -37,7 +38,7 @@ def give_buffers(model: nn.Module) -> None:
     for path, part in model.named_modules():
         _check(path, part)
     for path, part in list(model.named_modules()):
-        empty = [name for name, buffer in part._buffers.items() if _is_empty(buffer)]
+        empty = [name for name, buffer in buffer_table(part).items() if _is_empty(buffer)]
         if empty:
             # A copy whose children stay on the meta device.
             alone = copy.deepcopy(part)
@@ -46,7 +47,7 @@ def give_buffers(model: nn.Module) -> None:
                 _reset(alone)
             _check_filled(path, marked)
             for name in empty:
-                part._buffers[name] = alone._buffers[name]
+                buffer_table(part)[name] = buffer_table(alone)[name]
 
 
 def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
@@ -104,7 +105,7 @@ def _children_first(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modu
 
 def _own(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers of the module itself, not of its children."""
-    for tensors in (part._parameters, part._buffers):
+    for tensors in (parameter_table(part), buffer_table(part)):
         for name, tensor in tensors.items():
             if tensor is not None:
                 yield name, tensor
@@ -169,7 +170,7 @@ def _with_memory(part: nn.Module, memory: dict[int, Tensor]) -> dict[str, Tensor
     `memory`: what was given so far, by the tensor's id, so that one tensor stays one.
     """
     found: dict[str, Tensor] = {}
-    tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+    tables: tuple[dict[str, Any], ...] = (parameter_table(part), buffer_table(part))
     for table in tables:
         for name, tensor in table.items():
             if not _is_empty(tensor):

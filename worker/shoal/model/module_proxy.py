@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+from shoal.torch_private.modules import share_tables
 
 
 class ModuleProxy(nn.Module):
@@ -77,10 +77,8 @@ def shown(proxy: nn.Module) -> nn.Module:
 
 def retarget(proxy: nn.Module, module: nn.Module) -> None:
     """Let a replica show another module from now on, one of the same make."""
-    own = proxy.__dict__
-    own["_module"] = module
-    for table in _TABLES:
-        own[table] = module.__dict__[table]
+    proxy.__dict__["_module"] = module
+    share_tables(proxy, module)
 
 
 def take_modes(shown: nn.Module, module: nn.Module) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shoal.torch_private.modules import buffer_table, transient_buffers
 from shoal_proto.errors import InvalidSpec
 
 _Value = TypeVar("_Value")
@@ -107,8 +108,8 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, part in model.named_modules(remove_duplicate=False):
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
+        for name, buffer in buffer_table(part).items():
+            if buffer is not None and name not in transient_buffers(part):
                 yield (f"{path}.{name}" if path else name), buffer
 
 
@@ -117,10 +118,10 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     known = {id(parameter) for parameter in model.parameters()}
     found: dict[str, Tensor] = {}
     for path, part in model.named_modules():
-        for name, buffer in part._buffers.items():
+        for name, buffer in buffer_table(part).items():
             if (
                 buffer is not None
-                and name not in part._non_persistent_buffers_set
+                and name not in transient_buffers(part)
                 and id(buffer) not in known
             ):
                 known.add(id(buffer))

@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.model.module_proxy import shown
 from shoal.model.several import models_of
+from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 _MAX_NAMED = 5
@@ -37,7 +38,7 @@ class TrainedParameters:
 
     def check(self, step: int) -> None:
         """Raise InvalidSpec if they are others now, behind so many committed steps."""
-        layers = [module for module in self._model.modules() if module._parameters]
+        layers = [module for module in self._model.modules() if parameter_table(module)]
         behind = [shown(each) for each in models_of(self._model).values()]
         if not _are(behind, self._shown):
             self._shown, self._layers = behind, layers
@@ -46,7 +47,7 @@ class TrainedParameters:
         flags = [
             each.requires_grad
             for module in layers
-            for each in module._parameters.values()
+            for each in parameter_table(module).values()
             if each is not None
         ]
         if flags == self._as_ever:

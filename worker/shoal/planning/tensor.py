@@ -10,6 +10,7 @@ from shoal.layouts.tensor.plan import WHOLE, TensorPlan, part_sizes
 from shoal.planning.figures import UPDATE, Collective, GroupFigures, Plan, RankFigures, Subject
 from shoal.planning.meta_device import on_meta, to_meta
 from shoal.planning.rehearsal import Rehearsed, SilentGroup
+from shoal.torch_private.modules import parameter_table
 
 NOTE = "without inputs, activations and their gradients, which the ranks exchange, are not counted"
 
@@ -70,7 +71,7 @@ def split_alone(module: nn.Module, plan: TensorPlan, group: SilentGroup) -> froz
         owner = module.get_submodule(entry.module)
         for path, dim in take_part(owner, entry, group).items():
             where, _, key = path.rpartition(".")
-            held = owner.get_submodule(where)._parameters
+            held = parameter_table(owner.get_submodule(where))
             whole = held[key]
             if whole is not None:
                 cut.setdefault(id(whole), (whole, _part(whole, dim, group)))

@@ -1,6 +1,7 @@
 """Of torch.distributed: its stores as types, its table of groups, and what ends a group."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +27,21 @@ pg_config_info = _c10d._World.pg_config_info
 """The one property of torch's table of groups that it computes."""
 
 _GOOD = "SUCCESS"
+
+
+def gloo_options(address: str, *, timeout_s: float) -> Any:
+    """For a group that connects from this address of the host, and whose operations take so long at
+    the most."""
+    make: Any = ProcessGroupGloo
+    options = make._Options()
+    options._devices = [make.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return options
+
+
+def timeout_of(group: Any, device: torch.device) -> float:
+    """Seconds that an operation on the device may take in the group."""
+    return float(group._get_backend(device).options._timeout.total_seconds())
 
 
 def groups_table() -> Any:

@@ -13,9 +13,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
 
-PRE_BACKWARD = TrainingState.PRE_BACKWARD
-"""The training state of a module's group whose backward pass has begun."""
-
 
 def state_of(module: nn.Module) -> Any:
     """What fully_shard keeps of a module that it wraps; None of any other."""
@@ -26,6 +23,21 @@ def state_of(module: nn.Module) -> Any:
 def groups_of(state: Any) -> Any:
     """The groups of parameters that are gathered together, of a module's state."""
     return state._fsdp_param_groups
+
+
+def is_in_backward(state: Any) -> bool:
+    """Whether the backward pass of a module with this state has begun."""
+    return bool(state._training_state == TrainingState.PRE_BACKWARD)
+
+
+def gathering_hook(state: Any) -> Any:
+    """The hook of an output's gradient that gathers the module's groups for the backward pass."""
+    return state._pre_backward
+
+
+def leave_beginnings_unmarked(group: Any) -> None:
+    """Have torch not mark, in a forward pass, where the group's backward pass will end."""
+    group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
 
 
 def has_run(module: nn.Module) -> bool:

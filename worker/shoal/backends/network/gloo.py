@@ -24,7 +24,7 @@ from shoal.backends.network.sockets import listening, shut_connections
 from shoal.backends.network.stores import AddressStore, AnnouncingStore
 from shoal.backends.process_group.collectives import CollectiveGroup
 from shoal.backends.process_group.interface import Seat, refuse_default_group
-from shoal.torch_private.c10d import ProcessGroupGloo, Store
+from shoal.torch_private.c10d import ProcessGroupGloo, Store, gloo_options
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)
@@ -146,10 +146,8 @@ class GlooGroup:
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
-        options = make._Options()
-        options._devices = [make.create_device(hostname=seat.address)]
         # Sends and receives keep to this one for good, so it cannot be that of connecting.
-        options._timeout = timedelta(seconds=seat.collective_s)
+        options = gloo_options(seat.address, timeout_s=seat.collective_s)
         late = f"its members were not connected within {seat.bring_up_s:g} s"
         timer = threading.Timer(seat.bring_up_s, self.cut, (late,))
         timer.daemon = True

@@ -8,6 +8,12 @@ from torch import Tensor, fx, nn
 
 from shoal.layouts.pipeline.outline import Outline, is_used, paths_of, uses_of
 from shoal.model.tied_tensors import persistent_buffers, tied
+from shoal.torch_private.modules import (
+    buffer_table,
+    child_table,
+    parameter_table,
+    transient_buffers,
+)
 from shoal_proto.errors import InvalidSpec
 
 
@@ -131,9 +137,9 @@ def _refuse_shared_buffers(model: nn.Module, uses: Sequence[Collection[str]]) ->
     canonical = _canonical(model)
     keepers: dict[str, tuple[str, set[int]]] = {}
     for path, part in model.named_modules(remove_duplicate=False):
-        for buffer in part._buffers:
+        for buffer in buffer_table(part):
             name = f"{path}.{buffer}" if path else buffer
-            if name not in canonical or buffer in part._non_persistent_buffers_set:
+            if name not in canonical or buffer in transient_buffers(part):
                 continue
             first, stages = keepers.setdefault(canonical[name], (name, set()))
             # Of what a layer contains, that layer is what is called.
@@ -160,11 +166,11 @@ def _prune(model: nn.Module, own: Collection[str]) -> None:
     kept = {
         (part, name)
         for path, part in paths
-        for name in (*part._parameters, *part._buffers)
+        for name in (*parameter_table(part), *buffer_table(part))
         if is_used(f"{path}.{name}" if path else name, own)
     }
     for part in model.modules():
-        for table in (part._parameters, part._buffers):
+        for table in (parameter_table(part), buffer_table(part)):
             for name in table:
                 if (part, name) not in kept:
                     table[name] = None
@@ -172,4 +178,4 @@ def _prune(model: nn.Module, own: Collection[str]) -> None:
     for path, _ in reversed(paths):
         parent, _, name = path.rpartition(".")
         if path and path not in needed and not is_used(path, own):
-            del model.get_submodule(parent)._modules[name]
+            del child_table(model.get_submodule(parent))[name]

@@ -5,8 +5,6 @@ them begins, and reduces when the first one ends. Modules of a list need not be 
 run side by side, and one module may run twice. Freed then are weights that others still need, and
 gradients that come later are reduced by nobody. Here the group gathers when any of its modules
 begins and reduces when all of them have ended.
-
-This leans on private parts of torch (2.13): FSDPState and FSDPParamGroup.
 """
 
 from typing import Any
@@ -14,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.torch_private.fsdp import PRE_BACKWARD, groups_of, state_of
+from shoal.torch_private.fsdp import (
+    gathering_hook,
+    groups_of,
+    is_in_backward,
+    leave_beginnings_unmarked,
+    state_of,
+)
 from shoal.torch_private.tensors import pytree
 
 
@@ -24,7 +28,7 @@ class GroupPasses:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._state: Any = state_of(modules[0])
         self._group: Any = groups_of(self._state)[0]
-        self._group._register_post_backward_hook = _leave_out
+        leave_beginnings_unmarked(self._group)
         self.begin()
         for module in modules:
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -45,7 +49,7 @@ class GroupPasses:
     @property
     def _recomputes(self) -> bool:
         """A forward pass within backward, of a checkpointed activation."""
-        return bool(self._state._training_state == PRE_BACKWARD)
+        return is_in_backward(self._state)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -66,7 +70,7 @@ class GroupPasses:
         if torch.is_grad_enabled() and not self._recomputes:
             for leaf in pytree.tree_leaves(output):
                 if _needs_gradient(leaf):
-                    leaf.register_hook(self._state._pre_backward)
+                    leaf.register_hook(gathering_hook(self._state))
 
 
 class _Begin(torch.autograd.Function):
@@ -85,8 +89,3 @@ class _Begin(torch.autograd.Function):
 
 def _needs_gradient(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _leave_out(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """In the place of torch's own mark of where the group begins."""
-    return args, kwargs

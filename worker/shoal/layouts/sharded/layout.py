@@ -26,6 +26,7 @@ from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import refuse_second_derivatives
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import MODEL
+from shoal.torch_private.c10d import timeout_of
 from shoal.torch_private.dtensor import forget_groups
 from shoal.torch_private.fsdp import (
     fsdp_parameters,
@@ -141,13 +142,12 @@ class ShardedLayout(Layout):
         device, rows = self.world.device, self._groups.get("rows", self.world.group)
         if rows.size() == 1 or device.type != "cpu" or not is_gloo(rows):
             return None
-        backend: Any = rows._get_backend(device)
         heads = [head for head in heads_of(model) if any(parameters_of(head))]
         slots = SharedSlots.open(
             rows,
             max(_whole_bytes(head, rows.size(), options.param_dtype) for head in heads),
             max(_whole_bytes(head, rows.size(), options.reduce_dtype) for head in heads),
-            backend.options._timeout.total_seconds(),
+            timeout_of(rows, device),
         )
         for head in heads:
             gathering = SharedMemoryAllGather(slots)

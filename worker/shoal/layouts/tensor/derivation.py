@@ -25,6 +25,7 @@ from shoal.layouts.tensor.plan import (
 )
 from shoal.layouts.tensor.regions import regions
 from shoal.layouts.tensor.styles import CUT_DIMS, STYLES, odd
+from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 MIN_SPLIT_BYTES = 64 * 1024
@@ -268,7 +269,7 @@ class _Derivation:
 
     def _whole(self, name: str, why: str) -> None:
         module = self._modules[name]
-        if any(parameter is not None for parameter in module._parameters.values()):
+        if any(parameter is not None for parameter in parameter_table(module).values()):
             self._entries[name] = self._entry(name, WHOLE, why, {})
 
     def _entry(
@@ -307,7 +308,7 @@ def _owners(modules: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, str]]
     """The modules, and their names for it, that have each parameter."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in modules.items():
-        for key, parameter in module._parameters.items():
+        for key, parameter in parameter_table(module).items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((name, key))
     return owners

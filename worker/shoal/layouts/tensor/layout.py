@@ -25,6 +25,7 @@ from shoal.layouts.tensor.parts import (
 from shoal.layouts.tensor.plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, PlanEntry, TensorPlan
 from shoal.layouts.tensor.styles import CUT_DIMS
 from shoal.state.shards import MODEL, OPTIM
+from shoal.torch_private.modules import parameter_table
 
 _Known = dict[int, nn.Parameter]
 
@@ -70,14 +71,14 @@ class _Split(ParallelStyle):
     def _cut(self, module: nn.Module, path: str, dim: int, mesh: DeviceMesh) -> None:
         where, _, key = path.rpartition(".")
         owner = module.get_submodule(where)
-        whole = owner._parameters[key]
+        whole = parameter_table(owner)[key]
         if whole is None:
             return
         # Tied parameters stay one.
         if id(whole) not in self._known:
             cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
             self._known[id(whole)] = nn.Parameter(cut, requires_grad=whole.requires_grad)
-        owner._parameters[key] = self._known[id(whole)]
+        parameter_table(owner)[key] = self._known[id(whole)]
 
 
 def take_part(module: nn.Module, entry: PlanEntry, group: dist.ProcessGroup) -> Mapping[str, int]:

@@ -6,7 +6,6 @@ It is found by running a module's forward with symbols for values. Where that ca
 gives another answer for training than for evaluation, there is no region.
 """
 
-import copy
 import inspect
 import itertools
 import operator
@@ -20,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
 from shoal.randomness.dropout import KeyedDropout
+from shoal.torch_private.modules import buffer_table, child_table, copy_with_tables
 
 _DROPOUTS = (nn.Dropout, KeyedDropout)
 _ELEMENTWISE_MODULES = (
@@ -102,7 +102,7 @@ def _known(parent: nn.Module) -> list[Region] | None:
 
 def _children(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules that the parent itself calls; those in a ModuleList are called one by one."""
-    for name, part in parent._modules.items():
+    for name, part in child_table(parent).items():
         if type(part) is nn.ModuleList:
             yield from _children(part, f"{prefix}{name}.")
         elif part is not None:
@@ -130,23 +130,22 @@ class _Stand(nn.Module):
 
 def _shadow(parent: nn.Module, tracer: GraphAppendingTracer) -> nn.Module:
     """A copy to run with symbols, which leaves the original as it is."""
-    shadow = copy.copy(parent)
-    shadow.__dict__["_parameters"] = dict(parent._parameters)
-    shadow.__dict__["_buffers"] = {
-        name: None if buffer is None else buffer.clone() for name, buffer in parent._buffers.items()
-    }
-    shadow.__dict__["_modules"] = dict(_stands(parent, "", tracer))
-    return shadow
+    buffers = buffer_table(parent).items()
+    return copy_with_tables(
+        parent,
+        buffers={name: None if buffer is None else buffer.clone() for name, buffer in buffers},
+        children=dict(_stands(parent, "", tracer)),
+    )
 
 
 def _stands(
     parent: nn.Module, prefix: str, tracer: GraphAppendingTracer
 ) -> Iterator[tuple[str, nn.Module | None]]:
-    for name, part in parent._modules.items():
+    for name, part in child_table(parent).items():
         if type(part) is nn.ModuleList:
             inner = dict(_stands(part, f"{prefix}{name}.", tracer))
             stood = nn.ModuleList()
-            stood.__dict__["_modules"] = inner
+            child_table(stood).update(inner)
             yield name, stood
         else:
             yield name, part if part is None else _Stand(prefix + name, part, tracer)

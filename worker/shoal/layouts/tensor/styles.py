@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from shoal.layouts.tensor.plan import COLUMN, HEADS, MASK, ROW, VOCAB
+from shoal.torch_private.modules import has_hooks, parameter_table, projects_together
 
 STYLES: Mapping[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: (COLUMN, ROW),
@@ -23,12 +24,12 @@ CUT_DIMS: Mapping[tuple[type[nn.Module], str], Mapping[str, int]] = {
 
 def odd(module: nn.Module) -> str:
     """What is unusual about a module of a class in STYLES, so that it must stay whole."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if has_hooks(module):
         return "it has hooks, which would see a part"
     if isinstance(module, nn.MultiheadAttention):
-        plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+        plain = projects_together(module) and module.bias_k is None and not module.add_zero_attn
         return "" if plain else "kdim, vdim, add_bias_kv and add_zero_attn are left whole"
-    if "weight" not in module._parameters:
+    if "weight" not in parameter_table(module):
         return "its weight is computed"
     if isinstance(module, nn.Embedding):
         plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse

@@ -41,6 +41,7 @@ from shoal.strategies.asynchronous.staleness_clock import StalenessClock
 from shoal.strategies.asynchronous.staleness_policy import policy_in_words, to_policy
 from shoal.strategies.asynchronous.step_refusals import StepRefusals
 from shoal.strategies.base import Strategy
+from shoal.torch_private.schedulers import mark_stepped
 from shoal_client.parameters.dense import ParameterClient, PushResult
 from shoal_client.parameters.joint_step import JointStep
 from shoal_proto.errors import (
@@ -253,7 +254,7 @@ class AsyncSGD(Strategy):
         self._refusals.over()
         self._clock.pushed()
         # The servers stepped for it; else a learning-rate schedule warns that nobody did.
-        self._shared.optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self._shared.optimizer)
         self._step += 1
         self._count(result)
         self._watch_loss()

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from shoal.torch_private.schedulers import milestones_of, schedulers_in
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 from shoal_proto.v1.optimizer_pb2 import (
     ConstantPhase,
@@ -100,7 +101,7 @@ def to_schedule(schedule: LRScheduler, optimizer: Optimizer) -> Schedule:
         )
     if type(schedule) is not SequentialLR:
         return Schedule(phases=[_phase(schedule)])
-    milestones = [_whole("milestone", milestone) for milestone in schedule._milestones]
+    milestones = [_whole("milestone", milestone) for milestone in milestones_of(schedule)]
     begins = [0, *milestones]
     if begins != sorted(begins):
         raise InvalidSpec(
@@ -108,7 +109,7 @@ def to_schedule(schedule: LRScheduler, optimizer: Optimizer) -> Schedule:
             seen=str(milestones),
             expected="each above the one before",
         )
-    phases = [_phase(part) for part in schedule._schedulers]
+    phases = [_phase(part) for part in schedulers_in(schedule)]
     for phase, begin, end in zip(phases, begins, milestones, strict=False):
         phase.num_updates = end - begin
     return Schedule(phases=phases)

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from shoal.torch_private.modules import buffer_table
+
 
 class BufferSnapshot:
     """Forward passes change buffers; a step that does not happen has to leave them as they were."""
@@ -18,7 +20,7 @@ class BufferSnapshot:
         """Remember what the buffers of this model hold now."""
         # Going through the modules of a model takes longer than all else that opens a step.
         if self._model is not model:
-            self._model, self._tables = model, [part._buffers for part in model.modules()]
+            self._model, self._tables = model, [buffer_table(part) for part in model.modules()]
         self._before = [(buffer, buffer.detach().clone()) for buffer in self._buffers()]
 
     def restore(self) -> None:
