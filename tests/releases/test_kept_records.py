@@ -10,7 +10,7 @@ import pytest
 from support.clusters.coordinator_world import served
 from support.releases.record_etcd import KEPT
 
-from shoal_server.coordinator.repair.inspection import Kind, broken, kind_of, records_of
+from shoal_server.coordinator.repair.inspection import RecordKind, broken, kind_of, records_of
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import servers, shard_map
@@ -31,12 +31,12 @@ async def kept(version: str) -> MemoryStore:
 @pytest.mark.parametrize("version", RELEASES)
 async def test_all_records_can_be_read(version: str) -> None:
     store = await kept(version)
-    found: set[Kind | None] = set()
+    found: set[RecordKind | None] = set()
     for job in JOBS:
         items = await records_of(store, job)
         assert broken(job, items) == []
         found |= {kind_of(job, item.key) for item in items}
-    assert found >= set(Kind), "a kind of record is not among those that were kept"
+    assert found >= set(RecordKind), "a kind of record is not among those that were kept"
     assert {server.holder.server_id for server in await servers.read(store)} == {"ps-0", "ps-1"}
     assert shard_map.parse("async", await records_of(store, "async")) is not None
 

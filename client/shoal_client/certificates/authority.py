@@ -30,7 +30,7 @@ class Issued:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class CertificateHolder:
     """Whom a certificate is for, and for how long."""
 
     caller: Caller
@@ -76,7 +76,7 @@ class Authority:
         issued = _pem(built, key)
         return cls(issued.cert, issued.key), issued
 
-    def issue(self, holder: Holder) -> Issued:
+    def issue(self, holder: CertificateHolder) -> Issued:
         """A certificate with a key of its own. Raises InvalidSpec for one that outlives this
         authority."""
         if datetime.now(UTC) + holder.valid > self._cert.not_valid_after_utc:
@@ -123,7 +123,7 @@ def read(cert: bytes) -> x509.Certificate:
         ) from error
 
 
-def holder_of(cert: x509.Certificate) -> Holder | None:
+def holder_of(cert: x509.Certificate) -> CertificateHolder | None:
     """Whom it was issued for, to issue it again; None for one that is not of Shoal's form."""
     try:
         found = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -137,7 +137,7 @@ def holder_of(cert: x509.Certificate) -> Holder | None:
     names += [str(each) for each in found.get_values_for_type(x509.IPAddress)]
     hosts = [name for name in names if name != SERVES_AS.get(caller.role)]
     valid = cert.not_valid_after_utc - cert.not_valid_before_utc - CLOCK_SKEW
-    return Holder(caller=caller, hosts=hosts, valid=valid)
+    return CertificateHolder(caller=caller, hosts=hosts, valid=valid)
 
 
 def _builder(

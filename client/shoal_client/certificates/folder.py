@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from shoal_client.certificates.authority import Authority, Holder, Issued, holder_of, read
+from shoal_client.certificates.authority import (
+    Authority,
+    CertificateHolder,
+    Issued,
+    holder_of,
+    read,
+)
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls.identity import CA_FILE
 from shoal_proto.tls.names import Caller, Role
@@ -67,10 +73,10 @@ class CertificateFolder:
         _write_new(self.path / CA_FILE, own.cert)
         for role in roles:
             named = hosts if role is Role.COORDINATOR else ()
-            holder = Holder(caller=Caller(role, role.value), hosts=named, valid=valid)
+            holder = CertificateHolder(caller=Caller(role, role.value), hosts=named, valid=valid)
             self._keep_new(authority, holder)
 
-    def issue(self, holder: Holder) -> Path:
+    def issue(self, holder: CertificateHolder) -> Path:
         """Make one more certificate; its file. Raises InvalidSpec for a name that is taken."""
         self._check_private()
         return self._keep_new(self._authority(), holder)
@@ -100,7 +106,7 @@ class CertificateFolder:
             for path, holder in self._holders()
         ]
 
-    def _holders(self) -> Iterator[tuple[Path, Holder]]:
+    def _holders(self) -> Iterator[tuple[Path, CertificateHolder]]:
         for path in sorted(self.path.glob("*.crt")):
             if path.name == CA_FILE:
                 continue
@@ -111,7 +117,7 @@ class CertificateFolder:
     def _authority(self) -> Authority:
         return Authority(_bytes_of(self.path / CA_FILE), _bytes_of(self.path / CA_KEY_FILE))
 
-    def _keep_new(self, authority: Authority, holder: Holder) -> Path:
+    def _keep_new(self, authority: Authority, holder: CertificateHolder) -> Path:
         path = self.path / f"{holder.caller.name}.crt"
         for each in (path, path.with_suffix(".key")):
             if each.exists():

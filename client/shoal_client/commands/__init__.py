@@ -34,7 +34,7 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
         (
             "jobs",
             "list jobs with state, step, loss and duration",
-            "job_list:ListConfig",
+            "job_list:JobListConfig",
             "job_list:show",
         ),
         ("stop", "stop a job at a step boundary", "jobs:StopConfig", "jobs:stop"),
@@ -62,7 +62,12 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
             "snapshots:TakeConfig",
             "snapshots:take",
         ),
-        ("snapshots", "list the snapshots of a job", "snapshots:ListConfig", "snapshots:show"),
+        (
+            "snapshots",
+            "list the snapshots of a job",
+            "snapshots:SnapshotListConfig",
+            "snapshots:show",
+        ),
         (
             "restore",
             "load a snapshot into the parameter servers",

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal_client.certificates.authority import Holder
+from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
@@ -99,7 +99,7 @@ def certs(config: CertsConfig) -> int:
             )
         case "issue":
             caller = Caller(Role(config.role), config.name or config.role, config.job)
-            path = folder.issue(Holder(caller=caller, hosts=config.hosts, valid=valid))
+            path = folder.issue(CertificateHolder(caller=caller, hosts=config.hosts, valid=valid))
             print(f"{path} and {path.with_suffix('.key')}: {caller}, valid for {valid}")
         case "renew":
             _renew(folder)

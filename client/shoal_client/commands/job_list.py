@@ -20,7 +20,7 @@ _STYLES = {"running": "green", "failed": "red", "lost": "red", "quarantined": "r
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListConfig:
+class JobListConfig:
     """Lists the jobs that are running and those that ended in the last 24 hours."""
 
     every: Annotated[bool, Parameter(name=["--all", "-a"], negative=())] = False
@@ -32,7 +32,7 @@ class ListConfig:
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
 
-def show(config: ListConfig) -> int:
+def show(config: JobListConfig) -> int:
     """Print the jobs, the newest last."""
     with StatusClient(config.address.urls()) as client:
         jobs = [job for job in client.jobs() if _is_wanted(job, config)]
@@ -48,13 +48,13 @@ def show(config: ListConfig) -> int:
     return 0
 
 
-def _none(config: ListConfig) -> str:
+def _none(config: JobListConfig) -> str:
     if config.state is not None:
         return f"no job is {config.state}"
     return "no job" if config.every else "no job; --all shows those that are over, too"
 
 
-def _is_wanted(job: Json, config: ListConfig) -> bool:
+def _is_wanted(job: Json, config: JobListConfig) -> bool:
     if config.state is not None:
         return bool(job["state"] == config.state)
     ended_s = job["ended_unix_s"]

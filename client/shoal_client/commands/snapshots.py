@@ -79,7 +79,7 @@ class TakeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListConfig:
+class SnapshotListConfig:
     """Lists the snapshots of a job."""
 
     job: str = field(kw_only=False)
@@ -122,7 +122,7 @@ def take(config: TakeConfig) -> int:
     return 0
 
 
-def show(config: ListConfig) -> int:
+def show(config: SnapshotListConfig) -> int:
     """Print the snapshots."""
     with _leader(config.job, config.url, config.call) as leader:
         request = ListSnapshotsRequest(job=config.job, url=config.url)

@@ -50,7 +50,7 @@ class Account:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Count:
+class SampleAudit:
     """How the samples fared."""
 
     lost: int
@@ -75,7 +75,7 @@ def read_account(path: Path) -> Account:
     return Account(name=path.stem, lines=tuple(lines))
 
 
-def count_synchronous(accounts: Iterable[Account], expected: Iterable[Sample]) -> Count:
+def count_synchronous(accounts: Iterable[Account], expected: Iterable[Sample]) -> SampleAudit:
     """The count of a run in which all members of a generation take each step together.
 
     A step counts in a generation if any member committed it there; and, if a later generation took
@@ -102,7 +102,7 @@ def count_synchronous(accounts: Iterable[Account], expected: Iterable[Sample]) -
 
 def count_asynchronous(
     accounts: Iterable[Account], expected: Iterable[Sample], pushes_applied: int | None
-) -> Count:
+) -> SampleAudit:
     """The count of a run in which each worker's step is one push.
 
     A killed worker's last step may have been applied though it never learnt of it. How many such
@@ -128,9 +128,11 @@ def count_asynchronous(
     return _count(used, expected, steps + len(unanswered))
 
 
-def _count(used: Counter[Sample], expected: Iterable[Sample], steps: int) -> Count:
+def _count(used: Counter[Sample], expected: Iterable[Sample], steps: int) -> SampleAudit:
     lost = sum(1 for sample in expected if sample not in used)
-    return Count(lost=lost, repeated=used.total() - len(used), steps=steps, samples=used.total())
+    return SampleAudit(
+        lost=lost, repeated=used.total() - len(used), steps=steps, samples=used.total()
+    )
 
 
 def recovery_s(

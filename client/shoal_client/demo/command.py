@@ -16,9 +16,9 @@ from typing import Annotated, NoReturn
 from cyclopts import Parameter
 from rich.console import Console
 
-from shoal_client.demo.plan import PLANS, Outcome, Plan
+from shoal_client.demo.plan import PLANS, DemoPlan, Outcome
 from shoal_client.demo.show import Bars, table, verdict
-from shoal_client.demo.training import Training
+from shoal_client.demo.training import DemoTraining
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, tail
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.leftovers import adopt_orphans, sweep
@@ -79,7 +79,7 @@ def demo(config: DemoConfig) -> int:
     return 0 if all(each.good for each in outcomes) and not left else 1
 
 
-def _train(plans: Sequence[Plan], directory: Path, console: Console) -> Sequence[Outcome]:
+def _train(plans: Sequence[DemoPlan], directory: Path, console: Console) -> Sequence[Outcome]:
     outcomes: list[Outcome] = []
     data = directory / "digits.npz"
     # One thread each: there are more processes here than cores.
@@ -95,7 +95,7 @@ def _train(plans: Sequence[Plan], directory: Path, console: Console) -> Sequence
             bars.say(f"status page: {cluster.http_url}")
             _await_data(writer, directory)
             for plan in plans:
-                training = Training(plan, cluster, directory / plan.strategy, data)
+                training = DemoTraining(plan, cluster, directory / plan.strategy, data)
                 outcomes.append(training.run(bars.follow(plan)))
     return outcomes
 

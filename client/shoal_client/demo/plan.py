@@ -8,7 +8,7 @@ MIN_ACCURACY = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DemoPlan:
     """One training of the demo."""
 
     strategy: str
@@ -31,8 +31,8 @@ class Plan:
 
 
 PLANS = (
-    Plan(strategy="async-sgd", epochs=80, global_batch=96, synchronous=False),
-    Plan(strategy="ddp", epochs=80, global_batch=96, synchronous=True),
+    DemoPlan(strategy="async-sgd", epochs=80, global_batch=96, synchronous=False),
+    DemoPlan(strategy="ddp", epochs=80, global_batch=96, synchronous=True),
 )
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from shoal_client.demo.plan import MIN_ACCURACY, Outcome, Plan
+from shoal_client.demo.plan import MIN_ACCURACY, DemoPlan, Outcome
 from shoal_client.demo.training import Progress as Standing
 
 
@@ -43,14 +43,14 @@ class Bars:
         """A line above the bars."""
         self._console.print(text, highlight=False)
 
-    def follow(self, plan: Plan) -> "Bar":
+    def follow(self, plan: DemoPlan) -> "Bar":
         """The bar of one training."""
         task = self._progress.add_task(plan.strategy, total=plan.num_samples, news="starting")
         return Bar(self, self._progress, task, plan)
 
 
 class Bar:
-    def __init__(self, bars: Bars, progress: Progress, task: int, plan: Plan) -> None:
+    def __init__(self, bars: Bars, progress: Progress, task: int, plan: DemoPlan) -> None:
         self._bars = bars
         self._progress = progress
         self._task = task

@@ -22,7 +22,7 @@ from shoal_client.demo.audit import (
     recovery_s,
     span_s,
 )
-from shoal_client.demo.plan import DATASET_SIZE, Outcome, Plan
+from shoal_client.demo.plan import DATASET_SIZE, DemoPlan, Outcome
 from shoal_client.local.cluster import LocalCluster, tail
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_proto.errors import InternalError
@@ -32,7 +32,7 @@ TICK_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class LiveProgress:
     """How far a training is."""
 
     samples: int
@@ -52,7 +52,7 @@ class Kill:
     at_s: float
 
 
-class Tally:
+class LiveTally:
     """Follows the audit files while they grow: cheap, and only for the progress bar."""
 
     def __init__(self, directory: Path) -> None:
@@ -85,17 +85,17 @@ class Tally:
             self.committed[path] = self.committed.get(path, 0) + 1
 
 
-class Training:
+class DemoTraining:
     """Runs one plan on a cluster that is up."""
 
-    def __init__(self, plan: Plan, cluster: LocalCluster, directory: Path, data: Path) -> None:
+    def __init__(self, plan: DemoPlan, cluster: LocalCluster, directory: Path, data: Path) -> None:
         self._plan = plan
         self._cluster = cluster
         self._directory = directory
         self._data = data
         self._kill: Kill | None = None
 
-    def run(self, show: Callable[[Progress], None]) -> Outcome:
+    def run(self, show: Callable[[LiveProgress], None]) -> Outcome:
         """Train, kill, wait for the end. Raises InternalError with the log's end on a failure."""
         self._directory.mkdir(parents=True)
         with Supervisor(grace_s=3.0) as supervisor:
@@ -129,9 +129,9 @@ class Training:
     def _log(self) -> Path:
         return self._directory / "run.log"
 
-    def _follow(self, process: Process, show: Callable[[Progress], None]) -> int | None:
+    def _follow(self, process: Process, show: Callable[[LiveProgress], None]) -> int | None:
         """Watch the run to its end; returns the pushes that the parameter servers applied."""
-        tally = Tally(self._directory)
+        tally = LiveTally(self._directory)
         deadline_s = time.monotonic() + self._plan.timeout_s
         pushes: int | None = None
         # The files send no event; the end of the run does, and ends the wait at once.
@@ -151,9 +151,9 @@ class Training:
             pushes = self._pushes_applied()
         return pushes
 
-    def _progress(self, tally: Tally) -> Progress:
+    def _progress(self, tally: LiveTally) -> LiveProgress:
         killed = self._kill
-        return Progress(
+        return LiveProgress(
             samples=min(tally.samples, self._plan.num_samples),
             steps=max(tally.committed.values(), default=0)
             if self._plan.synchronous

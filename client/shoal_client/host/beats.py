@@ -9,7 +9,7 @@ from types import TracebackType
 import structlog
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.liveness.beat_board import BeatSlot, Claim, beat_of
+from shoal_client.liveness.beat_board import BeatSlot, SlotClaim, beat_of
 from shoal_client.membership import calls as membership_calls
 from shoal_proto.errors import ShoalError
 from shoal_proto.status import from_detail
@@ -84,13 +84,13 @@ class HostBeats:
             if claims:
                 self._send(claims)
 
-    def _claims(self) -> list[tuple[BeatSlot, Claim]]:
+    def _claims(self) -> list[tuple[BeatSlot, SlotClaim]]:
         with self._lock:
             running = [each for each in self._watched.values() if not each.halted]
         claims = ((each.slot, each.slot.claimed(each.pid)) for each in running)
         return [(slot, claim) for slot, claim in claims if claim is not None]
 
-    def _send(self, claims: Sequence[tuple[BeatSlot, Claim]]) -> None:
+    def _send(self, claims: Sequence[tuple[BeatSlot, SlotClaim]]) -> None:
         request = pb.HeartbeatRequest(
             beats=[beat_of(claim.token, claim.step, claim.doing) for _, claim in claims]
         )

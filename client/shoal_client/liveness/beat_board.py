@@ -123,7 +123,7 @@ class Doing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class SlotClaim:
     """Who asks for beats: a member, and the process that it is."""
 
     pid: int
@@ -218,7 +218,7 @@ class BeatSlot:
 
     # --- the launcher ---
 
-    def claimed(self, pid: int) -> Claim | None:
+    def claimed(self, pid: int) -> SlotClaim | None:
         """What process `pid` claimed; None if it did not, is about to, or hangs for good."""
         start = self._start
         length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _MOVED])
@@ -235,7 +235,7 @@ class BeatSlot:
         except DecodeError:
             return None
         doing = self._get(_DOING)
-        return Claim(
+        return SlotClaim(
             pid=pid,
             heartbeat_s=heartbeat_s,
             token=token,
@@ -248,13 +248,13 @@ class BeatSlot:
             ),
         )
 
-    def accepted(self, claim: Claim) -> None:
+    def accepted(self, claim: SlotClaim) -> None:
         """A coordinator took the beat for what is claimed here still."""
         now = self.claimed(claim.pid)
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self._put(_BEATEN, time.monotonic_ns())
 
-    def refused(self, claim: Claim, error: ShoalError) -> None:
+    def refused(self, claim: SlotClaim, error: ShoalError) -> None:
         """A coordinator refused the beat for what is claimed here still."""
         now = self.claimed(claim.pid)
         if now is not None and now.token.incarnation == claim.token.incarnation:

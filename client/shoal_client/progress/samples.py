@@ -24,7 +24,7 @@ class SampleRange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lease:
+class SampleLease:
     """What the coordinator answered."""
 
     range: SampleRange | None
@@ -55,11 +55,11 @@ class Reserve:
     """... and at most so many more in a second."""
 
 
-class Samples:
+class SampleClient:
     """Leases samples of one job for one member. Thread-safe; calls go one after the other.
 
     It remembers what it leased: a range counts as worked at until it is reported as completed, or
-    given back. What another `Samples` of the same process had leased goes back with the first call.
+    given back. What another client of the same process had leased goes back with the first call.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Samples:
         *,
         reserve: Reserve | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> Lease:
+    ) -> SampleLease:
         """Report `completed` ranges (leased ones, or parts of them) and get at most `num_samples`
         more. With a reserve a coordinator's death undoes none of it.
 
@@ -126,7 +126,7 @@ class Samples:
                     return answer
             return self._call(self._request(num_samples, reserve), timeout_s)
 
-    def _call(self, request: samples_pb2.LeaseRequest, timeout_s: float) -> Lease:
+    def _call(self, request: samples_pb2.LeaseRequest, timeout_s: float) -> SampleLease:
         self._unanswered = request
         try:
             reply = self.coordinators.call(
@@ -152,7 +152,7 @@ class Samples:
         leased = _range(reply.range) if reply.HasField("range") else None
         now_leased = [leased] if leased is not None else []
         self._held = joined([*without(self._held, not_held), *now_leased])
-        return Lease(
+        return SampleLease(
             range=leased,
             exhausted=reply.exhausted,
             retry_after_s=reply.retry_after_s,
@@ -161,7 +161,7 @@ class Samples:
         )
 
     def _request(self, num_samples: int, reserve: Reserve | None) -> samples_pb2.LeaseRequest:
-        # The clock keeps it rising over several `Samples` of one process.
+        # The clock keeps it rising over several `SampleClient`s of one process.
         self._sequence = max(self._sequence + 1, time.monotonic_ns())
         request = samples_pb2.LeaseRequest(
             token=self._token(),

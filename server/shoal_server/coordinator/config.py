@@ -25,7 +25,7 @@ from shoal_server.serving.options import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Admission:
+class CallerLimits:
     """What callers get of the coordinator."""
 
     calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
@@ -66,7 +66,7 @@ class CoordinatorConfig:
     snapshots: Annotated[SnapshotPolicy, FLAT] = field(default_factory=SnapshotPolicy)
     retention: Annotated[RetentionPolicy, FLAT] = field(default_factory=RetentionPolicy)
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
-    admission: Annotated[Admission, FLAT] = field(default_factory=Admission)
+    admission: Annotated[CallerLimits, FLAT] = field(default_factory=CallerLimits)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "listen", listening(self.listen, self.reach.bind))

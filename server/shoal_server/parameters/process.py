@@ -32,7 +32,7 @@ from shoal_server.parameters.allocator import keep_freed_memory
 from shoal_server.parameters.bulk.offers import Offers
 from shoal_server.parameters.cluster import predecessor
 from shoal_server.parameters.cluster.fence import Fence
-from shoal_server.parameters.cluster.registration import Identity, Registration
+from shoal_server.parameters.cluster.registration import Registration, ServerIdentity
 from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
@@ -200,7 +200,7 @@ async def running(
         host = config.listen.rpartition(":")[0]
         await stack.enter_async_context(listener.listening(host, config.bulk_port))
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
-        identity = Identity(
+        identity = ServerIdentity(
             holder=me,
             address=address,
             started_unix_s=time.time(),

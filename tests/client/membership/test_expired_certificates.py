@@ -12,7 +12,7 @@ import structlog
 from support.clusters.coordinator_world import FIELDS
 from support.clusters.tls_world import HOUR
 
-from shoal_client.certificates.authority import Holder
+from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.connection.certificate_wait import VARIABLE
 from shoal_client.connection.tls_refusals import why_refused
@@ -46,14 +46,14 @@ def expiring(directory: Path) -> Iterator[tuple[LocalCluster, TlsFiles]]:
         limits={"--heartbeat-s": 5.0, "--join-s": 1200.0},
     )
     with LocalCluster(config) as cluster:
-        cert = folder.issue(Holder(caller=Caller(Role.WORKER, "short"), valid=BRIEFLY))
+        cert = folder.issue(CertificateHolder(caller=Caller(Role.WORKER, "short"), valid=BRIEFLY))
         yield cluster, TlsFiles(ca=folder.path / "ca.crt", cert=cert, key=cert.with_suffix(".key"))
 
 
 def renew(files: TlsFiles) -> None:
     """Another certificate of the same holder, for an hour, in place of the one that expired."""
     folder = CertificateFolder(files.cert.parent)
-    made = folder.issue(Holder(caller=Caller(Role.WORKER, "fresh"), valid=HOUR))
+    made = folder.issue(CertificateHolder(caller=Caller(Role.WORKER, "fresh"), valid=HOUR))
     made.with_suffix(".key").replace(files.key)
     made.replace(files.cert)
 

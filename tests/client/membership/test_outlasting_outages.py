@@ -15,7 +15,7 @@ from shoal_client.connection import back_off
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import member_core
 from shoal_client.progress.clocks import Clock
-from shoal_client.progress.samples import Lease, Reserve, SampleRange, joined
+from shoal_client.progress.samples import Reserve, SampleLease, SampleRange, joined
 from shoal_proto.errors import Fenced, Unavailable
 from shoal_proto.v1 import clocks_pb2
 from shoal_proto.v1.identity_pb2 import Token
@@ -135,14 +135,14 @@ class AwaySamples:
         *,
         reserve: Reserve | None = None,
         timeout_s: float = 0.0,
-    ) -> Lease:
+    ) -> SampleLease:
         self.attempts += 1
         self.completed += completed
         if not self.back.is_set():
             raise self.error
         span = SampleRange(0, self.next, self.next + num_samples) if num_samples else None
         self.next += num_samples
-        return Lease(range=span, exhausted=False, retry_after_s=0.0)
+        return SampleLease(range=span, exhausted=False, retry_after_s=0.0)
 
     def report(
         self,

@@ -7,9 +7,9 @@ from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import servers
-from shoal_server.parameters.cluster.registration import Identity
+from shoal_server.parameters.cluster.registration import ServerIdentity
 
-IDENTITY = Identity(holder=Holder("ps-0", "one"), address="10.0.0.1:7710", started_unix_s=1e9)
+IDENTITY = ServerIdentity(holder=Holder("ps-0", "one"), address="10.0.0.1:7710", started_unix_s=1e9)
 
 
 @pytest.mark.parametrize("leaving", [False, True])

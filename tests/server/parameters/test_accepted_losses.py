@@ -15,7 +15,7 @@ from shoal_client.connection.coordinators import Coordinators
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients
 from shoal_client.parameters.tables import TableClient
-from shoal_client.progress.samples import Samples
+from shoal_client.progress.samples import SampleClient
 from shoal_proto.errors import InvalidSpec, NothingLost, StateLost, UnknownJob, UnknownShard
 from shoal_proto.row_hash import shard_of
 from shoal_proto.status import from_rpc_error
@@ -396,11 +396,13 @@ def trained_on(servers: ParameterServers) -> int:
     return counts.completed if counts is not None else -1
 
 
-def train_on(opened: ExitStack, servers: ParameterServers, name: str, num_samples: int) -> Samples:
+def train_on(
+    opened: ExitStack, servers: ParameterServers, name: str, num_samples: int
+) -> SampleClient:
     """A member that has trained on so many of 100 samples and holds ten more."""
     token = servers.admit(name)
     coordinators = opened.enter_context(closing(Coordinators([servers.coordinator])))
-    samples = Samples(coordinators, lambda: token, dataset_size=100, num_epochs=1)
+    samples = SampleClient(coordinators, lambda: token, dataset_size=100, num_epochs=1)
     leased = samples.lease(num_samples).range
     assert leased is not None
     samples.lease(10, [leased])
@@ -447,7 +449,7 @@ def test_samples_of_values_that_begin_anew_are_trained_on_again(
     earlier.report(earlier.held)
     token = servers.admit("w1")
     coordinators = opened.enter_context(closing(Coordinators([servers.coordinator])))
-    samples = Samples(coordinators, lambda: token, dataset_size=100, num_epochs=1)
+    samples = SampleClient(coordinators, lambda: token, dataset_size=100, num_epochs=1)
     num_samples, lease = 0, samples.lease(100)
     while lease.range is not None:
         num_samples += lease.range.stop - lease.range.start

@@ -28,7 +28,7 @@ from shoal_server.parameters.replication.record_writer import RecordWriter
 from shoal_server.parameters.replication.shard_roles import ShardRoles
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import new_dense_shard
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 
 ME = Holder("ps-0", "one")
 LIMIT_S = 10.0
@@ -39,7 +39,7 @@ def new_held() -> ShardReplica:
         shard_id=0, epoch=1, dtype="float32", blocks=[Block(parameter="p", num_elements=2)]
     )
     sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
-    return ShardReplica("job", new_dense_shard(spec, sgd, bytearray(8)), Role.PRIMARY, 1)
+    return ShardReplica("job", new_dense_shard(spec, sgd, bytearray(8)), ReplicaRole.PRIMARY, 1)
 
 
 class LockedRecord:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 
-from shoal_client.certificates.authority import Holder
+from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_proto.tls.files import TlsFiles
@@ -39,7 +39,7 @@ class TlsWorld:
         folder = CertificateFolder(self.certificates)
         path = self.certificates / f"{caller.name}.crt"
         if not path.exists():
-            folder.issue(Holder(caller=caller, valid=valid))
+            folder.issue(CertificateHolder(caller=caller, valid=valid))
         return TlsFiles(ca=self.certificates / "ca.crt", cert=path, key=path.with_suffix(".key"))
 
 

@@ -11,7 +11,7 @@ from support.processes.served_process import awaited
 from shoal.data.sample_leases import Leases
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.progress.clocks import Clock
-from shoal_client.progress.samples import SampleRange, Samples
+from shoal_client.progress.samples import SampleClient, SampleRange
 from shoal_proto.errors import JobQuarantined
 
 STEP = 32
@@ -27,7 +27,7 @@ def opened() -> Iterator[ExitStack]:
 def leases_of(opened: ExitStack, servers: ParameterServers, name: str) -> Leases:
     """What a member goes through whose rounds have far more steps than an epoch."""
     token = servers.admit(name)
-    samples = Samples(
+    samples = SampleClient(
         opened.enter_context(closing(Coordinators([servers.coordinator]))),
         lambda: token,
         dataset_size=STEP * NUM_STEPS,

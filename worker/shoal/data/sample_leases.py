@@ -8,7 +8,7 @@ import structlog
 
 from shoal.data.sample_reserve import SampleReserve
 from shoal_client.connection.coordinators import OUTLASTED
-from shoal_client.progress.samples import Lease, Reserve, SampleRange, Samples, size_of
+from shoal_client.progress.samples import Reserve, SampleClient, SampleLease, SampleRange, size_of
 from shoal_proto.errors import JobFinished, RejoinError
 
 log = structlog.get_logger(__name__)
@@ -30,7 +30,7 @@ class Leases:
     are still at work or no coordinator is there, it yields None now and then.
     """
 
-    def __init__(self, samples: Samples, batch_size: int, *, round_batches: int = 1) -> None:
+    def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:
         """`round_batches`: so many are acknowledged together."""
         self._samples = samples
         self._batch_size = batch_size
@@ -151,7 +151,7 @@ class Leases:
                     lease.retry_after_s if self._is_waiting else ASK_AGAIN_S,
                 )
 
-    def _attempt(self) -> Lease:
+    def _attempt(self) -> SampleLease:
         """What was done goes along with the first attempt, and is kept for the next ones."""
         with self._changed:
             done, self._done = self._done, []
@@ -171,7 +171,7 @@ class Leases:
             begins_per_s=self._reserve.begins_per_s,
         )
 
-    def _booked(self, lease: Lease) -> None:
+    def _booked(self, lease: SampleLease) -> None:
         self._is_exhausted, self._has_none = lease.exhausted, lease.range is None
         self._reserve.lost(lease.not_held)
         if lease.range is not None:

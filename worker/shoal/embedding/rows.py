@@ -34,7 +34,7 @@ FATES = {
 
 
 @dataclass(frozen=True)
-class Use:
+class RowUse:
     """Rows of one forward pass. `values` is a leaf whose gradient the backward pass fills."""
 
     routed: Routed
@@ -96,7 +96,7 @@ class TableRows:
         self._heard: Ids = np.zeros(spec.num_shards, np.int64)
         self._step = 0
         self._table_step = 0
-        self._uses: list[Use] = []
+        self._uses: list[RowUse] = []
         self.fates = dict.fromkeys(FATES.values(), 0)
         """Rows pushed so far, by what became of them."""
 
@@ -138,7 +138,7 @@ class TableRows:
         values = held.values.to(device)
         if torch.is_grad_enabled():
             values.requires_grad_()
-            self._uses.append(Use(routed, held, values))
+            self._uses.append(RowUse(routed, held, values))
         return values
 
     # Gradients out.
@@ -217,7 +217,7 @@ def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dt
     )
 
 
-def _added_up(uses: Sequence[Use], num_shards: int) -> tuple[Routed, Ids, Ids, Tensor]:
+def _added_up(uses: Sequence[RowUse], num_shards: int) -> tuple[Routed, Ids, Ids, Tensor]:
     """Rows once each: ids, births, (version, epoch) that they are based on, and gradients."""
     gradients = [use.values.grad.cpu() for use in uses if use.values.grad is not None]
     bases = [np.stack([use.held.versions, use.held.epochs], axis=1) for use in uses]

@@ -60,7 +60,7 @@ class SessionStrategy(SingleDeviceStrategy):
     def __init__(self, session: Session, device: str = "cpu") -> None:
         super().__init__(device=device)
         self._session = session
-        self._batches: SessionBatches | None = None
+        self._batches: LightningBatches | None = None
         self._again: Any = None
         self._on_sigterm: Any = None
         self._num_parts = 1
@@ -76,7 +76,7 @@ class SessionStrategy(SingleDeviceStrategy):
         shuffle: bool | None = None,
         collate: Collate | None = None,
         **loading: Unpack[LoadingOptions],
-    ) -> "SessionBatches":
+    ) -> "LightningBatches":
         """What `trainer.fit` trains on: as `session.batches`, each a pair (inputs, targets).
 
         They say when the training ends, so the Trainer gets `max_epochs=-1`.
@@ -91,7 +91,7 @@ class SessionStrategy(SingleDeviceStrategy):
             collate=collate,
             **loading,
         )
-        self._batches = SessionBatches(job)
+        self._batches = LightningBatches(job)
         return self._batches
 
     # --- what Lightning calls ---
@@ -231,7 +231,7 @@ class SessionStrategy(SingleDeviceStrategy):
                 return result
             self._again = self.batch_to_device(pair)
 
-    def _present_batches(self) -> "SessionBatches":
+    def _present_batches(self) -> "LightningBatches":
         if self._batches is None:
             raise InvalidSpec(
                 "the Trainer was given batches of its own",
@@ -244,7 +244,7 @@ class SessionStrategy(SingleDeviceStrategy):
         return self.lightning_module.trainer
 
 
-class SessionBatches:
+class LightningBatches:
     """Made by `SessionStrategy.batches`. An iteration goes to the end of the job's epoch."""
 
     def __init__(self, job: JobBatches) -> None:

@@ -132,7 +132,7 @@ class SessionTrainer(Trainer):
         self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
         session.register("transformers-schedule", self.lr_scheduler)
-        session.register("transformers-trainer", JobState(self))
+        session.register("transformers-trainer", TrainerCounts(self))
         model, optimizer = session.distribute(
             self.model, self.optimizer, self._strategy, checkpoints=self._kept
         )
@@ -390,7 +390,7 @@ class SessionOptimizer:
         return getattr(self.optimizer, name)
 
 
-class JobState:
+class TrainerCounts:
     """What Trainer counts for the whole job: the best metric, and what callbacks export."""
 
     def __init__(self, trainer: Trainer) -> None:

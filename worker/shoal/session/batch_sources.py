@@ -13,7 +13,7 @@ from shoal.data.sample_leases import Leases
 from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
-from shoal_client.progress.samples import SampleRange, Samples
+from shoal_client.progress.samples import SampleClient, SampleRange
 from shoal_proto.errors import InvalidSpec, JobFinished
 
 log = structlog.get_logger(__name__)
@@ -165,7 +165,7 @@ class LeasedBatches(BatchSource):
         controller, order = self._controller, self._loader.order
         self._loader.start()
         controller.ensure_generation(self._fields)
-        samples = Samples(
+        samples = SampleClient(
             controller.membership.coordinators,
             lambda: controller.membership.token,
             dataset_size=order.num_samples,

@@ -11,7 +11,7 @@ PAUSE_S = 1800.0
 """What a pause may take that states no limit."""
 
 
-class OwnPause:
+class ScriptPause:
     """Of one session; one at a time."""
 
     def __init__(self, controller: ElasticController) -> None:

@@ -24,7 +24,7 @@ from shoal.session.batch_sources import Batches, BatchSource, LeasedBatches, Syn
 from shoal.session.distribution import Chosen, Distribution, How, Models, Optimizers, Options
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
-from shoal.session.own_pause import PAUSE_S, OwnPause
+from shoal.session.own_pause import PAUSE_S, ScriptPause
 from shoal.session.shared_calls import Reduction, SharedCalls, Value, note_loss, present, stop
 from shoal.session.step import Step, Steps, reason_of, reason_of_end
 from shoal.session.step_reports import StepReports
@@ -64,7 +64,7 @@ class Session:
         self._reports: StepReports | None = None
         self._source: BatchSource | None = None
         self._steps = Steps(self._controller, self._trained)
-        self._pause = OwnPause(self._controller)
+        self._pause = ScriptPause(self._controller)
         self._signal = DrainSignal(self.drain)
 
     @property

@@ -30,7 +30,7 @@ STEP = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class NodePlace:
     """This node's place in a generation that all its nodes have entered."""
 
     store: AgentStore
@@ -97,7 +97,7 @@ class Node:
 
     # --- generations ---
 
-    def enter(self) -> Entry:
+    def enter(self) -> NodePlace:
         """Leave the generation this node is in, and enter the next with all its nodes.
 
         Raises JobFinished, DeadlineExceeded, or what the coordinator refuses this node with.
@@ -195,7 +195,7 @@ class Node:
             fix="See `shoal status` for who is there; --rdzv-conf join_timeout waits longer.",
         )
 
-    def _bring_up(self, record: GenerationRecord) -> Entry:
+    def _bring_up(self, record: GenerationRecord) -> NodePlace:
         """Meet all nodes of an agreed generation, and learn where its workers' store is."""
         membership, limits = self._membership, self._membership.limits
         entries = record.roster.entries
@@ -223,7 +223,7 @@ class Node:
         store.barrier("shoal/nodes", world_size)
         membership.ready(record)
         log.info("generation_entered", job=self.job, generation=self._number, rank=rank)
-        return Entry(store=store, rank=rank, world_size=world_size, bootstrap=bootstrap)
+        return NodePlace(store=store, rank=rank, world_size=world_size, bootstrap=bootstrap)
 
     def _new_membership(self) -> MemberSession:
         self._member = replace(self._member, incarnation=new_incarnation())

@@ -16,7 +16,7 @@ from functools import partial
 import structlog
 
 from shoal.tracking.scalars import Scalar, scalars
-from shoal.tracking.tracker import Busy, OpenRun, Run, Tracker, Written
+from shoal.tracking.tracker import Busy, OpenRun, Run, Tracker, WrittenUpTo
 from shoal_proto.health import MAX_LOGGED
 from shoal_proto.v1.membership_pb2 import STATE_ACTION_INITIAL, GenerationRecord
 
@@ -171,7 +171,7 @@ class _Sink:
         self._kept: dict[int, tuple[float, dict[str, float]]] = {}
         """By step: when its first value was logged, and all of them."""
         self._open: OpenRun | None = None
-        self._written = Written()
+        self._written = WrittenUpTo()
         self.busy = False
         """Another process writes the run still."""
         self._is_failing = False

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, Written, require, run_name
+from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WrittenUpTo, require, run_name
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class _OpenTensorBoard(OpenRun):
             self._lock.release()
 
 
-def _written(folder: Path) -> Written:
+def _written(folder: Path) -> WrittenUpTo:
     """As the newest file with a value in it says; steps rise from file to file."""
     files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):
-        written = Written()
+        written = WrittenUpTo()
         for step, name in _values(path):
             written = written.plus(step, frozenset({name})) if step >= written.step else written
         if written.step >= 0:
             return written
-    return Written()
+    return WrittenUpTo()
 
 
 def _values(path: Path) -> Iterable[tuple[int, str]]:

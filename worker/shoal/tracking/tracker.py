@@ -28,7 +28,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class WrittenUpTo:
     """How far a run is written. Steps are written in order."""
 
     step: int = -1
@@ -43,14 +43,16 @@ class Written:
         known = self.names if step == self.step else frozenset()
         return {name: value for name, value in values.items() if name not in known}
 
-    def plus(self, step: int, names: frozenset[str]) -> "Written":
-        return Written(step=step, names=names | (self.names if step == self.step else frozenset()))
+    def plus(self, step: int, names: frozenset[str]) -> "WrittenUpTo":
+        return WrittenUpTo(
+            step=step, names=names | (self.names if step == self.step else frozenset())
+        )
 
 
 class OpenRun(ABC):
     """A run that this process writes."""
 
-    written: Written
+    written: WrittenUpTo
     """As of when it was opened."""
 
     @abstractmethod

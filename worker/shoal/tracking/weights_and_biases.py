@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, Written, require, run_name
+from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WrittenUpTo, require, run_name
 from shoal.tracking.wandb_files import records
 
 SETTLED_S = 1.0
@@ -68,7 +68,7 @@ class _OpenWandB(OpenRun):
     kill may take that along. So values go to a journal as well, and who writes next hands over once
     more what wandb's own files do not have."""
 
-    def __init__(self, run: Any, written: Written, journal: Path, lock: Lock) -> None:
+    def __init__(self, run: Any, written: WrittenUpTo, journal: Path, lock: Lock) -> None:
         self._run = run
         self.written = written
         self._lock = lock
@@ -111,17 +111,17 @@ def _folders(folder: Path, run_id: str) -> list[Path]:
     return sorted(folder.glob(f"*run-*-{run_id}"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def _written(folders: list[Path]) -> Written:
+def _written(folders: list[Path]) -> WrittenUpTo:
     """As the newest file with a value in it says, once nobody writes it any more."""
     for folder in reversed(folders):
-        written = Written()
+        written = WrittenUpTo()
         for path in _settled(folder):
             for step, names in _rows(path):
                 if step >= written.step:
                     written = written.plus(step, names)
         if written.step >= 0:
             return written
-    return Written()
+    return WrittenUpTo()
 
 
 def _settled(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from shoal_server.etcd.records import assignments, shard_map
 EXCERPT_BYTES = 120
 
 
-class Kind(Enum):
+class RecordKind(Enum):
     """What may lie in etcd of a job."""
 
     STATE = "the job's own record"
@@ -28,16 +28,17 @@ class Kind(Enum):
     ASSIGNMENT = "who holds shards"
 
 
-REMEDIES: Mapping[Kind, str] = {
-    Kind.STATE: "It is rewritten from what of it can be read and from the generations' records:"
-    " the job goes on.",
-    Kind.GENERATION: "It is moved aside. If it is the newest, members stop, say which step they"
-    " came to, and form the next generation from the highest.",
-    Kind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join again.",
-    Kind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that were"
-    " trained on are trained on once more.",
-    Kind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job are not known for"
-    " what they are any more. Make sure that none is left.",
+REMEDIES: Mapping[RecordKind, str] = {
+    RecordKind.STATE: "It is rewritten from what of it can be read and from the generations'"
+    " records: the job goes on.",
+    RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, say which step"
+    " they came to, and form the next generation from the highest.",
+    RecordKind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join"
+    " again.",
+    RecordKind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that"
+    " were trained on are trained on once more.",
+    RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job are not known"
+    " for what they are any more. Make sure that none is left.",
 }
 """What mending it does. Of what is not here nothing can be mended by moving it aside."""
 NO_REMEDY = (
@@ -54,7 +55,7 @@ OF_A_LATER_RELEASE = (
 class Broken:
     """A record that cannot be read."""
 
-    kind: Kind
+    kind: RecordKind
     item: KeyValue
     error: str
     is_later: bool = False
@@ -75,23 +76,23 @@ class Broken:
         return repr(start)[2:-1] + (" ..." if len(self.item.value) > EXCERPT_BYTES else "")
 
 
-def kind_of(job: str, key: str) -> Kind | None:
+def kind_of(job: str, key: str) -> RecordKind | None:
     """What lies at a key of the job; None for one that no coordinator of this version reads."""
     single = {
-        keys.job_state(job): Kind.STATE,
-        keys.sample_ledger(job): Kind.SAMPLES,
-        keys.reset(job): Kind.EARLIER_RUNS,
-        keys.shard_map(job): Kind.SHARDS,
+        keys.job_state(job): RecordKind.STATE,
+        keys.sample_ledger(job): RecordKind.SAMPLES,
+        keys.reset(job): RecordKind.EARLIER_RUNS,
+        keys.shard_map(job): RecordKind.SHARDS,
     }
     if key in single:
         return single[key]
     if key.startswith(keys.assignments(job)):
-        return Kind.ASSIGNMENT
+        return RecordKind.ASSIGNMENT
     if key.startswith(keys.members(job)):
-        return Kind.MEMBER if "/" not in key.removeprefix(keys.members(job)) else None
+        return RecordKind.MEMBER if "/" not in key.removeprefix(keys.members(job)) else None
     number = key.removeprefix(keys.generations(job))
     is_number = key != number and number.isascii() and number.isdigit()
-    return Kind.GENERATION if is_number else None
+    return RecordKind.GENERATION if is_number else None
 
 
 async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
@@ -129,12 +130,12 @@ def _read_generation(job: str, item: KeyValue, items: Sequence[KeyValue]) -> Non
     stored_chunks.read(job, number, item.value, stored_chunks.chunks_in(job, items))
 
 
-_READ: Mapping[Kind, Callable[[str, KeyValue, Sequence[KeyValue]], object]] = {
-    Kind.STATE: lambda job, item, _: state_from_json(job, item.value),
-    Kind.GENERATION: _read_generation,
-    Kind.MEMBER: lambda job, item, _: codec.member_from_json(item.value),
-    Kind.SAMPLES: _read_samples,
-    Kind.EARLIER_RUNS: lambda job, item, _: earlier_runs.from_json(job, item.value),
-    Kind.SHARDS: lambda job, item, items: shard_map.parse(job, items),
-    Kind.ASSIGNMENT: lambda job, item, _: assignments.parse(item),
+_READ: Mapping[RecordKind, Callable[[str, KeyValue, Sequence[KeyValue]], object]] = {
+    RecordKind.STATE: lambda job, item, _: state_from_json(job, item.value),
+    RecordKind.GENERATION: _read_generation,
+    RecordKind.MEMBER: lambda job, item, _: codec.member_from_json(item.value),
+    RecordKind.SAMPLES: _read_samples,
+    RecordKind.EARLIER_RUNS: lambda job, item, _: earlier_runs.from_json(job, item.value),
+    RecordKind.SHARDS: lambda job, item, items: shard_map.parse(job, items),
+    RecordKind.ASSIGNMENT: lambda job, item, _: assignments.parse(item),
 }

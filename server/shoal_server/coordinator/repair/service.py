@@ -17,7 +17,7 @@ from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence import stored_chunks
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.repair import inspection, mending
-from shoal_server.coordinator.repair.inspection import Broken, Kind
+from shoal_server.coordinator.repair.inspection import Broken, RecordKind
 from shoal_server.core.generations.roster import Record
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put, unchanged_since
@@ -78,11 +78,11 @@ class RepairService(RepairsServicer):
             key = each.item.key
             target = keys.quarantined(job, stamp, key)
             writes: list[Operation] = [Put(target, each.item.value)]
-            if each.kind is Kind.SAMPLES:
+            if each.kind is RecordKind.SAMPLES:
                 writes.append(await self._deltas_moved(job, stamp, items))
             writes.append(
                 self._new_state(request, items, each.item)
-                if each.kind is Kind.STATE
+                if each.kind is RecordKind.STATE
                 else Delete(key)
             )
             result = await self._store.transact(
@@ -90,7 +90,7 @@ class RepairService(RepairsServicer):
             )
             if result.succeeded:
                 moved[key] = target
-            if each.kind is Kind.EARLIER_RUNS:
+            if each.kind is RecordKind.EARLIER_RUNS:
                 self._registry.earlier_runs.pop(job, None)
         return moved
 
@@ -136,7 +136,7 @@ def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[R
     numbers, records = [], []
     chunks = stored_chunks.chunks_in(job, items)
     for item in items:
-        if inspection.kind_of(job, item.key) is not Kind.GENERATION:
+        if inspection.kind_of(job, item.key) is not RecordKind.GENERATION:
             continue
         number = int(item.key.removeprefix(keys.generations(job)))
         numbers.append(number)

@@ -38,7 +38,7 @@ from shoal_server.core.job.collecting import Collecting
 from shoal_server.core.job.deadlines import passed
 from shoal_server.core.job.drains import Drains
 from shoal_server.core.job.endings import Endings
-from shoal_server.core.job.job_state import JobState, Stage
+from shoal_server.core.job.job_state import JobState, PhaseState
 from shoal_server.core.job.lifetime import Lifetime
 from shoal_server.core.job.pause_keeper import PauseKeeper
 from shoal_server.core.job.removal import Removal
@@ -86,7 +86,7 @@ class Job:
     ) -> None:
         """`size_problem`: why the record of a roster could not be kept; empty for one that can."""
         table = MembershipTable(limits=limits)
-        stage = Stage(since_s=phase_since_s)
+        stage = PhaseState(since_s=phase_since_s)
         self.state = JobState(spec=spec, limits=limits, stage=stage, table=table)
         self.state.tally.begun_s = phase_since_s
         self._pause_keeper = PauseKeeper(self.state)

@@ -37,7 +37,7 @@ from shoal_server.core.membership.setbacks import Setbacks
 
 
 @dataclass(kw_only=True)
-class Stage:
+class PhaseState:
     """The phase, and why."""
 
     phase: Phase = Phase.COLLECT
@@ -76,7 +76,7 @@ class JobState:
 
     spec: JobSpec
     limits: Limits
-    stage: Stage
+    stage: PhaseState
     table: MembershipTable
     last_generation: Generation = NO_GENERATION
     running: Roster | None = None
@@ -227,7 +227,9 @@ class JobState:
         )
 
     def to(self, trigger: Trigger, reason: str, now_s: float) -> None:
-        self.stage = Stage(phase=after(self.stage.phase, trigger), reason=reason, since_s=now_s)
+        self.stage = PhaseState(
+            phase=after(self.stage.phase, trigger), reason=reason, since_s=now_s
+        )
         if self.stage.phase is Phase.COLLECT:
             self.deadlines.overdue_check_s = now_s + self.limits.join_s
         self.log(f"phase_{self.stage.phase.value}", reason)

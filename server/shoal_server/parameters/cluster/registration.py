@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class ServerIdentity:
     holder: Holder
     address: str
     """host:port under which workers and other servers reach this one."""
@@ -55,7 +55,7 @@ class Registration:
     def __init__(
         self,
         store: KeyValueStore,
-        identity: Identity,
+        identity: ServerIdentity,
         lease_ttl_s: float = 5.0,
         *,
         on_renewed: Callable[[float], None],

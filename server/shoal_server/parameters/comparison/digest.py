@@ -34,7 +34,7 @@ SESSIONS, ROWS = "sessions", "rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class DigestRange:
     """Where to look."""
 
     part: str
@@ -51,7 +51,7 @@ class PieceDigest:
     """What was seen there, right after the push that made the version."""
 
     version: int
-    piece: Piece
+    piece: DigestRange
     checksum: int
 
 
@@ -82,7 +82,7 @@ class PieceWalk:
 
         return shard.read(look)
 
-    def _next_piece(self, shard: AnyShard) -> Piece:
+    def _next_piece(self, shard: AnyShard) -> DigestRange:
         parts = [*sorted(shard.body.flat_tensors()), ROWS, SESSIONS]
         while self._part < len(parts):
             piece = self._piece_of(shard, parts[self._part])
@@ -97,12 +97,12 @@ class PieceWalk:
         self._part, self._at = 0, 0
         return self._next_piece(shard)
 
-    def _piece_of(self, shard: AnyShard, part: str) -> Piece | None:
+    def _piece_of(self, shard: AnyShard, part: str) -> DigestRange | None:
         """The next one of that part; None behind its end."""
         start = self._at
         if part == ROWS:
             row_ids, self._at = shard.body.row_ids(start, self._piece_bytes)
-            return Piece(part=part, row_ids=row_ids) if self._at > start else None
+            return DigestRange(part=part, row_ids=row_ids) if self._at > start else None
         if part == SESSIONS:
             # One more than there are: then it is seen that there are no others.
             size, step = len(shard.sessions) + 1, SESSIONS_A_PIECE
@@ -111,7 +111,7 @@ class PieceWalk:
         if start >= size:
             return None
         self._at = min(start + step, size)
-        return Piece(part=part, start=start, stop=self._at)
+        return DigestRange(part=part, start=start, stop=self._at)
 
 
 def compared(shard: AnyShard, told: PieceDigest) -> Comparison:
@@ -126,7 +126,7 @@ def compared(shard: AnyShard, told: PieceDigest) -> Comparison:
     return shard.read(look)
 
 
-def _checksum(shard: AnyShard, piece: Piece) -> int:
+def _checksum(shard: AnyShard, piece: DigestRange) -> int:
     """A piece that is not there has another checksum than any that is."""
     body = shard.body
     if piece.part == ROWS:
@@ -141,7 +141,7 @@ def _checksum(shard: AnyShard, piece: Piece) -> int:
     return _folded([_bytes(tensor)[piece.start : piece.stop]], 0)
 
 
-def _of_sessions(shard: AnyShard, piece: Piece) -> int:
+def _of_sessions(shard: AnyShard, piece: DigestRange) -> int:
     crc = crc32(str(len(shard.sessions)).encode())
     sessions = islice(shard.sessions.freeze().items(), piece.start, piece.stop)
     for image in exported(dict(sessions)):

@@ -12,10 +12,10 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from shoal_server.parameters.optimizers.tensors import Stateful
+from shoal_server.parameters.optimizers.tensors import StatefulRule
 
 
-class ShardOptimizer(Stateful, Protocol):
+class ShardOptimizer(StatefulRule, Protocol):
     """Holds the optimizer's state of one shard, beside the values that it updates.
 
     Its state has torch's names; flat like the values, but for one `step` a block.

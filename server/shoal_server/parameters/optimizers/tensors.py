@@ -12,7 +12,7 @@ VECTOR_ELEMENTS = 64
 """A multiple of what any vector register has of any dtype."""
 
 
-class Stateful(Protocol):
+class StatefulRule(Protocol):
     """Keeps tensors from one update to the next."""
 
     def state(self) -> Mapping[str, Tensor]:

@@ -10,7 +10,7 @@ from shoal_server.parameters.comparison.digest import PieceWalk
 from shoal_server.parameters.replication.giving_way import LARGE
 from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.workers import Runner
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ class Comparing:
 
     def _led(self) -> Iterator[ShardReplica]:
         for replica in self._catalog.shards():
-            if replica.role is Role.PRIMARY and not replica.is_forming:
+            if replica.role is ReplicaRole.PRIMARY and not replica.is_forming:
                 yield replica
 
     async def _look(self, replica: ShardReplica) -> None:

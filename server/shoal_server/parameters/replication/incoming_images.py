@@ -16,7 +16,7 @@ from shoal_server.parameters.replication.giving_way import LARGE, giving_way
 from shoal_server.parameters.replication.wire.frames import Arrived
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.tables.builder import ShardBuilder, bytes_to_build
@@ -119,7 +119,7 @@ class IncomingImages:
         if coming.state is None:
             raise InternalError("an image is kept that is not whole", seen=str(effect))
         coming.is_adopted = True
-        return ShardReplica(effect.key[0], coming.state, Role.BACKUP, effect.epoch)
+        return ShardReplica(effect.key[0], coming.state, ReplicaRole.BACKUP, effect.epoch)
 
 
 def _add(builder: ShardBuilder, arrived: Arrived) -> None:

@@ -25,7 +25,7 @@ from shoal_server.core.replication.protocol.events import (
     LinkOpened,
     Replied,
 )
-from shoal_server.core.replication.protocol.messages import Chunk, Record
+from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
@@ -128,7 +128,7 @@ class OutgoingLinks:
     async def reach(self, holder: Holder) -> str | None:
         return await self._directory.reach(holder)
 
-    def record(self, request: Record) -> UpdateRecord | None:
+    def record(self, request: UpdateMessage) -> UpdateRecord | None:
         replica = self._catalog.find(*request.key)
         if replica is None or replica.log is None or replica.epoch != request.epoch:
             return None
@@ -138,7 +138,7 @@ class OutgoingLinks:
         kept = self._cuts.get(image)
         return kept.cut.header if kept is not None and kept.cut is not None else None
 
-    async def chunk(self, request: Chunk) -> Buffer:
+    async def chunk(self, request: ImageChunk) -> Buffer:
         kept = self._cuts.get(request.image)
         if kept is None or kept.cut is None:
             raise InternalError("an image is not wanted any more", seen=f"image {request.image}")

@@ -20,12 +20,12 @@ from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.replication.protocol.events import LinkBroke, LinkOpened, Replied
 from shoal_server.core.replication.protocol.messages import (
-    Chunk,
     Continue,
+    ImageChunk,
     ImageStart,
     Offer,
-    Record,
     Request,
+    UpdateMessage,
 )
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
@@ -48,7 +48,7 @@ class LinkOwner(Protocol):
         """Where that process is reached; None if it is gone."""
         ...
 
-    def record(self, request: Record) -> UpdateRecord | None:
+    def record(self, request: UpdateMessage) -> UpdateRecord | None:
         """The push; None if the shard is not led here any more."""
         ...
 
@@ -56,7 +56,7 @@ class LinkOwner(Protocol):
         """What an image's chunks make up; None if it is not wanted any more."""
         ...
 
-    def chunk(self, request: Chunk) -> Awaitable[Buffer]:
+    def chunk(self, request: ImageChunk) -> Awaitable[Buffer]:
         """Its data. Raises InternalError if the image is not wanted any more."""
         ...
 
@@ -91,7 +91,7 @@ class PeerLink:
 
     def send(self, request: Request) -> None:
         """Arrives in order, or the link breaks."""
-        if isinstance(request, ImageStart | Chunk):
+        if isinstance(request, ImageStart | ImageChunk):
             self._images.append(request)
             self._wake_images.set()
         elif not self._send_now(request):
@@ -101,7 +101,7 @@ class PeerLink:
     def _send_now(self, request: Request) -> bool:
         """Whether a small push was told of without a turn of the event loop: somebody waits for
         it to be acknowledged."""
-        if self._idle is None or self._pushes or not isinstance(request, Record):
+        if self._idle is None or self._pushes or not isinstance(request, UpdateMessage):
             return False
         record = self._owner.record(request)
         if record is None or not frames.is_inline(record):
@@ -165,7 +165,7 @@ class PeerLink:
             yield frames.of_offer(request)
         elif isinstance(request, Continue):
             yield frames.of_continue(request)
-        elif isinstance(request, Record):
+        elif isinstance(request, UpdateMessage):
             record = self._owner.record(request)
             if record is not None:
                 yield from frames.of_record(*request.key, request.epoch, record)
@@ -203,7 +203,7 @@ class PeerLink:
             header = self._owner.header(request.image)
             if header is not None:
                 await stream.send(frames.of_image_start(request, header))
-        elif isinstance(request, Chunk):
+        elif isinstance(request, ImageChunk):
             try:
                 data = await self._owner.chunk(request)
             except InternalError as error:

@@ -18,7 +18,7 @@ from shoal_server.parameters.replication.giving_way import LARGE
 from shoal_server.parameters.replication.wire.frames import Arrived, Assembly
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import Role, ShardReplica, work_bytes_of
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica, work_bytes_of
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.serving.tasks import SupervisedTasks
@@ -96,7 +96,7 @@ class ReceivedUpdates:
     def compare(self, key: Key, epoch: int, told: PieceDigest) -> None:
         """See whether the copy is what its primary is, once what came before is applied."""
         replica = self._catalog.find(*key)
-        if replica is None or replica.role is not Role.BACKUP or replica.epoch != epoch:
+        if replica is None or replica.role is not ReplicaRole.BACKUP or replica.epoch != epoch:
             return
         self._put(key, replica, told)
 

@@ -13,7 +13,7 @@ from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_server.core.replication.protocol.effects import Answer
 from shoal_server.core.replication.protocol.events import CallerCame, CallerLeft, Requested
-from shoal_server.core.replication.protocol.messages import Record, Refused, Why
+from shoal_server.core.replication.protocol.messages import Refused, UpdateMessage, Why
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
@@ -235,7 +235,7 @@ class ReplicationServicer:
 
     async def _tell(self, caller: Caller, arrived: Arrived) -> None:
         request = arrived.request
-        if isinstance(request, Record):
+        if isinstance(request, UpdateMessage):
             await self._received.await_room()
             try:
                 self._received.check_memory(arrived)

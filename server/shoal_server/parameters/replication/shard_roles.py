@@ -39,7 +39,7 @@ from shoal_server.parameters.replication.incoming_images import IncomingImages
 from shoal_server.parameters.replication.record_log import RecordLog
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import UpdateRecord
-from shoal_server.parameters.shard.replica import Role, ShardReplica, num_bytes_of
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica, num_bytes_of
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.tasks import SupervisedTasks
@@ -49,7 +49,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Led:
-    """See `Leading`."""
+    """See `ShardLeadership`."""
 
     replica: ShardReplica
     acknowledgements: Acknowledgements
@@ -153,7 +153,7 @@ class ShardRoles:
     def _lead(self, effect: Lead) -> None:
         replica = self._found(effect.key)
         replica.state.enter_epoch(effect.epoch)
-        replica.epoch, replica.role = effect.epoch, Role.PRIMARY
+        replica.epoch, replica.role = effect.epoch, ReplicaRole.PRIMARY
         replica.is_forming, replica.is_handing_over = True, False
         replica.log = RecordLog(replica.state.version)
         replica.leading = _Led(replica, self._acknowledgements, self._tell_all)
@@ -194,7 +194,7 @@ class ShardRoles:
         replica = self._found(effect.key)
         replica.state.enter_epoch(effect.epoch)
         self._end(replica)
-        replica.role, replica.epoch = Role.BACKUP, effect.epoch
+        replica.role, replica.epoch = ReplicaRole.BACKUP, effect.epoch
         replica.is_handing_over = False
         log.info("shard_no_longer_led", job=replica.job, shard_id=replica.shard_id)
         self._driver.tell(Settled(effect.key, replica.state.version))
@@ -225,7 +225,7 @@ class ShardRoles:
         self._load_found(effect, found)
 
     def _load_found(self, effect: LoadJournal, found: Recovered[AnyShard]) -> None:
-        replica = ShardReplica(found.job, found.state, Role.PRIMARY, effect.epoch)
+        replica = ShardReplica(found.job, found.state, ReplicaRole.PRIMARY, effect.epoch)
         replica.is_forming = True
         found.state.enter_epoch(effect.epoch)
         self._driver.tell(Forget(effect.key))

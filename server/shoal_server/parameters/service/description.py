@@ -8,7 +8,7 @@ from shoal_proto.errors import WrongEpoch
 from shoal_proto.v1.parameters_pb2 import CopyState, DescribeReply, PushOutcome
 from shoal_proto.v1.parameters_pb2 import ShardState as ShardFigures
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 
 MAX_JOBS = 1024
 
@@ -55,7 +55,7 @@ def add_shard(
     """Describe one shard, or count it where this server has a copy only. `versions`: up to which
     its followers are known to have it."""
     reply.memory_bytes += replica.state.memory_bytes
-    if replica.role is not Role.PRIMARY:
+    if replica.role is not ReplicaRole.PRIMARY:
         reply.num_copies += 1
         return
     figures = replica.state.describe(replica.job)

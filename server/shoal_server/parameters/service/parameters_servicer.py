@@ -57,7 +57,7 @@ from shoal_server.parameters.shard.chunk_assembler import (
 )
 from shoal_server.parameters.shard.dense import DenseShard, Values, bytes_to_make, new_dense_shard
 from shoal_server.parameters.shard.memory import Memory, MemoryClaim
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA, ReplyWriter
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
@@ -142,7 +142,7 @@ class ParametersServicer:
                 make = partial(_new_shard, spec, header, assembler)
                 shard = await self._run(shard_bytes(spec), make)
                 job = header.token.job
-                replica = ShardReplica(job, shard, Role.PRIMARY, spec.epoch)
+                replica = ShardReplica(job, shard, ReplicaRole.PRIMARY, spec.epoch)
                 # Once more: the shard may have gone elsewhere while its values came in.
                 self._catalog.check_new(job, spec, self._replicas.assignment(job, shard_id))
                 if self._catalog.add(replica):

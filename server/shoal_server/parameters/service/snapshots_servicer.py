@@ -17,7 +17,7 @@ from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory, MemoryClaim
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.snapshot.frozen_shard import FrozenShard, Stamp
@@ -154,7 +154,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)
             )
         state.enter_epoch(epoch)
-        self._replicas.replace(ShardReplica(job, state, Role.PRIMARY, epoch))
+        self._replicas.replace(ShardReplica(job, state, ReplicaRole.PRIMARY, epoch))
 
     async def _library(self, url: str, job: str) -> SnapshotLibrary:
         roots = AllowedRoots(await self._read_roots())

@@ -13,7 +13,7 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.tables.shard import TableShard, is_table, new_table_shard
 
 log = structlog.get_logger(__name__)
@@ -80,7 +80,7 @@ class TableMaker:
             is_new = assignment.content is ShardContent.NONE
             if is_new and self._catalog.find(job, spec.shard_id) is None:
                 shard = _new(spec, layout, assignment.epoch)
-                new.append(ShardReplica(job, shard, Role.PRIMARY, assignment.epoch))
+                new.append(ShardReplica(job, shard, ReplicaRole.PRIMARY, assignment.epoch))
         made = self._register(job, new) if new else []
         if made:
             log.info("table_shards_made", job=job, num_shards=len(made))

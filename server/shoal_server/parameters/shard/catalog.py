@@ -23,7 +23,7 @@ from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.shard.absence import not_ready, why_absent
 from shoal_server.parameters.shard.dense import is_dense
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 
 log = structlog.get_logger(__name__)
@@ -87,7 +87,7 @@ class Catalog:
         found: list[ShardReplica | ShoalError] = []
         for shard_id, epoch in wanted:
             replica = self.find(job, shard_id)
-            if replica is None or replica.role is not Role.PRIMARY:
+            if replica is None or replica.role is not ReplicaRole.PRIMARY:
                 found.append(
                     self.redirect(job, shard_id, epoch) or await self._explain(job, shard_id)
                 )
@@ -102,7 +102,9 @@ class Catalog:
     async def _wait_led(self, job: str, wanted: Sequence[tuple[int, int]]) -> None:
         def is_expected(shard_id: int, epoch: int) -> bool:
             replica = self.find(job, shard_id)
-            return replica is not None and replica.role is Role.BACKUP and replica.epoch < epoch
+            return (
+                replica is not None and replica.role is ReplicaRole.BACKUP and replica.epoch < epoch
+            )
 
         def none_expected() -> bool:
             return not any(is_expected(*each) for each in wanted)
@@ -146,7 +148,11 @@ class Catalog:
             if route is not None and route.server_id != self._me.server_id:
                 return True
             replica = self.find(job, shard_id)
-            return replica is not None and replica.role is Role.PRIMARY and not replica.is_forming
+            return (
+                replica is not None
+                and replica.role is ReplicaRole.PRIMARY
+                and not replica.is_forming
+            )
 
         def all_there() -> bool:
             return all(map(is_there, wanted))

@@ -23,7 +23,7 @@ MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
 """Of one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
 
 
-class Leading(Protocol):
+class ShardLeadership(Protocol):
     """What goes with a shard that this server leads. Lives on the event loop."""
 
     def tell_applied(self) -> None:
@@ -75,7 +75,7 @@ class RecordLog(Protocol):
     def get(self, version: int) -> UpdateRecord: ...
 
 
-class Role(Enum):
+class ReplicaRole(Enum):
     PRIMARY = "primary"
     BACKUP = "backup"
 
@@ -83,14 +83,14 @@ class Role(Enum):
 class ShardReplica:
     """A shard in the catalog. Lives on the event loop; its state may be used from any thread."""
 
-    def __init__(self, job: str, state: AnyShard, role: Role, epoch: int) -> None:
+    def __init__(self, job: str, state: AnyShard, role: ReplicaRole, epoch: int) -> None:
         self._turn = asyncio.Lock()
         self._num_queued = 0
         self.job = job
         self.state = state
         self.role = role
         self.epoch = epoch
-        self.leading: Leading = NotLed()
+        self.leading: ShardLeadership = NotLed()
         """From when this server leads the shard first."""
         self.log: RecordLog | None = None
         """What was applied and a backup may still have to be told of, while it is led here."""

@@ -11,7 +11,7 @@ from shoal_server.parameters.optimizers import new_optimizer
 from shoal_server.parameters.optimizers.base import StepsWhole
 from shoal_server.parameters.optimizers.schedules import RunningSchedule
 from shoal_server.parameters.optimizers.staleness import Staleness
-from shoal_server.parameters.optimizers.tensors import Stateful
+from shoal_server.parameters.optimizers.tensors import StatefulRule
 from shoal_server.parameters.shard.gradients import BlockSplitter
 
 
@@ -29,7 +29,7 @@ class UpdateRule:
         self._cutter = cutter
         self._whole = self._optimizer if isinstance(self._optimizer, StepsWhole) else None
         self._all_blocks = list(range(len(blocks)))
-        self._parts: Mapping[str, Stateful] = {
+        self._parts: Mapping[str, StatefulRule] = {
             "optimizer/": self._optimizer,
             "schedule/": self._schedule,
             "staleness/": self._staleness,

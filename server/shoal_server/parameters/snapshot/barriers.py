@@ -18,7 +18,7 @@ from shoal_server.core.shards.steps import Begun, Shards, StepId
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import is_dense
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.step_scope import TABLES
 from shoal_server.parameters.snapshot.barrier import BarrierPhase, SnapshotBarrier
 from shoal_server.parameters.snapshot.frozen_shard import FrozenShard, Stamp
@@ -227,7 +227,9 @@ class SnapshotBarriers:
         cut.known = led
 
     def _led(self, job: str) -> list[ShardReplica]:
-        return [replica for replica in self._catalog.of_job(job) if replica.role is Role.PRIMARY]
+        return [
+            replica for replica in self._catalog.of_job(job) if replica.role is ReplicaRole.PRIMARY
+        ]
 
     def _is_live(self, session: str) -> bool:
         return self._fence.is_live(session.removeprefix(TABLES))

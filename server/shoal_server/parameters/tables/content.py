@@ -19,7 +19,7 @@ from shoal_server.parameters.tables.batch import Fates, RowBatch
 from shoal_server.parameters.tables.hashing import Ids
 from shoal_server.parameters.tables.index import MAX_ROWS, Rows
 from shoal_server.parameters.tables.initial import InitialRows
-from shoal_server.parameters.tables.optimizers import RowAdam, new_rule
+from shoal_server.parameters.tables.optimizers import RowAdamRule, new_rule
 from shoal_server.parameters.tables.row_chunks import RowChunks
 from shoal_server.parameters.tables.row_cut import RowCut
 from shoal_server.parameters.tables.rows import RowStore
@@ -191,7 +191,7 @@ class TableContent:
             values_rc, gradient_rc = values_rc.float(), gradient_rc.float()
         if decay := self._table.optimizer.weight_decay:
             gradient_rc.add_(values_rc, alpha=decay)
-        if isinstance(self._rule, RowAdam):
+        if isinstance(self._rule, RowAdamRule):
             self._rule.table_step = self.table_step
         state = {name: self._rows.state(name, rows) for name in self._rows.state_names}
         self._rule.step(values_rc, gradient_rc, state, lr)

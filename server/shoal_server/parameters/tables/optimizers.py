@@ -61,7 +61,7 @@ class RowSgd:
         values_rc.add_(direction_rc, alpha=-lr)
 
 
-class RowAdagrad:
+class RowAdagradRule:
     def __init__(self, spec: RowOptimizer) -> None:
         self._eps = spec.eps
         self._initial = spec.initial_accumulator
@@ -89,7 +89,7 @@ class RowwiseAdagrad:
         values_rc.add_(gradient_rc.div_(total_r.sqrt().add_(self._eps)[:, None]), alpha=-lr)
 
 
-class RowAdam:
+class RowAdamRule:
     """Lazy Adam: a row that has no gradient keeps its averages as they are.
 
     The bias correction goes by the steps of each row, or, as in `torch.optim.SparseAdam`, by those
@@ -137,11 +137,11 @@ def new_rule(spec: RowOptimizer) -> RowRule:
     if spec.kind == "sgd":
         return RowSgd(spec)
     if spec.kind == "adagrad":
-        return RowAdagrad(spec)
+        return RowAdagradRule(spec)
     if spec.kind == "rowwise_adagrad":
         return RowwiseAdagrad(spec)
     if spec.kind in ("adam", "sparse_adam"):
-        return RowAdam(spec, counts_rows=spec.kind == "adam")
+        return RowAdamRule(spec, counts_rows=spec.kind == "adam")
     raise InternalError(
         "a row optimizer that no table has", seen=spec.kind, expected="as checked by Place"
     )

@@ -17,7 +17,7 @@ from shoal_server.coordinator.jobs.requests import joined
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.stored_json import state_from_json, state_to_json
 from shoal_server.coordinator.repair import inspection
-from shoal_server.coordinator.repair.inspection import Kind
+from shoal_server.coordinator.repair.inspection import RecordKind
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import Generation, Step
@@ -30,11 +30,11 @@ from shoal_server.serving.message_bounds import MessageBounds
 
 JOB = "job"
 few = settings(max_examples=40, deadline=None)
-GOOD: dict[Kind, tuple[str, dict[str, object]]] = {
-    Kind.STATE: (keys.job_state(JOB), good_state(JOB)),
-    Kind.GENERATION: (keys.generation(JOB, 1), good_record(JOB)),
-    Kind.MEMBER: (keys.member(JOB, "w0"), good_member()),
-    Kind.SAMPLES: (
+GOOD: dict[RecordKind, tuple[str, dict[str, object]]] = {
+    RecordKind.STATE: (keys.job_state(JOB), good_state(JOB)),
+    RecordKind.GENERATION: (keys.generation(JOB, 1), good_record(JOB)),
+    RecordKind.MEMBER: (keys.member(JOB, "w0"), good_member()),
+    RecordKind.SAMPLES: (
         keys.sample_ledger(JOB),
         {
             "format": 1,
@@ -48,11 +48,11 @@ GOOD: dict[Kind, tuple[str, dict[str, object]]] = {
             "members": {},
         },
     ),
-    Kind.EARLIER_RUNS: (
+    RecordKind.EARLIER_RUNS: (
         keys.reset(JOB),
         {"last_generation": 3, "expelled": ["x"], "ended_unix_s": 1.5},
     ),
-    Kind.SHARDS: (
+    RecordKind.SHARDS: (
         keys.shard_map(JOB),
         {"format": 1, "digest": "d", "num_chunks": 1, "num_bytes": 7},
     ),
@@ -85,7 +85,7 @@ def test_the_good_ones_are_read() -> None:
     """So that what follows does not find everything broken. The map's chunk is missing."""
     for kind, (key, value) in GOOD.items():
         assert inspection.kind_of(JOB, key) is kind
-        assert is_read(key, json.dumps(value).encode()) == (kind is not Kind.SHARDS), kind
+        assert is_read(key, json.dumps(value).encode()) == (kind is not RecordKind.SHARDS), kind
 
 
 @few
@@ -116,7 +116,7 @@ def test_any_json_is_read_or_named(value: object) -> None:
 @few
 @given(data=st.data())
 def test_good_records_with_anything_in_one_place_are_read_or_named(
-    kind: Kind, data: st.DataObject
+    kind: RecordKind, data: st.DataObject
 ) -> None:
     """A wrong type, a huge number, NaN, a field that is missing or that nobody knows."""
     key, good = GOOD[kind]

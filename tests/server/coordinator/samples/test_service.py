@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.progress.samples import Lease, Reserve, SampleRange, Samples
+from shoal_client.progress.samples import Reserve, SampleClient, SampleLease, SampleRange
 from shoal_proto.errors import (
     CorruptError,
     DeadlineExceeded,
@@ -111,14 +111,14 @@ class Worker:
     def __init__(self, address: str, member_id: str, *, size: int = 100, epochs: int = 1) -> None:
         self.coordinators = Coordinators([address])
         self.token = Token(job=JOB, member_id=member_id, incarnation="1")
-        self.samples = Samples(
+        self.samples = SampleClient(
             self.coordinators, lambda: self.token, dataset_size=size, num_epochs=epochs
         )
 
-    async def lease(self, num_samples: int, done: Sequence[SampleRange] = ()) -> Lease:
+    async def lease(self, num_samples: int, done: Sequence[SampleRange] = ()) -> SampleLease:
         return await asyncio.to_thread(self.samples.lease, num_samples, done, timeout_s=2.0)
 
-    async def held(self, num_samples: int, done: Sequence[SampleRange] = ()) -> Lease:
+    async def held(self, num_samples: int, done: Sequence[SampleRange] = ()) -> SampleLease:
         """As one that goes on while nobody answers: what it is told is durable."""
         reserve = Reserve(num_samples=100, step_samples=1)
         return await asyncio.to_thread(

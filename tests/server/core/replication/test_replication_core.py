@@ -28,18 +28,18 @@ from shoal_server.core.replication.protocol.effects import (
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import (
-    Chunk,
     ChunkTaken,
     Continue,
     Holds,
+    ImageChunk,
     ImageStart,
     Installed,
     Offer,
     Received,
-    Record,
     Refused,
     Reply,
     Request,
+    UpdateMessage,
     Why,
 )
 from shoal_server.core.replication.replication_core import ReplicationCore
@@ -112,7 +112,7 @@ class World:
         self.assigned(record(B, ME))
         self.tell(ev.CallerCame(B, 7))
         self.told(ImageStart(KEY, 1, 1, 5, version, 1))
-        self.told(Chunk(KEY, 5, 0))
+        self.told(ImageChunk(KEY, 5, 0))
         self.tell(ev.ImageRestored(KEY, 5))
 
     def adopted(self, run: str) -> None:
@@ -120,7 +120,7 @@ class World:
         self.tell(ev.Assigned(KEY, record(B, ME), run))
         self.tell(ev.CallerCame(B, 7))
         self.told(ImageStart(KEY, 1, 1, 5, 3, 1, run=run))
-        self.told(Chunk(KEY, 5, 0))
+        self.told(ImageChunk(KEY, 5, 0))
         self.tell(ev.ImageRestored(KEY, 5))
 
 
@@ -142,7 +142,7 @@ def requests(effects: Iterable[Effect]) -> list[Request]:
 def test_a_push_is_acknowledged_once_every_backup_has_it() -> None:
     world = World()
     world.led(B, C)
-    assert requests(world.tell(ev.Applied(KEY, 2))) == [Record(KEY, 1, 2)] * 2
+    assert requests(world.tell(ev.Applied(KEY, 2))) == [UpdateMessage(KEY, 1, 2)] * 2
     assert world.asks(2) == []
     assert only(Acknowledge, world.answered(B, Received(KEY, 1, 2))) == []
     assert only(Acknowledge, world.answered(C, Received(KEY, 1, 2))) == [Acknowledge("asked")]
@@ -205,7 +205,7 @@ def joined(world: World) -> None:
     assert only(CutImage, world.answered(B, Holds(KEY, 1))) == [CutImage(KEY, 1)]
     assert requests(world.tell(ev.ImageCut(KEY, 1, 1, 1))) == [
         ImageStart(KEY, 1, 1, 1, 1, 1),
-        Chunk(KEY, 1, 0),
+        ImageChunk(KEY, 1, 0),
     ]
     assert only(Write, world.answered(B, Installed(KEY, 1, 1, 1))) == [Write(KEY)]
     assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
@@ -231,10 +231,10 @@ def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
     world.opened(B)
     world.answered(B, Holds(KEY, 1))
     sent = requests(world.tell(ev.ImageCut(KEY, 1, 1, 9)))
-    assert sent[1:] == [Chunk(KEY, 1, i) for i in range(LIMITS.window_chunks)]
+    assert sent[1:] == [ImageChunk(KEY, 1, i) for i in range(LIMITS.window_chunks)]
     assert requests(world.answered(B, ChunkTaken(KEY, 1, 2))) == [
-        Chunk(KEY, 1, 4),
-        Chunk(KEY, 1, 5),
+        ImageChunk(KEY, 1, 4),
+        ImageChunk(KEY, 1, 5),
     ]
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
@@ -243,7 +243,7 @@ def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
     again = requests(world.answered(B, Holds(KEY, 1, image=1, next_chunk=3)))
     assert again == [
         ImageStart(KEY, 1, 1, 1, 1, 9, 3),
-        *(Chunk(KEY, 1, i) for i in range(3, 3 + LIMITS.window_chunks)),
+        *(ImageChunk(KEY, 1, i) for i in range(3, 3 + LIMITS.window_chunks)),
     ]
 
 
@@ -259,7 +259,7 @@ def test_pushes_go_on_from_what_the_backup_has() -> None:
     world.tell(ev.Woken())
     world.opened(B)
     assert requests(world.answered(B, Holds(KEY, 1, 1, 1, 3))) == [Continue(KEY, 1, 3)]
-    assert requests(world.answered(B, Installed(KEY, 1, 0, 3))) == [Record(KEY, 1, 4)]
+    assert requests(world.answered(B, Installed(KEY, 1, 0, 3))) == [UpdateMessage(KEY, 1, 4)]
 
 
 def test_what_was_not_kept_is_in_the_image_of_who_comes_later() -> None:
@@ -375,11 +375,11 @@ def test_first_values_are_opened_once_the_record_tells_of_them() -> None:
 def test_a_push_is_received_in_order_and_replayed_once() -> None:
     world = World()
     world.backs()
-    effects = world.told(Record(KEY, 1, 4))
+    effects = world.told(UpdateMessage(KEY, 1, 4))
     assert (replies(effects), only(Replay, effects)) == ([Received(KEY, 1, 4)], [Replay(KEY, 4)])
-    effects = world.told(Record(KEY, 1, 4))
+    effects = world.told(UpdateMessage(KEY, 1, 4))
     assert (replies(effects), only(Replay, effects)) == ([Received(KEY, 1, 4)], [])
-    (refused,) = replies(world.told(Record(KEY, 1, 6)))
+    (refused,) = replies(world.told(UpdateMessage(KEY, 1, 6)))
     assert isinstance(refused, Refused)
     assert refused.why is Why.NO_COPY
 
@@ -399,11 +399,11 @@ def test_an_image_is_not_kept_where_the_record_names_this_server_by_then() -> No
     world = World()
     world.backs()
     world.told(ImageStart(KEY, 1, 1, 6, 9, 1))
-    world.told(Chunk(KEY, 6, 0))
+    world.told(ImageChunk(KEY, 6, 0))
     assert only(Settle, world.assigned(record(ME, epoch=2))) == [Settle(KEY)]
     assert only(Lead, world.tell(ev.Settled(KEY, 3))) == [Lead(KEY, 2)]
     assert only(Adopt, world.tell(ev.ImageRestored(KEY, 6))) == []
-    (refused,) = replies(world.told(Record(KEY, 1, 4)))
+    (refused,) = replies(world.told(UpdateMessage(KEY, 1, 4)))
     assert isinstance(refused, Refused)
     assert refused.why is Why.OTHER_HOLDERS
 

@@ -14,7 +14,7 @@ from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValue, Revision
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.parameters.cluster.registration import Identity, Registration
+from shoal_server.parameters.cluster.registration import Registration, ServerIdentity
 from shoal_server.parameters.config import ParameterServerConfig, WorkLimits
 from shoal_server.parameters.process import running
 
@@ -28,11 +28,11 @@ async def store() -> AsyncIterator[MemoryStore]:
     await store.close()
 
 
-def identity(address: str = "127.0.0.1:1") -> Identity:
-    return Identity(holder=Holder("ps-0", "one"), address=address, started_unix_s=1.0)
+def identity(address: str = "127.0.0.1:1") -> ServerIdentity:
+    return ServerIdentity(holder=Holder("ps-0", "one"), address=address, started_unix_s=1.0)
 
 
-def registration(store: MemoryStore, who: Identity, lease_ttl_s: float) -> Registration:
+def registration(store: MemoryStore, who: ServerIdentity, lease_ttl_s: float) -> Registration:
     """One whose server does not care."""
     return Registration(
         store, who, lease_ttl_s, on_renewed=lambda sent_s: None, on_end=lambda: None

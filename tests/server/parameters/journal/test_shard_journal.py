@@ -13,7 +13,7 @@ from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.shard.dense import new_dense_shard
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.tables.restore import restore
 
 LIMIT_S = 10.0
@@ -24,7 +24,7 @@ def new_led(epoch: int) -> ShardReplica:
         shard_id=0, epoch=epoch, dtype="float32", blocks=[Block(parameter="p", num_elements=2)]
     )
     sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
-    return ShardReplica("job", new_dense_shard(spec, sgd, bytearray(8)), Role.PRIMARY, epoch)
+    return ShardReplica("job", new_dense_shard(spec, sgd, bytearray(8)), ReplicaRole.PRIMARY, epoch)
 
 
 class HeldDisk:

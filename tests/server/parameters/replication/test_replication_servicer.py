@@ -20,8 +20,8 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.replication.protocol.messages import (
-    Chunk,
     Holds,
+    ImageChunk,
     ImageStart,
     Installed,
     Offer,
@@ -39,7 +39,7 @@ from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import DensePush, is_dense, new_dense_shard
 from shoal_server.parameters.shard.image import UpdateRecord
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 
 JOB, EPOCH = "job", 3
 KEY = (JOB, 0)
@@ -94,7 +94,7 @@ class Primary:
             start = ImageStart(key, epoch, 1, number, cut.version, cut.num_chunks, begin)
             told = [frames.of_image_start(start, cut.header)]
             for index in range(begin, cut.num_chunks):
-                chunk = frames.of_chunk(Chunk(key, number, index), cut.chunk(index))
+                chunk = frames.of_chunk(ImageChunk(key, number, index), cut.chunk(index))
                 told += map(as_message, chunk)
         return told
 
@@ -450,7 +450,7 @@ async def led(world: World) -> ShardReplica:
     """The shard, once the server leads it."""
     async with asyncio.timeout(ANSWER_S):
         await world.catalog.wait_for(JOB, [0], ANSWER_S)
-    assert world.copy().role is Role.PRIMARY
+    assert world.copy().role is ReplicaRole.PRIMARY
     return world.copy()
 
 
@@ -489,7 +489,11 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
         gate.go_on.set()
         assert told(await link.ask([OFFER])) == [Why.OTHER_HOLDERS]
     assert world.copy() is replica
-    assert (replica.role, replica.epoch, replica.state.version) == (Role.PRIMARY, EPOCH + 1, 3)
+    assert (replica.role, replica.epoch, replica.state.version) == (
+        ReplicaRole.PRIMARY,
+        EPOCH + 1,
+        3,
+    )
     await replica.wait_safe(3)
 
 
@@ -518,7 +522,7 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
         go_on.set()
         assert told(await link.answers(1)) == [Why.OTHER_HOLDERS]
     assert world.copy() is replica
-    assert (replica.role, replica.state.version) == (Role.PRIMARY, 1)
+    assert (replica.role, replica.state.version) == (ReplicaRole.PRIMARY, 1)
 
 
 async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
@@ -534,11 +538,11 @@ async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
         async with asyncio.timeout(ANSWER_S):
             await gate.reached.wait()
         await world.write(led_by(world))
-        assert world.copy().role is Role.BACKUP
+        assert world.copy().role is ReplicaRole.BACKUP
         replica = world.copy()
     gate.go_on.set()
     assert await led(world) is replica
-    assert (replica.role, replica.state.version) == (Role.PRIMARY, 2)
+    assert (replica.role, replica.state.version) == (ReplicaRole.PRIMARY, 2)
 
 
 async def test_an_image_that_is_older_than_the_copy_is_refused(world: World) -> None:

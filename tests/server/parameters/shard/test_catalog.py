@@ -13,12 +13,12 @@ from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import new_dense_shard
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 
 
-def replica(role: Role, epoch: int) -> ShardReplica:
+def replica(role: ReplicaRole, epoch: int) -> ShardReplica:
     spec = Shard(shard_id=0, epoch=epoch, dtype="float32", blocks=[Block(num_elements=1)])
     return ShardReplica("job", new_dense_shard(spec, SGD, bytearray(4)), role, epoch)
 
@@ -30,19 +30,19 @@ def catalog() -> Catalog:
 
 async def test_who_comes_ahead_of_a_hand_over_waits_for_it(catalog: Catalog) -> None:
     """The last primary sends pushes on before this server has heard that it leads the shard."""
-    copy = replica(Role.BACKUP, 4)
+    copy = replica(ReplicaRole.BACKUP, 4)
     catalog.add(copy)
     asked = asyncio.create_task(catalog.look_up("job", [(0, 5)]))
     done, _ = await asyncio.wait([asked], timeout=0)
     assert not done
-    copy.role, copy.epoch = Role.PRIMARY, 5
+    copy.role, copy.epoch = ReplicaRole.PRIMARY, 5
     await catalog.notify()
     assert await asked == [copy]
 
 
 async def test_who_comes_too_late_is_told_where_to_go(catalog: Catalog) -> None:
     """Each refusal names the newer epoch and its primary; none names an older one."""
-    catalog.add(replica(Role.BACKUP, 5))
+    catalog.add(replica(ReplicaRole.BACKUP, 5))
     catalog.route = lambda job, shard_id: Route(shard_id, 5, "ps-1", "10.0.0.2:7710")
     (refused,) = await catalog.look_up("job", [(0, 4)])
     assert isinstance(refused, WrongEpoch)

@@ -10,7 +10,7 @@ import pytest
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.shard.dense import new_dense_shard
-from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.workers import INLINE_BYTES, Workers
 
 SPEC = Shard(shard_id=1, epoch=1, dtype="float32", blocks=[Block(parameter="w", num_elements=4)])
@@ -26,7 +26,7 @@ def run() -> Iterator[Workers]:
 
 def new_replica() -> ShardReplica:
     state = new_dense_shard(SPEC, SGD, bytearray(16))
-    return ShardReplica("job", state, Role.PRIMARY, 1)
+    return ShardReplica("job", state, ReplicaRole.PRIMARY, 1)
 
 
 async def test_small_work_is_done_at_once(run: Workers) -> None:

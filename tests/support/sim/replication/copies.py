@@ -10,7 +10,7 @@ from support.sim.replication.shard import ArrivingImage, Copy, Image, OnDiskCopy
 
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
-from shoal_server.core.replication.protocol.messages import ImageStart, Key, Record, Request
+from shoal_server.core.replication.protocol.messages import ImageStart, Key, Request, UpdateMessage
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
@@ -171,7 +171,7 @@ class ServerCopies:
 
     def _replay(self, effect: fx.Replay) -> None:
         request, update = self._incoming()
-        assert isinstance(request, Record) and request.version == effect.version, request
+        assert isinstance(request, UpdateMessage) and request.version == effect.version, request
         copy = self.found.get(effect.key)
         assert copy is not None, f"{effect.key} is replayed into nothing"
         assert copy.version + 1 == effect.version, f"{effect.key}: {effect} on {copy.version}"

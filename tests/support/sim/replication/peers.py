@@ -9,12 +9,12 @@ from support.sim.replication.setting import Setting
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.messages import (
-    Chunk,
     ChunkTaken,
     Holds,
-    Record,
+    ImageChunk,
     Reply,
     Request,
+    UpdateMessage,
 )
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
@@ -117,11 +117,11 @@ class ServerPeers:
 
     def _data_of(self, request: Request) -> Any:
         copies, key = self._server.copies, request.key
-        if isinstance(request, Record):
+        if isinstance(request, UpdateMessage):
             log = copies.found[key].log
             assert request.version in log, f"{request} is not kept any more"
             return log[request.version]
-        if isinstance(request, Chunk):
+        if isinstance(request, ImageChunk):
             self._setting.ledger.chunk_sent(self._server.me, request.image, request.index)
             return copies.images[request.image].chunk(request.index)
         return None

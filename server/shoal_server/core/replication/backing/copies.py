@@ -17,19 +17,19 @@ from shoal_server.core.replication.protocol.effects import (
     StoreChunk,
 )
 from shoal_server.core.replication.protocol.messages import (
-    Chunk,
     ChunkTaken,
     Continue,
     Holds,
+    ImageChunk,
     ImageStart,
     Installed,
     Key,
     Offer,
     Received,
-    Record,
     Refused,
     Reply,
     Request,
+    UpdateMessage,
     Why,
 )
 from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
@@ -113,9 +113,9 @@ class Copies:
         match request:
             case Offer():
                 yield from self._offered(peer, link, request, assignment)
-            case Chunk():
+            case ImageChunk():
                 yield from self._chunk(peer, link, request)
-            case Continue() | Record() | ImageStart():
+            case Continue() | UpdateMessage() | ImageStart():
                 if not self._may_tell(assignment, peer, request):
                     yield Answer(peer, link, self._other_holders(request, assignment))
                 elif isinstance(request, ImageStart):
@@ -126,10 +126,10 @@ class Copies:
                     yield from self._record(peer, link, request)
 
     def _may_tell(
-        self, assignment: ShardAssignment | None, peer: Holder, told: Offer | Record | Begins
+        self, assignment: ShardAssignment | None, peer: Holder, told: Offer | UpdateMessage | Begins
     ) -> bool:
         # A record follows on what began in its run.
-        run = "" if isinstance(told, Record) else told.run
+        run = "" if isinstance(told, UpdateMessage) else told.run
         return (
             assignment is not None
             and (assignment.primary, assignment.epoch) == (peer, told.epoch)
@@ -138,11 +138,11 @@ class Copies:
         )
 
     def _other_holders(
-        self, told: Offer | Record | Begins, assignment: ShardAssignment | None
+        self, told: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
     ) -> Refused:
         """The answer to one that the record does not name as that epoch's primary, or that it does
         not name this server to. Epochs of another run say nothing of this one's."""
-        is_same_run = isinstance(told, Record) or told.run in ("", self._runs.get(told.key))
+        is_same_run = isinstance(told, UpdateMessage) or told.run in ("", self._runs.get(told.key))
         newest = assignment.epoch if assignment is not None and is_same_run else 0
         return Refused(told.key, told.epoch, Why.OTHER_HOLDERS, str(assignment), newest)
 
@@ -197,7 +197,7 @@ class Copies:
         yield EnterEpoch(key, request.epoch)
         yield Answer(peer, link, Installed(key, request.epoch, 0, copy.received))
 
-    def _record(self, peer: Holder, link: int, record: Record) -> Iterator[Effect]:
+    def _record(self, peer: Holder, link: int, record: UpdateMessage) -> Iterator[Effect]:
         key, copy = record.key, self._held.get(record.key)
         if (
             copy is None
@@ -232,7 +232,7 @@ class Copies:
         self._coming[key] = IncomingImage(peer, link, start)
         yield BeginImage(key, start.image)
 
-    def _chunk(self, peer: Holder, link: int, chunk: Chunk) -> Iterator[Effect]:
+    def _chunk(self, peer: Holder, link: int, chunk: ImageChunk) -> Iterator[Effect]:
         coming = self._coming.get(chunk.key)
         # One of an image that was let go of is none of this one's.
         if (

@@ -7,7 +7,7 @@ from math import inf
 from shoal_server.core.replication.leading.followers import Follower, FollowerPhase
 from shoal_server.core.replication.leading.full_peers import FullPeers
 from shoal_server.core.replication.leading.led_shard import LedShard
-from shoal_server.core.replication.leading.links import Link, Links
+from shoal_server.core.replication.leading.links import Link, ReplicationLinks
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
     CloseImage,
@@ -19,18 +19,18 @@ from shoal_server.core.replication.protocol.effects import (
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import (
-    Chunk,
     ChunkTaken,
     Continue,
     Holds,
+    ImageChunk,
     ImageStart,
     Installed,
     Key,
     Offer,
     Received,
-    Record,
     Refused,
     Reply,
+    UpdateMessage,
     Why,
 )
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
@@ -46,7 +46,7 @@ class Touched:
 
 class Leading:
     def __init__(self, limits: ReplicationLimits) -> None:
-        self.links = Links(limits)
+        self.links = ReplicationLinks(limits)
         self.full = FullPeers(limits)
         self.keeps_journal = False
         """Whether what is led from now on is kept on disk too."""
@@ -118,7 +118,7 @@ class Leading:
             if follower.phase is FollowerPhase.FOLLOWING:
                 link = self.links.opened(holder)
                 if link is not None:
-                    yield Send(holder, link.number, Record(led.key, led.epoch, version))
+                    yield Send(holder, link.number, UpdateMessage(led.key, led.epoch, version))
 
     # --- what followers answer ---
 
@@ -129,7 +129,7 @@ class Leading:
             return touched
         if isinstance(reply, ChunkTaken):
             for each in link.images.taken(reply.image, reply.next_chunk):
-                effect = Send(peer, link.number, each) if isinstance(each, Chunk) else each
+                effect = Send(peer, link.number, each) if isinstance(each, ImageChunk) else each
                 touched.effects.append(effect)
             return touched
         led = self._shards.get(reply.key)
@@ -166,7 +166,7 @@ class Leading:
         follower.begin(reply.version, led.version)
         touched.effects += link.images.drop(led.key)
         for version in range(reply.version + 1, led.version + 1):
-            record = Record(led.key, led.epoch, version)
+            record = UpdateMessage(led.key, led.epoch, version)
             touched.effects.append(Send(peer, link.number, record))
         touched.effects += self._next_image(peer)
         touched.shards.append(led)

@@ -31,7 +31,7 @@ class Link:
     """When it is opened again."""
 
 
-class Links:
+class ReplicationLinks:
     """To each server one, for all the shards that it follows."""
 
     def __init__(self, limits: ReplicationLimits) -> None:

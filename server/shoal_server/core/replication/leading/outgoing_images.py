@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal_server.core.replication.protocol.effects import CloseImage, Effect, ReleaseChunks
-from shoal_server.core.replication.protocol.messages import Chunk, ImageStart, Key, Request
+from shoal_server.core.replication.protocol.messages import ImageChunk, ImageStart, Key, Request
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class OutgoingImages:
         yield replace(start, next_chunk=image.sent)
         yield from self._fill_window(image)
 
-    def taken(self, number: int, next_chunk: int) -> Iterator[Chunk | Effect]:
+    def taken(self, number: int, next_chunk: int) -> Iterator[ImageChunk | Effect]:
         """The other end has the chunks before that one."""
         image = self.current
         if image is None or image.number != number or next_chunk <= image.acknowledged:
@@ -96,11 +96,11 @@ class OutgoingImages:
         yield ReleaseChunks(number, image.acknowledged)
         yield from self._fill_window(image)
 
-    def _fill_window(self, image: OutgoingImage) -> Iterator[Chunk]:
+    def _fill_window(self, image: OutgoingImage) -> Iterator[ImageChunk]:
         assert image.start is not None
         end = min(image.acknowledged + self._window_chunks, image.start.num_chunks)
         while image.is_flowing and image.sent < end:
-            yield Chunk(image.key, image.number, image.sent)
+            yield ImageChunk(image.key, image.number, image.sent)
             image.sent += 1
 
     def broke(self) -> Key | None:

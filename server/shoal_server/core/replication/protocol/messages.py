@@ -37,7 +37,7 @@ class Continue:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class UpdateMessage:
     """One push, as it was applied."""
 
     key: Key
@@ -63,13 +63,13 @@ class ImageStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ImageChunk:
     key: Key
     image: int
     index: int
 
 
-Request = Offer | Continue | Record | ImageStart | Chunk
+Request = Offer | Continue | UpdateMessage | ImageStart | ImageChunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from shoal_proto.checksum import crc32, verify
 from shoal_proto.errors import MalformedMessage, Overloaded
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.replication.protocol.messages import (
-    Chunk,
     Continue,
+    ImageChunk,
     ImageStart,
     Key,
     Offer,
-    Record,
     Request,
+    UpdateMessage,
 )
 from shoal_server.parameters.comparison import digest as comparison
 from shoal_server.parameters.shard.image import UpdateRecord
@@ -99,7 +99,7 @@ def of_image_start(start: ImageStart, header: pb.CutHeader) -> pb.FollowRequest:
     return pb.FollowRequest(image=message)
 
 
-def of_chunk(chunk: Chunk, data: pieces.Buffer) -> Iterator[Frame]:
+def of_chunk(chunk: ImageChunk, data: pieces.Buffer) -> Iterator[Frame]:
     job, shard_id = chunk.key
     start = pb.ChunkStart(
         job=job, shard_id=shard_id, image=chunk.image, index=chunk.index, num_bytes=len(data)
@@ -128,7 +128,7 @@ def of_digest(key: Key, epoch: int, digest: comparison.PieceDigest) -> pb.Follow
 
 def to_digest(message: pb.Digest) -> comparison.PieceDigest:
     """What `of_digest` was given."""
-    piece = comparison.Piece(
+    piece = comparison.DigestRange(
         part=message.part, start=message.start, stop=message.stop, row_ids=message.row_ids
     )
     return comparison.PieceDigest(version=message.version, piece=piece, checksum=message.checksum)
@@ -254,13 +254,13 @@ class Assembly:
     def _begin_record(self, start: pb.RecordStart) -> Arrived | None:
         _check_size(start.num_bytes, MAX_RECORD_BYTES)
         key = start.job, start.shard_id
-        record = Record(key, start.epoch, start.record.version)
+        record = UpdateMessage(key, start.epoch, start.record.version)
         self._open = _Unfinished(Arrived(record, push=start.record), start.num_bytes, self._memory)
         return self._add(checked(start.first))
 
     def _begin_chunk(self, start: pb.ChunkStart) -> Arrived | None:
         _check_size(start.num_bytes, MAX_CHUNK_BYTES)
-        chunk = Chunk((start.job, start.shard_id), start.image, start.index)
+        chunk = ImageChunk((start.job, start.shard_id), start.image, start.index)
         self._open = _Unfinished(Arrived(chunk), start.num_bytes, memory=None)
         if not self._is_coming(chunk.key, chunk.image):
             self._open.drop("no such image is being received")
