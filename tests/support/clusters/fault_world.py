@@ -1,7 +1,8 @@
 """What tests of faults stand on: an etcd of three, the members of a job, and what must agree."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -121,6 +122,14 @@ class Cast:
             f"  {member.name}: {member.transcript()}; failure: {member.failure}"
             for member in self.members
         )
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Adds to a failure within the block what the members have heard."""
+        try:
+            yield
+        except Exception as error:
+            raise AssertionError(f"{error}\nthe members were told:\n{self.told()}") from error
 
     def runs(self, generation: int) -> None:
         """Wait until whoever leads says that the job runs, and knows of that generation."""

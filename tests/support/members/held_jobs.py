@@ -27,10 +27,8 @@ class Held:
 
     def goes_on(self) -> None:
         """Release it; fail unless all train in the end and were told the same."""
-        try:
+        with self.cast.explained():
             self._goes_on()
-        except Exception as error:
-            raise AssertionError(f"{error}\nthe members were told:\n{self.cast.told()}") from error
 
     def _goes_on(self) -> None:
         self.release()

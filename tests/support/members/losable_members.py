@@ -38,10 +38,8 @@ class Losable:
 
     def goes_on(self) -> None:
         """Fail unless the others train in the end, and were told the same on the way."""
-        try:
+        with self.cast.explained():
             self._goes_on()
-        except Exception as error:
-            raise AssertionError(f"{error}\nthe members were told:\n{self.cast.told()}") from error
 
     def _goes_on(self) -> None:
         self.release()

@@ -21,6 +21,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.remote.channel import Connection
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.remote.failures import Failure, Remedy, classify, unreachable
+from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
@@ -241,6 +242,7 @@ class _Retry:
         self._deadline_s = self._clock() + self._config.timeout_s
         self._seen: dict[str, str] = {}
         self._failures = 0
+        self._pauses = ExponentialBackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._logins = 0
 
     def left_s(self) -> float:
@@ -259,9 +261,9 @@ class _Retry:
         self._seen[connection.address] = failure.error.seen or failure.error.what
         self._connections.move_on(connection.address)
         self._failures += 1
-        rounds, rest = divmod(self._failures, len(self._config.endpoints))
         # All have failed once more: etcd is electing or down, and a pause spares both of us.
-        pause_s = 0.0 if rest else min(FIRST_PAUSE_S * 2 ** (rounds - 1), LONGEST_PAUSE_S)
+        all_failed = self._failures % len(self._config.endpoints) == 0
+        pause_s = self._pauses.next_s() if all_failed else 0.0
         if self._clock() + pause_s >= self._deadline_s:
             raise unreachable(
                 self._seen,

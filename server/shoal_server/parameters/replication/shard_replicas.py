@@ -88,9 +88,7 @@ class ShardReplicas:
         writer = RecordWriter(driver, self._record)
         self._parts = (self._tasks, writer, links, self._images, self.received, self._roles)
         driver.carry_out({Probe: self._probe, Note: _note})
-        catalog.route = self._route
-        catalog.next_address = self._next_address
-        catalog.is_kept = self._is_kept
+        catalog.whereabouts = self
         self._empty = asyncio.Event()
 
     async def __aenter__(self) -> "ShardReplicas":
@@ -154,7 +152,7 @@ class ShardReplicas:
         """Jobs that have a record."""
         return self._record.jobs
 
-    def _route(self, job: str, shard_id: int) -> Route | None:
+    def route(self, job: str, shard_id: int) -> Route | None:
         """Where a shard is led, or is about to be; None where that is not known."""
         assignment = self.assignment(job, shard_id)
         if assignment is None:
@@ -166,7 +164,7 @@ class ShardReplicas:
         address = self._directory.address(leader)
         return None if address is None else Route(shard_id, epoch, leader.server_id, address)
 
-    def _next_address(self, job: str, shard_id: int) -> str:
+    def next_address(self, job: str, shard_id: int) -> str:
         """Of the server that a shard is to be handed over to; empty: none is known."""
         assignment = self.assignment(job, shard_id)
         successor = assignment.successor if assignment is not None else None
@@ -282,7 +280,8 @@ class ShardReplicas:
     def _disk_failed(self, replica: ShardReplica) -> None:
         self._driver.tell(ev.DiskFailed((replica.job, replica.shard_id)))
 
-    def _is_kept(self, job: str, shard_id: int) -> bool:
+    def is_kept(self, job: str, shard_id: int) -> bool:
+        """Whether this server's journal has a shard that is not led here."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.keeps(job, shard_id)
 

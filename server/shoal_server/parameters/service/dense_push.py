@@ -114,7 +114,7 @@ class DensePushKind:
                 seen=f"{len(self._header.lr)} learning rates",
                 expected=f"one for group {group} too",
             )
-        next_address = self._catalog.next_address(replica.job, item.shard_id)
+        next_address = self._catalog.whereabouts.next_address(replica.job, item.shard_id)
         if item.HasField("codec"):
             return replace(_compressed_part(item, replica, shard), next_address=next_address)
         assembler = ChunkAssembler(shard.spec, item.absent_blocks, with_base=shard.body.needs_base)

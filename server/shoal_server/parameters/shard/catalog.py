@@ -1,7 +1,8 @@
 """All the shards that a server holds, by job and id, and how a missing one is explained."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import structlog
 
@@ -31,21 +32,34 @@ log = structlog.get_logger(__name__)
 LED_WITHIN_S = 1.0
 """Who comes ahead of the news that this server leads a shard is kept waiting for so long."""
 
-FindRoute = Callable[[str, int], Route | None]
+
+class Whereabouts(Protocol):
+    """Where shards are that this server does not lead."""
+
+    def route(self, job: str, shard_id: int) -> Route | None:
+        """Where a shard is led, or is about to be; None where that is not known."""
+        ...
+
+    def next_address(self, job: str, shard_id: int) -> str:
+        """Of the server that is about to lead a shard in the place of this one; empty: none is."""
+        ...
+
+    def is_kept(self, job: str, shard_id: int) -> bool:
+        """Whether this server's journal has a shard that is not led here."""
+        ...
 
 
-def _no_route(job: str, shard_id: int) -> Route | None:
-    """Before there is a record to know one from."""
+class _Nowhere:
+    """Before there is a record to know anything from."""
 
+    def route(self, job: str, shard_id: int) -> Route | None:
+        return None
 
-def _nowhere(job: str, shard_id: int) -> str:
-    """Where no shard goes elsewhere."""
-    return ""
+    def next_address(self, job: str, shard_id: int) -> str:
+        return ""
 
-
-def _never_kept(job: str, shard_id: int) -> bool:
-    """Where there is no journal."""
-    return False
+    def is_kept(self, job: str, shard_id: int) -> bool:
+        return False
 
 
 class Catalog:
@@ -61,12 +75,9 @@ class Catalog:
         self._me = me
         self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
-        self.route: FindRoute = _no_route
-        """Where a shard is led, or is about to be, as far as this server knows."""
-        self.next_address: Callable[[str, int], str] = _nowhere
-        """Of the server that is about to lead a shard in the place of this one; empty: none is."""
-        self.is_kept: Callable[[str, int], bool] = _never_kept
-        """Whether this server's journal has a shard that is not led here."""
+        self.whereabouts: Whereabouts = _Nowhere()
+        """Set once, by who follows the record: it puts shards in here and takes them out, so it
+        comes second."""
 
     async def layout(self, job: str) -> ShardMap | None:
         """The job's shard map, without holders; not to be changed. Raises what the store raises."""
@@ -120,7 +131,7 @@ class Catalog:
     def redirect(self, job: str, shard_id: int, epoch: int) -> WrongEpoch | None:
         """The error for one who believes in that epoch of a shard, with the way to where a newer
         one is led; None if this server knows of none."""
-        route = self.route(job, shard_id)
+        route = self.whereabouts.route(job, shard_id)
         if route is None or route.epoch <= epoch:
             return None
         return WrongEpoch(
@@ -144,7 +155,7 @@ class Catalog:
         wanted = list(shard_ids)
 
         def is_there(shard_id: int) -> bool:
-            route = self.route(job, shard_id)
+            route = self.whereabouts.route(job, shard_id)
             if route is not None and route.server_id != self._me.server_id:
                 return True
             replica = self.find(job, shard_id)
@@ -209,7 +220,8 @@ class Catalog:
 
     def why_absent(self, job: str, assignment: ShardAssignment) -> ShoalError:
         """Why nothing of a shard is here, which this server leads by the record."""
-        return why_absent(job, assignment, is_kept=self.is_kept(job, assignment.shard_id))
+        is_kept = self.whereabouts.is_kept(job, assignment.shard_id)
+        return why_absent(job, assignment, is_kept=is_kept)
 
     def _compare(self, shard: Shard, expected: Shard) -> None:
         if shard.dtype != expected.dtype:

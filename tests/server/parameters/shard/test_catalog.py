@@ -23,6 +23,19 @@ def replica(role: ReplicaRole, epoch: int) -> ShardReplica:
     return ShardReplica("job", new_dense_shard(spec, SGD, bytearray(4)), role, epoch)
 
 
+class Elsewhere:
+    """Every shard is led by one other server, in epoch 5."""
+
+    def route(self, job: str, shard_id: int) -> Route:
+        return Route(shard_id, 5, "ps-1", "10.0.0.2:7710")
+
+    def next_address(self, job: str, shard_id: int) -> str:
+        return ""
+
+    def is_kept(self, job: str, shard_id: int) -> bool:
+        return False
+
+
 @pytest.fixture
 def catalog() -> Catalog:
     return Catalog(MemoryStore(), Holder("ps-0", "one"))
@@ -43,7 +56,7 @@ async def test_who_comes_ahead_of_a_hand_over_waits_for_it(catalog: Catalog) -> 
 async def test_who_comes_too_late_is_told_where_to_go(catalog: Catalog) -> None:
     """Each refusal names the newer epoch and its primary; none names an older one."""
     catalog.add(replica(ReplicaRole.BACKUP, 5))
-    catalog.route = lambda job, shard_id: Route(shard_id, 5, "ps-1", "10.0.0.2:7710")
+    catalog.whereabouts = Elsewhere()
     (refused,) = await catalog.look_up("job", [(0, 4)])
     assert isinstance(refused, WrongEpoch)
     assert routes.of(refused) == [Route(0, 5, "ps-1", "10.0.0.2:7710")]
