@@ -17,8 +17,9 @@ class TokenConfig:
     """Makes tokens for the HTTP API: for the header Authorization: Bearer TOKEN, and to log in to
     the page. create: prints a new one, and adds its hash to the file. list: names and roles.
 
-    The file is for `shoal coordinator --http-tokens FILE`, which reads it anew when it changes:
-    take a line out of it, and that token and its sessions have ended."""
+    The file is for `shoal coordinator --http-tokens FILE`, which reads it again when it changes:
+    remove a line to end that token and its sessions.
+    """
 
     action: Annotated[Literal["create", "list"], Parameter(show_default=False)] = field(
         kw_only=False
@@ -27,9 +28,10 @@ class TokenConfig:
     role: Literal["viewer", "operator"] = "viewer"
     """For create: viewer reads; operator drains members and stops jobs too."""
     name: Annotated[str, Parameter(metavar="NAME")] = ""
-    """For create: whose it is, for the log of who did what. By default the role's name."""
+    """For create: name of the holder, which the log shows with each action. By default the role's
+    name."""
     file: Annotated[Path, Parameter(metavar="FILE")] = DEFAULT_FILE
-    """Where the hashes are; made with mode 0600 if it is not there."""
+    """File with the hashes; created with mode 0600 if it does not exist."""
 
 
 def token(config: TokenConfig) -> int:

@@ -18,12 +18,12 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
         ),
         (
             "events",
-            "show what happened to a job, and what happens from now on",
+            "show what happened to a job, and follow new events",
             "events:EventsConfig",
             "events:show",
         ),
-        ("logs", "show what a worker of this host printed", "logs:LogsConfig", "logs:logs"),
-        ("top", "show how jobs stand, over and over", "top:TopConfig", "top:top"),
+        ("logs", "show the output of a worker on this host", "logs:LogsConfig", "logs:logs"),
+        ("top", "show jobs and members on one screen, refreshed", "top:TopConfig", "top:top"),
         ("why", "show what a member is waiting for", "status:WhyConfig", "status:why"),
         (
             "drain",

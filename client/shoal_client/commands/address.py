@@ -22,8 +22,9 @@ HttpUrl = Annotated[
     Parameter(
         env_var="SHOAL_HTTP",
         metavar="URL,...",
-        help="Base URL of the coordinator's status page; of each, where there are several. By"
-        " default the coordinator says it, where that is given, else http://127.0.0.1:7780.",
+        help="Base URL of the coordinator's status page; with several coordinators, one for each."
+        " By default the coordinator is asked for it if --coordinator is given; otherwise"
+        " http://127.0.0.1:7780.",
     ),
 ]
 """The option --http."""

@@ -22,10 +22,12 @@ _ROLES = ", ".join(role.value for role in Role)
 
 @dataclass(frozen=True, kw_only=True)
 class CertsConfig:
-    """Makes the certificates by which the processes of a cluster know each other.
+    """Makes the certificates by which the processes of a cluster recognise each other.
 
-    init: an authority, and a certificate for each role. issue ROLE: one more. renew: all of the
-    folder again; processes that run take the new ones by themselves. show: what is in it."""
+    init: an authority, and a certificate for each role. issue ROLE: one more certificate. renew:
+    issues all certificates of the folder again; running processes use the new ones without a
+    restart. show: lists the certificates.
+    """
 
     action: Annotated[Literal["init", "issue", "renew", "show"], Parameter(show_default=False)] = (
         field(kw_only=False)
@@ -36,10 +38,10 @@ class CertsConfig:
     folder: Annotated[Path, Parameter(name="--dir", metavar="DIRECTORY", env_var="SHOAL_TLS")] = (
         DEFAULT_FOLDER
     )
-    """Where the files are. Only you may read them; ca.key is the authority's, to be kept apart from
-    the machines that it makes certificates for."""
+    """Folder of the files, which only you may read. Keep ca.key, the authority's key, away from the
+    machines that only use certificates."""
     name: Annotated[str, Parameter(metavar="NAME")] = ""
-    """For issue: the holder's name, and the file's. By default the role's."""
+    """For issue: the name of the holder and of the file. By default the role."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""
     """For issue worker: the only job that the holder may act in. By default any."""
     hosts: Annotated[
@@ -48,11 +50,12 @@ class CertsConfig:
     """For issue and init: names and addresses by which browsers reach the coordinator. Shoal's own
     processes need none. Can be repeated."""
     valid_h: Annotated[float, Parameter(metavar="HOURS")] = DEFAULT_VALID.total_seconds() / 3600
-    """For issue and init: how long certificates are valid. Renewed ones are so for as long."""
+    """For issue and init: how long certificates are valid. Renewed certificates are valid for the
+    same time."""
     if_absent: bool = False
-    """For init: where an authority is there already, renew its certificates instead of refusing."""
+    """For init: if there is an authority already, renew its certificates instead of refusing."""
     every_h: Annotated[float, Parameter(metavar="HOURS")] = 0.0
-    """For renew: go on, and do so again every so many hours. 0: once."""
+    """For renew: keep running, and renew again after this many hours. 0: renew once."""
 
     def __post_init__(self) -> None:
         if (self.action == "issue") != bool(self.role):

@@ -27,17 +27,17 @@ BAD = frozenset(
 @dataclass(frozen=True, kw_only=True)
 class EventsConfig:
     """Shows what happened to a job: a line for each change of its members, with the cause, the
-    pause and the steps lost; and for each loss, promotion, move and snapshot of its parameter
-    servers."""
+    pause and the steps lost; and a line for each loss, promotion, move and snapshot on its
+    parameter servers."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
     follow: Annotated[bool, Parameter(name=["-f", "--follow"], negative=())] = False
-    """Go on with what happens from now on, until Ctrl-C."""
+    """Keep showing new events, until Ctrl-C."""
     number: Annotated[int, Parameter(name="-n", metavar="N")] = 20
-    """So many of the newest are shown at first; at most 1000 are kept."""
+    """Number of newest events to show first; at most 1000 are kept."""
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
-    """Also the steps on the way: who joined and proposed, each phase of an agreement."""
+    """Also show the details in between: who joined and proposed, each phase of an agreement."""
     as_json: Annotated[bool, Parameter(name="--json")] = False
     """Print each event as a line of JSON."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)

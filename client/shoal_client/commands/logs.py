@@ -21,21 +21,21 @@ LOOK_EACH_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig:
-    """Shows what a worker printed. Its launcher keeps that on its own host, the newest 8 to 16 MiB
-    of each worker, so the command is for that host."""
+    """Shows what a worker printed. The launcher keeps the newest 8 to 16 MiB of each worker's
+    output on its own host, so run this command there."""
 
     member: str = field(kw_only=False)
     """Id of the member."""
     job: Annotated[str, Parameter(metavar="NAME")]
     """The member's job."""
     follow: Annotated[bool, Parameter(name=["-f", "--follow"], negative=())] = False
-    """Go on with what is printed from now on, until Ctrl-C."""
+    """Keep showing new lines, until Ctrl-C."""
     number: Annotated[int, Parameter(name="-n", metavar="N")] = 100
-    """So many of the newest lines are shown at first."""
+    """Number of newest lines to show first."""
     directory: Annotated[
         Path | None, Parameter(name="--log-dir", metavar="DIRECTORY", env_var="SHOAL_LOG_DIR")
     ] = None
-    """Where the launcher was told to keep logs. By default where it keeps them by itself."""
+    """The launcher's --log-dir. By default the launcher's default."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
     def __post_init__(self) -> None:

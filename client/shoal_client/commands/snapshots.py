@@ -68,8 +68,8 @@ class CallOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TakeConfig:
-    """Saves all parameters of a job, with optimizer state and position in the data, as of one
-    moment. Training continues meanwhile. Shards that have not changed since the last snapshot there
+    """Saves all parameters of a job, with optimizer state and position in the data, at one moment.
+    Training continues meanwhile. Shards that have not changed since the last snapshot in that place
     are not written again."""
 
     job: str = field(kw_only=False)

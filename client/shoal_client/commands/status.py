@@ -48,17 +48,17 @@ class StatusConfig:
     job: Annotated[str, Parameter(metavar="NAME")] = ""
     """Show only this job."""
     every: Annotated[bool, Parameter(name=["--all", "-a"], negative=())] = False
-    """Those that are over, too. By default they are counted."""
+    """Also show jobs that have ended. By default they are only counted."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhyConfig:
-    """Shows what a member is waiting for; or, of a job, why it is as it is, and what its members
+    """Shows what a member is waiting for. For a job: the reason for its state, and what its members
     wait for."""
 
     name: str = field(kw_only=False)
-    """Id of a member, with --job; else name of a job."""
+    """Id of a member, with --job; otherwise the name of a job."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""
     """The member's job."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)

@@ -1,4 +1,4 @@
-"""`shoal top`: how jobs stand, over and over, on one screen."""
+"""`shoal top`: jobs and members on one screen that is refreshed."""
 
 import time
 from dataclasses import dataclass, field
@@ -22,14 +22,14 @@ NAME_WIDTH = 28
 
 @dataclass(frozen=True, kw_only=True)
 class TopConfig:
-    """Shows how jobs stand, again and again until Ctrl-C: those that run, or the members of one."""
+    """Shows the running jobs, or the members of one job, and refreshes until Ctrl-C."""
 
     job: str = field(kw_only=False, default="")
-    """Name of a job. By default all that run."""
+    """Name of a job. By default all running jobs are shown."""
     every_s: Annotated[float, Parameter(name=["-d", "--every-s"], metavar="SECONDS")] = 1.0
-    """Between two looks."""
+    """Time between two refreshes."""
     once: Annotated[bool, Parameter(negative=())] = False
-    """Look once, print, and end."""
+    """Print once, and exit."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
     def __post_init__(self) -> None:

@@ -58,9 +58,9 @@ class UpConfig:
     prefix: Annotated[str, Parameter(metavar="/NAME")] = ""
     """Prefix of all keys of this cluster in etcd, so that several clusters can share one etcd."""
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
-    """Have all parts log all they do: SHOAL_LOG_LEVEL=debug."""
+    """Make all parts log everything they do: SHOAL_LOG_LEVEL=debug."""
     tls: bool = False
-    """Speak TLS: certificates are made in `certs` in --dir, and renewed as long as this runs."""
+    """Use TLS: certificates are made in `certs` in --dir, and renewed while this runs."""
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
 
     def __post_init__(self) -> None:

@@ -13,8 +13,8 @@ JobSecretFile = Annotated[
         name="--job-secret",
         env_var=JOB_VARIABLE,
         metavar="FILE",
-        help="File with the secret that the job was, or is to be, begun with. Nobody joins such a"
-        " job, stops it or drains its members without it, but for operators with a certificate.",
+        help="File with the secret of the job. A job that is started with a secret can only be"
+        " joined, stopped or drained with it, or by operators with a certificate.",
     ),
 ]
 """The option --job-secret."""

@@ -23,12 +23,11 @@ class TlsOptions:
     """What the certificate of this process is. Without any of it there is no TLS."""
 
     folder: Annotated[Path | None, _option("--tls", "DIRECTORY", FOLDER_VARIABLE)] = None
-    """Speak TLS, with the certificate for this command's role among those that `shoal certs` made
-    in this folder."""
+    """Use TLS, with this command's certificate from a folder that `shoal certs` made."""
     ca: Annotated[Path | None, _option("--tls-ca", "FILE", _CA)] = None
     """Instead of --tls: PEM file of the authority that signed the other processes' certificates."""
     cert: Annotated[Path | None, _option("--tls-cert", "FILE", _CERT)] = None
-    """PEM file of this process' certificate. Read anew when it changes."""
+    """PEM file of this process' certificate. Read again when it changes."""
     key: Annotated[Path | None, _option("--tls-key", "FILE", _KEY)] = None
     """PEM file of the certificate's key."""
 

@@ -43,24 +43,26 @@ class CoordinatorConfig:
     http: Annotated[str, Parameter(metavar="[HOST:]PORT")] = "7780"
     """Where to serve the status page and its API. A port alone: at --bind."""
     http_hosts: Annotated[Sequence[str], Parameter(name="--http-host", metavar="NAME")] = ()
-    """Name by which browsers and tools reach the page, beside addresses, names without a dot and
-    those of this machine: what a load balancer or an ingress is called. Can be repeated. "*" allows
-    any, and with it any web site to read the API through a browser that reaches it."""
+    """Further host name by which browsers and tools may reach the page, such as that of a load
+    balancer or an ingress. Addresses, names without a dot and this machine's names are always
+    allowed. Can be repeated. "*" allows any name; then any web site can read the API through a
+    browser that reaches it."""
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Let only holders of a token read the page and its API, and only operators act: `shoal token`
-    makes tokens and this file. Without it, whoever reaches the port may."""
+    makes tokens and this file. Without it, everybody who reaches the port may do both."""
     http_clients: Annotated[Literal["certificate", "token"], Parameter(show_default=True)] = (
         "certificate"
     )
-    """Who may connect to the page over TLS. certificate: holders of one of the cluster's authority.
-    token: everybody, and reading takes a token: for browsers, which have no certificate."""
+    """Who may connect to the page over TLS. certificate: holders of a certificate from the
+    cluster's authority. token: everybody, but reading needs a token; for browsers, which have no
+    certificate."""
     advertise: AdvertisedAddress = ""
     ready_file: ReadyFile = None
     limits: Annotated[Limits, FLAT] = field(default_factory=Limits)
     leader_lease_s: Annotated[float, Parameter(metavar="SECONDS")] = DEFAULT_TTL_S
-    """A leader that hangs or is cut off is replaced after this time; one that is killed, at once. A
-    leader that stood still for most of this time steps down. Below 2 s, terms end needlessly: an
-    election within etcd takes 1 to 2 s."""
+    """A leader that hangs or is cut off is replaced after this time; a leader that is killed, at
+    once. A leader that was halted for most of this time steps down. Below 2 s, terms end
+    needlessly: an election within etcd takes 1 to 2 s."""
     copies: Annotated[int, Parameter(metavar="N")] = 2
     """Number of servers that hold each shard of parameters, if there are that many."""
     snapshots: Annotated[SnapshotPolicy, FLAT] = field(default_factory=SnapshotPolicy)

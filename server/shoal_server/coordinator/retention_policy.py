@@ -25,7 +25,7 @@ class RetentionPolicy:
     again. Each new leader counts from zero. inf: never."""
     records_s: Annotated[float, _option("--retention-s")] = DAY_S
     """How long a job's generations, samples and (unless it finished) parameters are kept after its
-    end. inf: for ever."""
+    end. inf: forever."""
     summary_s: Annotated[float, _option("--summary-retention-s")] = 30 * DAY_S
     """How long a job's summary is kept after its end. Then its name is free again. inf: for
     ever."""

@@ -33,13 +33,13 @@ class WorkLimits:
 
     calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
     max_bulk_connections: Annotated[int, Parameter(metavar="N")] = 4096
-    """Connections over which tensors travel, and never more than a quarter of the descriptors that
-    this process may have. One more is closed; its client takes gRPC."""
+    """Most connections for tensors at once; never more than a quarter of the descriptors that this
+    process may have. A further one is closed, and its client uses gRPC."""
     max_unfinished_bytes: Annotated[int, Parameter(metavar="BYTES")] = 2 * 1024**3
-    """Gradients that are received but not applied yet, over all calls; beyond it, pushes are
-    refused as Overloaded, and clients retry."""
+    """Most bytes of gradients that are received but not applied yet, over all calls. Above this,
+    pushes are refused as Overloaded, and clients retry."""
     num_threads: Annotated[int, INTERNAL] = field(default_factory=lambda: os.cpu_count() or 1)
-    """Shards that are worked on at the same time."""
+    """Number of shards that are worked on at the same time."""
 
     def __post_init__(self) -> None:
         for name in ("max_bulk_connections", "max_unfinished_bytes", "num_threads"):
@@ -77,15 +77,15 @@ class ParameterServerConfig:
     Beyond it, no shard is created, no copy is taken and no table grows. By default 80 % of the
     cgroup's memory limit, or of the machine's memory."""
     max_sessions: Annotated[int, Parameter(metavar="N")] = MAX_SESSIONS
-    """How many sessions a shard remembers the pushes of: at least the number of live members that
-    push to it. The same on all servers of a cluster."""
+    """Number of sessions whose pushes a shard remembers: at least the number of live members that
+    push to it. Must be the same on all servers of a cluster."""
     drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 20.0
     """On SIGTERM, how long to spend on handing shards over to other servers."""
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
     work: Annotated[WorkLimits, FLAT] = field(default_factory=WorkLimits)
     lease_ttl_s: Annotated[float, INTERNAL] = 5.0
-    """A server that etcd has not heard of for so long is taken for gone: no shards are placed on
-    it."""
+    """A server from which etcd has not heard for this long is taken for gone: no shards are placed
+    on it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "listen", listening(self.listen, self.reach.bind))

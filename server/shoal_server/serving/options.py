@@ -23,21 +23,23 @@ BindAddress = Annotated[
     Parameter(
         name="--bind",
         metavar="ADDRESS",
-        help="Serve every port at this address; 0.0.0.0: at all of this machine's. One that others"
-        " reach needs --tls, or --insecure.",
+        help="Listen on this address with every port; 0.0.0.0: on all of this machine's addresses."
+        " An address that other machines can reach needs --tls, or --insecure.",
     ),
 ]
 ListenAddress = Annotated[
     str,
-    Parameter(name="--listen", metavar="[HOST:]PORT", help="gRPC. A port alone is at --bind."),
+    Parameter(
+        name="--listen", metavar="[HOST:]PORT", help="Where to serve gRPC. A port alone: at --bind."
+    ),
 ]
 AdvertisedAddress = Annotated[
     str,
     Parameter(
         name="--advertise",
         metavar="HOST[:PORT]",
-        help="Address that others connect to. By default what is listened on; where that is every"
-        " address, this machine's name.",
+        help="Address that others connect to. By default the address listened on, or this machine's"
+        " name if that is every address.",
     ),
 ]
 MetricsAddress = Annotated[
@@ -54,20 +56,20 @@ ReadyFile = Annotated[
     Parameter(
         name="--ready-file",
         metavar="FILE",
-        help="File to write once it serves, as JSON: its addresses.",
+        help="File to which the process writes its addresses, as JSON, once it serves.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reach(TlsOptions):
-    """Where a process serves, and with which certificate. Without one only this machine reaches
-    it, unless somebody says otherwise."""
+    """Where a process serves, and with which certificate. Without a certificate only this machine
+    can reach it, unless `--insecure` is given."""
 
     bind: BindAddress = LOOPBACK
     insecure: Annotated[bool, Parameter(name="--insecure")] = False
-    """Serve at an address that others reach without TLS: whoever reaches it can read parameters
-    and end jobs."""
+    """Serve without TLS on an address that other machines can reach. Everybody who reaches it can
+    read parameters and end jobs."""
 
     def check(self, listens: Mapping[str, str]) -> None:
         """Raise InvalidSpec for an address that others reach, served without TLS and without

@@ -64,9 +64,9 @@ class OutputOptions:
         Path | None, Parameter(name="--log-dir", metavar="DIRECTORY", env_var="SHOAL_LOG_DIR")
     ] = None
     """Where the newest lines of each worker are kept, for `shoal logs`. By default in a directory
-    of yours below the system's for temporary files."""
+    of yours within the system's directory for temporary files."""
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
-    """Have workers, and the parts of a cluster of its own, log all that they do:
+    """Make workers, and the parts of a cluster that is started for the run, log everything they do:
     SHOAL_LOG_LEVEL=debug."""
 
     def __post_init__(self) -> None:
@@ -90,15 +90,16 @@ class RunConfig:
     """Name of the job. By default the script's name; with --coordinator it gets a random ending, so
     that two runs do not meet by accident, and is printed."""
     fresh: bool = False
-    """Start over: remove what the cluster keeps of an earlier run of this name."""
+    """Start over: remove what the cluster keeps of an earlier run with this name."""
     coordinators: CoordinatorAddresses = ()
     tls: LauncherTlsOption = field(default_factory=LauncherTls)
     min_members: Annotated[int, Parameter(name="--min", metavar="N")] = 1
     """The fewest workers that train, over all hosts."""
     max_members: Annotated[int, Parameter(name="--max", metavar="N")] = 0
-    """The most workers that train, over all hosts; further ones stand by. 0: same as --desired."""
+    """The most workers that train, over all hosts; further ones are standbys. 0: same as --desired.
+    """
     desired_members: Annotated[int, Parameter(name="--desired", metavar="N")] = 0
-    """The job starts as soon as this many workers are there. 0: same as -n."""
+    """The job starts as soon as this many workers have joined. 0: same as -n."""
     restart: Annotated[RestartOptions, Parameter(name="*")] = field(default_factory=RestartOptions)
     output: Annotated[OutputOptions, Parameter(name="*")] = field(default_factory=OutputOptions)
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)

@@ -44,19 +44,20 @@ class JoinConfig:
     min_members: int = 1
     """The job trains with no fewer members."""
     max_members: int = MAX_MEMBERS
-    """At most so many train; further ones stand by."""
+    """The most members that train; further ones are standbys."""
     desired_members: int = 0
-    """The first generation forms at once when so many are there. 0: `min_members`."""
+    """The first generation forms as soon as this many members have joined. 0: `min_members`."""
     member_id: str = ""
-    """Name of this member in the job; empty: made up."""
+    """Name of this member in the job; empty: a generated one."""
     address: str = ""
-    """IP address under which other members reach this one; empty: the one the coordinator sees."""
+    """IP address at which other members reach this one; empty: the address that the coordinator
+    sees."""
     check_peers: str = "auto"
-    """Whether members find out before a generation starts if they reach each other: "auto": those
-    on different hosts; "always"; "never"."""
+    """Whether members check, before a generation starts, that they can reach each other: "auto":
+    those on different hosts; "always"; "never"."""
     backend: str = ""
-    """What carries collectives: "gloo", "nccl", "in-memory"; empty: NCCL for a model on CUDA, Gloo
-    for all else."""
+    """What carries collectives: "gloo", "nccl", "in-memory"; empty: NCCL for a model on CUDA,
+    otherwise Gloo."""
     shared_directory: str = ""
     """Where the workers of this host's launcher keep what they have in common; empty: nowhere."""
     local_rank: int = 0

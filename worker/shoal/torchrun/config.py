@@ -41,14 +41,14 @@ class NodeConfig:
 
     join: JoinConfig
     join_timeout_s: float = 600.0
-    """The longest that one rendezvous may take; a node that stands by waits for any time."""
+    """The longest that one rendezvous may take; a standby node waits without a limit."""
     last_call_timeout_s: float = 0.0
-    """With enough nodes but fewer than the maximum, a first generation waits so long for more.
-    0: as long as the coordinator says."""
+    """How long a first generation with enough nodes, but fewer than the maximum, waits for more. 0:
+    as long as the coordinator says."""
     close_timeout_s: float = 30.0
     """How long to try to tell the coordinator that this node leaves."""
     connect_timeout_s: float = JOIN_TIMEOUT_S
-    """Without an answer of any coordinator within this time, the node does not start."""
+    """The node does not start if no coordinator answers within this time."""
 
     @classmethod
     def read(cls, parameters: RendezvousParameters) -> "NodeConfig":

@@ -66,15 +66,15 @@ class EtcdConfig:
     ca_file: Annotated[Path | None, _option("--etcd-ca", "FILE")] = None
     """PEM file of the authority that signed etcd's certificate. Setting it turns TLS on."""
     cert_file: Annotated[Path | None, _option("--etcd-cert", "FILE")] = None
-    """PEM file of the client certificate, if etcd asks for one. Read anew when it changes."""
+    """PEM file of the client certificate, if etcd asks for one. Read again when it changes."""
     key_file: Annotated[Path | None, _option("--etcd-key", "FILE")] = None
     """PEM file of the certificate's key."""
     timeout_s: Annotated[float, INTERNAL] = 10.0
-    """A call that no endpoint answered for so long is given up and raises."""
+    """A call raises if no endpoint has answered it for this long."""
     attempt_timeout_s: Annotated[float, INTERNAL] = 2.5
-    """An endpoint that has not answered a repeatable call for so long is taken for dead."""
+    """An endpoint that has not answered a repeatable call for this long is taken for dead."""
     silence_s: Annotated[float, INTERNAL] = 3.0
-    """A watch that heard nothing for so long, though it asked, goes to the next endpoint."""
+    """A watch that heard nothing for this long, although it asked, goes to the next endpoint."""
 
     def __post_init__(self) -> None:
         if not self.endpoints:

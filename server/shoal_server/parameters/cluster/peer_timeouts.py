@@ -22,17 +22,17 @@ PEER_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PeerTimeouts:
-    """How long servers put up with each other."""
+    """How long servers wait for each other."""
 
     beat_s: Annotated[float, INTERNAL] = 0.3
     silence_s: Annotated[float, Parameter(metavar="SECONDS")] = 2.0
     """Servers that hear nothing from each other for this long continue without each other. A killed
     one is noticed at once."""
     reconnect_s: Annotated[float, INTERNAL] = 0.5
-    """A stream that broke is opened again for so long before the peer is taken for dead."""
+    """How long to try to open a broken stream again before the peer is taken for dead."""
     full_s: Annotated[float, INTERNAL] = 4.0
-    """A peer that had no memory for a copy is offered none for so long; each time twice as long,
-    up to eight times."""
+    """A peer that had no memory for a copy is not asked again for this long; each time twice as
+    long, up to eight times."""
 
     @property
     def limits(self) -> ReplicationLimits:

@@ -20,12 +20,12 @@ class JournalConfig:
     durable acknowledgement, and to continue after all servers died at once. Each server needs a
     directory of its own."""
     segment_bytes: Annotated[int, INTERNAL] = 64 * 1024**2
-    """A segment that has grown so large is followed by a new one."""
+    """Size at which a new segment is started."""
     max_pending_bytes: Annotated[int, INTERNAL] = 64 * 1024**2
-    """Of records that wait for the disk; beyond it, `check_room` raises."""
+    """Most bytes of records that wait for the disk; above this, `check_room` raises."""
     max_bytes: Annotated[int, INTERNAL] = 4 * 1024**3
-    """Of all segments; beyond it, `check_room` raises. From half of it on, `overdue` names the
-    shards whose image would let a segment go."""
+    """Most bytes of all segments; above this, `check_room` raises. From half of it on, `overdue`
+    names the shards whose image would free a segment."""
 
     def __post_init__(self) -> None:
         if not START_BYTES < self.segment_bytes <= self.max_bytes or self.max_pending_bytes < 1:

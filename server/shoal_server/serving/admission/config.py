@@ -17,18 +17,21 @@ class CallLimits:
     """Of the gRPC port."""
 
     max_connections: Annotated[int, _COUNT] = 16_384
-    """Connections to the gRPC port at once, and never more than three quarters of the descriptors
-    that this process may have. One more is closed as soon as it is opened."""
+    """Most connections to the gRPC port at once; never more than three quarters of the descriptors
+    that this process may have. A further one is closed as soon as it is opened."""
     max_streams: Annotated[int, _COUNT] = 20_000
-    """Calls under way on one connection; a client keeps further ones back until others end."""
+    """Most calls in progress on one connection; the client holds further calls back until others
+    end."""
     max_calls: Annotated[int, _COUNT] = 60_000
-    """Calls under way altogether, those that wait included; one more is refused as Overloaded."""
+    """Most calls in progress over all connections, including those that wait; a further one is
+    refused as Overloaded."""
     max_calls_per_peer: Annotated[int, _COUNT] = 30_000
-    """The same of one IP address: members on one machine have one together."""
+    """The same limit for one IP address, which all members on a machine share."""
     handshake_s: Annotated[float, _SECONDS] = 10.0
-    """A connection that has not begun to speak HTTP/2 (and TLS) by then is closed."""
+    """A connection that has not started HTTP/2 (and TLS) after this time is closed."""
     idle_connection_s: Annotated[float, _SECONDS] = 3600.0
-    """A connection without a call for so long is closed; its client opens another when it calls."""
+    """A connection without a call for this long is closed; its client opens another one when it
+    calls."""
 
     def __post_init__(self) -> None:
         _check_above_zero(self)
@@ -50,19 +53,21 @@ class HttpLimits:
     """Of the HTTP port."""
 
     http_connections: Annotated[int, _COUNT] = 2048
-    """HTTP connections at once, and never more than a quarter of the descriptors that this process
-    may have. One more is answered 503 and closed."""
+    """Most HTTP connections at once; never more than a quarter of the descriptors that this process
+    may have. A further one is answered with 503 and closed."""
     http_connections_per_peer: Annotated[int, _COUNT] = 1024
-    """The same of one IP address: workers on one machine report their health from one."""
+    """The same limit for one IP address, which all workers on a machine share for their health
+    reports."""
     http_request_s: Annotated[float, _SECONDS] = 10.0
-    """A request whose head, and then whose body, has not come by then is answered 408 and its
-    connection closed; one that says nothing too."""
+    """Time for the head of a request to arrive, and then for its body. After that the request is
+    answered with 408 and the connection closed, as is a connection that sends nothing."""
     http_stalled_s: Annotated[float, _SECONDS] = 10.0
-    """Who does not read its answer for so long is hung up on."""
+    """A connection whose client does not read the answer for this long is closed."""
     live_pages: Annotated[int, _COUNT] = 256
-    """Live pages (streams of server-sent events) at once; one more is answered 503."""
+    """Most live pages (streams of server-sent events) at once; a further one is answered with 503.
+    """
     live_pages_per_peer: Annotated[int, _COUNT] = 64
-    """The same of one IP address."""
+    """The same limit for one IP address."""
 
     def __post_init__(self) -> None:
         _check_above_zero(self)
@@ -78,15 +83,16 @@ class JobLimits:
     """Of what callers have a coordinator keep, and of their waits."""
 
     max_jobs: Annotated[int, _COUNT] = 10_000
-    """Jobs that this cluster knows, those included that are over and not removed yet. The first
-    worker of one more is refused as Overloaded."""
+    """Most jobs in this cluster, including those that have ended and are not removed yet. The first
+    worker of a further job is refused as Overloaded."""
     rendezvous_bytes: Annotated[int, Parameter(metavar="BYTES")] = 64 * 1024 * 1024
-    """What the rendezvous store of one generation of a job holds, its keys included. Who sets more
-    is refused as Overloaded."""
+    """Most bytes in the rendezvous store of one generation of a job, keys included. Calls that
+    would set more are refused as Overloaded."""
     rendezvous_keys: Annotated[int, _COUNT] = 200_000
-    """How many keys it holds. torch.distributed sets a few for each pair that connects."""
+    """Most keys in the rendezvous store. torch.distributed sets a few for each pair of ranks that
+    connects."""
     rendezvous_wait_s: Annotated[float, _SECONDS] = 600.0
-    """The longest wait for a key of it, whatever a caller asks for."""
+    """The longest wait for a key in the rendezvous store, whatever a caller asks for."""
     call_wait_s: Annotated[float, _SECONDS] = 60.0
     """The longest wait of other calls (for a generation's record, a shard map), whatever a caller
     asks for."""

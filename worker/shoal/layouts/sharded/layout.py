@@ -44,7 +44,7 @@ class ShardedOptions:
     """How a sharded model is gathered and computed."""
 
     free_after_forward: bool = True
-    """Gathered parameters are freed behind forward and gathered once more for backward (ZeRO-3).
+    """Gathered parameters are freed after forward and gathered again for backward (ZeRO-3).
     Otherwise they stay until their gradients are reduced (ZeRO-2)."""
     min_group_bytes: int | None = None
     """See `group_modules`."""

@@ -16,13 +16,13 @@ LEVELS = ("applied", "replicated", "durable")
 @dataclass(frozen=True, kw_only=True)
 class PushOptions:
     policy: StalenessPolicy
-    """What becomes of gradients of values that others have changed since."""
+    """What is done with gradients whose values others have changed since."""
     schedule: LRScheduler | None
-    """Travels with the job; without one the rates go with each push."""
+    """Sent with the job; without a schedule, learning rates are sent with each push."""
     acknowledgement: Acknowledgement.ValueType
     """What a push waits for."""
     lost_wait_s: float = 0.0
-    """How long a step waits for shards that are lost to come back."""
+    """How long a step waits for lost shards to come back."""
     must_fall: bool = False
     """Whether a loss that is not lower at the end than at first is an error."""
     compression: Compression | None = None
