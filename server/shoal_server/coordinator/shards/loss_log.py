@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import structlog
 
+from shoal_server.coordinator.shards.moves_told import MovesTold
 from shoal_server.core.shards import losses, moves
 from shoal_server.core.shards.assignments import (
     Holder,
@@ -29,6 +30,7 @@ class LossLog:
 
     def __init__(self, tell: Tell = _to_nobody) -> None:
         self._tell = tell
+        self._moves = MovesTold(lambda job, told: self._note(job, "shards_moved", told))
         self._versions: dict[str, dict[int, int]] = {}
         """By job and shard, as its server said last."""
 
@@ -42,11 +44,17 @@ class LossLog:
 
     def forget(self, job: str, shard_ids: Collection[int] | None = None) -> None:
         """What was known of a job, or of some of its shards, is of earlier ones than these."""
+        if shard_ids is None:
+            self._moves.forget(job)
         known = self._versions.get(job, {})
         for shard_id in tuple(known) if shard_ids is None else shard_ids:
             known.pop(shard_id, None)
         if not known:
             self._versions.pop(job, None)
+
+    def _note(self, job: str, kind: str, told: str) -> None:
+        log.info(kind, job=job, reason=told)
+        self._tell(job, kind, told)
 
     def noted(self, before: JobAssignments, after: JobAssignments, snapshot: str) -> JobAssignments:
         """The record that is to follow, with what is known of each shard that is lost in it."""
@@ -72,8 +80,8 @@ class LossLog:
             if old.shard_id == new.shard_id and old.content is not new.content
         ]
         for kind, told in moves.told(before, after, present):
-            log.info(kind, job=after.job, reason=told)
-            self._tell(after.job, kind, told)
+            self._note(after.job, kind, told)
+        self._moves.add(after.job, moves.moved(before, after, present))
         gone = [new for _, new in changed if new.content is ShardContent.LOST]
         back = [
             (old, new)

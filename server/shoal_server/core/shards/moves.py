@@ -1,30 +1,33 @@
 """What became of shards between two records, in a line for each server that it concerns. Pure."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardContent
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+)
+
+Moves = Counter[tuple[str, str]]
+"""How many shards went from which server to which."""
 
 
 def told(
     before: JobAssignments, after: JobAssignments, present: Collection[Holder]
 ) -> list[tuple[str, str]]:
-    """Kinds and texts of what happened. `present`: the servers that there are now.
+    """Kinds and texts of what happened, but for moves. `present`: the servers that there are now.
 
     "lost ps-1: ps-0 leads 4 shards in its place, with every update that was acknowledged".
     """
     promoted: dict[str, Counter[str]] = {}
     copies: Counter[str] = Counter()
-    moved: Counter[tuple[str, str]] = Counter()
     gained: Counter[str] = Counter()
-    for old, new in zip(before.shards, after.shards, strict=False):
-        if old.shard_id != new.shard_id or new.content is ShardContent.LOST:
-            continue
+    for old, new in _pairs(before, after):
         from_id, to_id = old.primary.server_id, new.primary.server_id
         if old.primary != new.primary and old.primary not in present:
             promoted.setdefault(from_id, Counter())[to_id] += 1
-        elif old.primary != new.primary:
-            moved[from_id, to_id] += 1
         for holder in old.backups:
             if holder not in new.holders and holder not in present:
                 copies[holder.server_id] += 1
@@ -36,14 +39,35 @@ def told(
         for server_id in sorted(promoted.keys() | copies.keys())
     ]
     lines += [
-        ("shards_moved", f"{_shards(num)} moved from {from_id} to {to_id}")
-        for (from_id, to_id), num in sorted(moved.items())
-    ]
-    lines += [
         ("shards_copied", f"{server_id} keeps copies of {_shards(num)} more")
         for server_id, num in sorted(gained.items())
     ]
     return lines
+
+
+def moved(before: JobAssignments, after: JobAssignments, present: Collection[Holder]) -> Moves:
+    """Shards that another server leads now, though the one before is there."""
+    return Counter(
+        (old.primary.server_id, new.primary.server_id)
+        for old, new in _pairs(before, after)
+        if old.primary != new.primary and old.primary in present
+    )
+
+
+def told_of_moves(moves: Moves) -> list[str]:
+    """A line for each two servers."""
+    return [
+        f"{_shards(num)} moved from {from_id} to {to_id}"
+        for (from_id, to_id), num in sorted(moves.items())
+    ]
+
+
+def _pairs(
+    before: JobAssignments, after: JobAssignments
+) -> Iterator[tuple[ShardAssignment, ShardAssignment]]:
+    for old, new in zip(before.shards, after.shards, strict=False):
+        if old.shard_id == new.shard_id and new.content is not ShardContent.LOST:
+            yield old, new
 
 
 def _lost(server_id: str, leaders: Counter[str], num_copies: int) -> str:

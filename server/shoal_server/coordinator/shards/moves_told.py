@@ -1,0 +1,48 @@
+"""Moves of shards, told once they pause: when servers are evened out, a few shards move at a time,
+and a line each would bury what is told beside them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from shoal_server.core.shards.moves import Moves, told_of_moves
+
+QUIET_S = 2.0
+"""Moves are over when none has come for so long."""
+AT_MOST_S = 20.0
+"""So long after the first one they are told of all the same."""
+
+
+class MovesTold:
+    """Lives on the event loop of the coordinator that leads."""
+
+    def __init__(self, tell: Callable[[str, str], object]) -> None:
+        """`tell`: takes a job, and a line of it."""
+        self._tell = tell
+        self._pending: dict[str, Moves] = {}
+        self._tell_by_s: dict[str, float] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def add(self, job: str, moves: Moves) -> None:
+        if not moves:
+            return
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        self._pending.setdefault(job, Counter()).update(moves)
+        by_s = self._tell_by_s.setdefault(job, now_s + AT_MOST_S)
+        if job in self._timers:
+            self._timers[job].cancel()
+        self._timers[job] = loop.call_at(min(now_s + QUIET_S, by_s), self._due, job)
+
+    def forget(self, job: str) -> None:
+        """Nothing is told of the moves that have not been told yet."""
+        self._pending.pop(job, None)
+        self._tell_by_s.pop(job, None)
+        if (timer := self._timers.pop(job, None)) is not None:
+            timer.cancel()
+
+    def _due(self, job: str) -> None:
+        moves = self._pending[job]
+        self.forget(job)
+        for line in told_of_moves(moves):
+            self._tell(job, line)

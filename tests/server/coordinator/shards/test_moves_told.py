@@ -1,0 +1,73 @@
+"""Moves of shards are told once they pause."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from shoal_server.coordinator.shards import moves_told
+from shoal_server.coordinator.shards.moves_told import MovesTold
+
+TO_1 = Counter({("ps-0", "ps-1"): 2})
+TO_0 = Counter({("ps-1", "ps-0"): 1})
+
+
+class Lines(list[tuple[str, str]]):
+    """What was told, by job."""
+
+    def __init__(self) -> None:
+        self.came = asyncio.Event()
+
+    def tell(self, job: str, line: str) -> None:
+        self.append((job, line))
+        self.came.set()
+
+
+@pytest.fixture
+async def lines() -> Lines:
+    return Lines()
+
+
+@pytest.fixture
+def told(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> MovesTold:
+    monkeypatch.setattr(moves_told, "QUIET_S", 0.05)
+    monkeypatch.setattr(moves_told, "AT_MOST_S", 0.2)
+    return MovesTold(lines.tell)
+
+
+async def first(lines: Lines) -> None:
+    async with asyncio.timeout(30):
+        await lines.came.wait()
+
+
+async def test_moves_of_a_job_are_one_line_for_each_two_servers(
+    told: MovesTold, lines: Lines
+) -> None:
+    for _ in range(3):
+        told.add("a", TO_1)
+    told.add("a", TO_0)
+    assert lines == []
+    await first(lines)
+    assert lines == [
+        ("a", "6 shards moved from ps-0 to ps-1"),
+        ("a", "1 shard moved from ps-1 to ps-0"),
+    ]
+
+
+async def test_moves_without_end_are_told_of(told: MovesTold, lines: Lines) -> None:
+    """In time, though they never pause."""
+    num_added = 0
+    async with asyncio.timeout(30):
+        while not lines:
+            told.add("a", TO_0)
+            num_added += 1
+            await asyncio.sleep(0.001)
+    assert lines[0] == ("a", f"{num_added} shards moved from ps-1 to ps-0")
+
+
+async def test_of_a_job_that_is_gone_nothing_is_told(told: MovesTold, lines: Lines) -> None:
+    told.add("a", TO_1)
+    told.add("b", TO_1)
+    told.forget("a")
+    await first(lines)
+    assert {job for job, _ in lines} == {"b"}
