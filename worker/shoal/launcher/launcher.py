@@ -290,14 +290,18 @@ class Launcher:
         # The first time they may finish; a second one, or the bound, ends them.
         self._kill_at_s = time.monotonic() + self._config.restart.grace_s
         if self._interrupted or event.number == signal.SIGKILL:
-            self._say(f"killing {len(running)} workers")
+            self._say(f"killing {len(running)} worker{'' if len(running) == 1 else 's'}")
             for process in running:
                 process.kill()
             return
         self._interrupted = event.number
         name, num = signal.Signals(event.number).name, len(running)
-        workers = "1 worker is" if num == 1 else f"{num} workers are"
-        self._say(f"{name}: {workers} to finish their step and end; once more kills them")
+        told = (
+            "1 worker finishes its step and ends"
+            if num == 1
+            else f"{num} workers finish their step and end"
+        )
+        self._say(f"{name}: {told}; once more kills {'it' if num == 1 else 'them'}")
         for process in running:
             # Whichever it was: on a SIGINT a script would end in the midst of its step, with a
             # traceback each.
