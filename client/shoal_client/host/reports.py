@@ -4,6 +4,8 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 
 import grpc
@@ -28,6 +30,7 @@ from shoal_proto.tls.files import Material
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.v1.membership_pb2 import (
     Ack,
+    GenerationRecord,
     GetGenerationRequest,
     ReportExitRequest,
     ReportHaltRequest,
@@ -39,6 +42,9 @@ log = structlog.get_logger(__name__)
 CALL_TIMEOUT_S = 2.0
 REPORT_LIMIT_S = 10.0
 """A report that nobody has taken after so long is dropped: the member's lease has told by then."""
+MIN_ASKED_S = 0.1
+OTHERS_WITHIN_S = 0.5
+"""For the others, once one coordinator has said that nobody leads yet."""
 MAX_REPORTS = 1000
 """So many may wait for a coordinator to come back."""
 
@@ -46,18 +52,14 @@ MAX_REPORTS = 1000
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
     """Return as soon as one of the coordinators leads, or knows who does.
 
-    Replicas that answer while nobody leads yet are asked again. Raises Unavailable with every
-    address and what was seen there: at once if none answers at all, else when `timeout_s` is over.
+    All are asked at once, so that nobody waits for one whose host is gone. Replicas that answer
+    while nobody leads yet are asked again. Raises Unavailable with every address and what was seen
+    there: at once if none answers at all, else when `timeout_s` is over.
     """
     give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
     while True:
-        # A share for each, so that a dead first one does not hide the second.
-        failures = {
-            address: failure
-            for address in coordinators
-            if (failure := _try_to_reach(address, timeout_s / len(coordinators))) is not None
-        }
-        if len(failures) < len(coordinators):
+        failures = _ask_all(coordinators, max(give_up_s - time.monotonic(), MIN_ASKED_S))
+        if failures is None:
             return
         elected_soon = any(isinstance(each, NotLeader) for each in failures.values())
         if not elected_soon or time.monotonic() >= give_up_s:
@@ -71,18 +73,52 @@ def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
     )
 
 
-def _try_to_reach(address: str, timeout_s: float) -> ShoalError | None:
-    with open_channel(address, COORDINATOR_NAME, (USER_AGENT_OPTION,)) as channel:
-        try:
+def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError] | None:
+    """What keeps each of them from being of use; None as soon as one is."""
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+    calls: dict[str, grpc.Future[GenerationRecord]] = {}
+    failures: dict[str, ShoalError] = {}
+    with ExitStack() as stack:
+        for address in dict.fromkeys(addresses):
+            options = (USER_AGENT_OPTION,)
+            channel = stack.enter_context(open_channel(address, COORDINATOR_NAME, options))
             # Any job will do: an answer that there is no such job is an answer.
-            request = GetGenerationRequest(job="reachable")
-            MembershipStub(channel).GetGeneration(request, timeout=timeout_s, wait_for_ready=False)
-        except grpc.RpcError as error:
-            failure = explained(from_rpc_error(error, address), address, COORDINATOR_NAME)
-            if isinstance(failure, CertificateRefused):
-                raise failure from None
-            if isinstance(failure, RetryError) and not failure.details.get("leader"):
-                return failure
+            calls[address] = MembershipStub(channel).GetGeneration.future(
+                GetGenerationRequest(job="reachable"), timeout=timeout_s, wait_for_ready=False
+            )
+            calls[address].add_done_callback(partial(_tell, answers, address))
+        give_up_s = time.monotonic() + timeout_s
+        while left := [each for each in calls if each not in failures]:
+            try:
+                address = answers.get(timeout=max(give_up_s - time.monotonic(), 0.0))
+            except queue.Empty:
+                silence = Unavailable("it does not answer", seen="no answer")
+                return failures | dict.fromkeys(left, silence)
+            failure = _failure_of(calls[address], address)
+            if failure is None:
+                return None
+            failures[address] = failure
+            if isinstance(failure, NotLeader):
+                # Somebody is about to lead: who says nothing is asked again with the others.
+                give_up_s = min(give_up_s, time.monotonic() + OTHERS_WITHIN_S)
+    return failures
+
+
+def _tell(answers: "queue.SimpleQueue[str]", address: str, call: object) -> None:
+    answers.put(address)
+
+
+def _failure_of(call: "grpc.Future[GenerationRecord]", address: str) -> ShoalError | None:
+    """Why a coordinator that was asked is of no use; None if it leads, or knows who does. Raises
+    CertificateRefused."""
+    try:
+        call.result()
+    except grpc.RpcError as error:
+        failure = explained(from_rpc_error(error, address), address, COORDINATOR_NAME)
+        if isinstance(failure, CertificateRefused):
+            raise failure from None
+        if isinstance(failure, RetryError) and not failure.details.get("leader"):
+            return failure
     return None
 
 

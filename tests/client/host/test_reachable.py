@@ -1,0 +1,80 @@
+"""A command finds a coordinator that leads, whatever its other addresses are."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from support.clusters.coordinator_world import served
+from support.processes.load import unhurried
+
+from shoal_client.connection.coordinators import Coordinators, Method
+from shoal_client.host.reports import check_reachable
+from shoal_proto.errors import Unavailable
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_server.core.limits import Limits
+from shoal_server.etcd.memory import MemoryStore
+
+ANSWER_WITHIN_S = 300.0
+
+
+def stop_job(channel: grpc.Channel) -> Method[pb.JobStanding]:
+    return MembershipStub(channel).StopJob
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a process that is stopped: its kernel connects, and nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def refusing() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return f"127.0.0.1:{port}"
+
+
+async def test_nobody_waits_for_an_address_that_does_not_answer(silent: str, refusing: str) -> None:
+    """Neither to find out whether somebody leads, nor with the call that follows."""
+    async with served(MemoryStore()) as world:
+        await world.joined("a")
+        addresses = [silent, refusing, world.address]
+        begun_s = time.monotonic()
+        await asyncio.to_thread(check_reachable, addresses, ANSWER_WITHIN_S)
+        coordinators = Coordinators(addresses)
+        try:
+            request = pb.StopJobRequest(job="j", reason="tested")
+            standing = await asyncio.to_thread(
+                coordinators.call, stop_job, request, timeout_s=ANSWER_WITHIN_S
+            )
+        finally:
+            coordinators.close()
+        took_s = time.monotonic() - begun_s
+        assert standing.member_ids == ["a"]
+        assert took_s < unhurried(3.0)
+
+
+async def test_while_nobody_leads_yet_the_others_are_asked_again(silent: str) -> None:
+    """Who says nothing does not hold up those who know more."""
+    async with served(MemoryStore(), Limits()) as world:
+        await world.coordinator.step_down()
+        asking = asyncio.create_task(
+            asyncio.to_thread(check_reachable, [silent, world.address], ANSWER_WITHIN_S)
+        )
+        await asyncio.wait([asking], timeout=1.0)
+        assert not asking.done()
+        await world.coordinator.lead(())
+        async with asyncio.timeout(unhurried(5.0)):
+            await asking
+
+
+def test_what_was_seen_at_each_address_is_told(silent: str, refusing: str) -> None:
+    with pytest.raises(Unavailable, match="refused") as raised:
+        check_reachable([silent, refusing], 1.0)
+    assert silent in raised.value.seen
+    assert refusing in raised.value.seen
