@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from shoal_client.bulk.arena import Arena
-from shoal_client.shards.blocks import SEND_PIECE_BYTES
 from shoal_client.shards.parts import Part
 from shoal_proto import bulk
 from shoal_proto.bulk import Kind
 from shoal_proto.checksum import crc32
 from shoal_proto.pieces import Buffer
 
+PIECE_BYTES = 2 * 1024 * 1024
+"""Most shards of parameters fit into one: a server that gets them in several has to join them."""
 LOW_WATER_BYTES = 256 * 1024
 """With fewer bytes on their way to the kernel, more are made ready."""
 RECORD_BYTES = 16 * 1024
@@ -86,7 +87,7 @@ class Sending:
             if self._arena is not None:
                 # No room: its values come as pieces.
                 yield [bulk.header(Kind.ROOM, shard_id=part.shard_id)]
-            for offset_bytes, buffers in part.pieces(SEND_PIECE_BYTES):
+            for offset_bytes, buffers in part.pieces(PIECE_BYTES):
                 checksum = 0
                 for buffer in buffers:
                     checksum = crc32(buffer, checksum)
