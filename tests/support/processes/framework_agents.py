@@ -1,11 +1,11 @@
-"""torchrun's and accelerate's agents on a Shoal cluster, with a script of examples/ under them."""
+"""torchrun's and accelerate's agents on a Shoal cluster, with a framework's script under them."""
 
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,12 +29,14 @@ class Epoch:
 
 @dataclass(kw_only=True)
 class Agents:
-    """Runs one example. In a `with` block: its end leaves no agent and no worker."""
+    """Runs one example, or the script of a path, with the arguments and then a directory for
+    checkpoints. In a `with` block: its end leaves no agent and no worker."""
 
     endpoint: str
     job: str
     script: str
     directory: Path
+    arguments: Sequence[str] = ()
     supervisor: Supervisor = field(default_factory=Supervisor)
     _workers: set[int] = field(default_factory=set)
 
@@ -79,7 +81,10 @@ class Agents:
         return self.supervisor.spawn(
             Command(
                 name=name,
-                arguments=[*launcher, str(EXAMPLES / self.script), str(self.checkpoints)],
+                arguments=[
+                    *(*launcher, str(EXAMPLES / self.script)),
+                    *(*self.arguments, str(self.checkpoints)),
+                ],
                 log_path=self.directory / f"{name}.log",
                 environment={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             )
