@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from shoal.state.peer_copies import PeerCopies
+from shoal.state.peer_copies import LaterGroup, PeerCopies
 from shoal.state.shards import StateShard
 from shoal_proto.errors import InvalidSpec
 
@@ -70,7 +70,8 @@ class PeerCheckpoints:
         num_copies = min(self._num_copies, len(members) - 1)
         self._copies = (
             PeerCopies(
-                new_group(),
+                # Members that stand still do not wait for its connections.
+                LaterGroup(new_group),
                 copies=num_copies,
                 every_steps=self._every_steps,
                 before=self._copies,

@@ -68,6 +68,19 @@ class _Ring:
         ]
 
 
+@dataclass(frozen=True)
+class LaterGroup:
+    """A group that all ranks of the world make with the first copy."""
+
+    make: Callable[[], dist.ProcessGroup]
+
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def size(self) -> int:
+        return dist.get_world_size()
+
+
 class PeerCopies:
     """The copies of one generation.
 
@@ -93,7 +106,7 @@ class PeerCopies:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | LaterGroup,
         *,
         copies: int,
         every_steps: int,
@@ -131,12 +144,16 @@ class PeerCopies:
         self._catalogue = Catalogue(world_size)
         self._limit = None if limit_s is None else timedelta(seconds=limit_s)
         self._thread: threading.Thread | None = None
-        if self._ring.has_peers:
-            # It alone has the group: whoever is the last to hold one must wait for its threads.
-            self._thread = threading.Thread(
-                target=self._serve, args=(group,), name="peer-copies", daemon=True
-            )
-            self._thread.start()
+        self._later = group if isinstance(group, LaterGroup) else None
+        if self._ring.has_peers and not isinstance(group, LaterGroup):
+            self._start(group)
+
+    def _start(self, group: dist.ProcessGroup) -> None:
+        # It alone has the group: whoever is the last to hold one must wait for its threads.
+        self._thread = threading.Thread(
+            target=self._serve, args=(group,), name="peer-copies", daemon=True
+        )
+        self._thread.start()
 
     # --- the trainer's side ---
 
@@ -157,6 +174,9 @@ class PeerCopies:
             self._remains = ()
             return
         self.flush()
+        later, self._later = self._later, None
+        if later is not None:
+            self._start(later.make())
         slot, newer = self._slots
         slot.clear()
         self._slots = (newer, slot)
