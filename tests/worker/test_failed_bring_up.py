@@ -1,4 +1,4 @@
-"""A member that runs out of memory in each bring-up: real members, and what it costs the others."""
+"""A member that does not come through a bring-up: real members, and what it costs the others."""
 
 import time
 from dataclasses import replace
@@ -60,3 +60,17 @@ def test_one_that_gets_through_at_the_second_try_trains_with_the_others(
         a.expect("stepped")
         (c,) = start(ranks, replace(run, desired=1, num_failures=1), "c")
         assert c.expect("stepped")["step"] > 1
+
+
+def test_one_that_stops_amid_the_exchange_of_state_holds_nobody_up(cluster: LocalCluster) -> None:
+    """The others wait for it where no connection of the group's ends, in memory that they share,
+    and go on without it."""
+    run = Run(coordinator=cluster.coordinator, job="stops-amid", strategy="fsdp", exchange="shared")
+    with Ranks() as ranks:
+        a, b = start(ranks, run, "ab")
+        for rank in (a, b):
+            rank.expect("stepped")
+        start(ranks, replace(run, exchange="stops"), "c")
+        for rank in (a, b):
+            while rank.expect("stepped")["generation"] < 3:
+                pass

@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.backends.shared_memory.opening import share_memory
 from shoal.state import resharding as exchange
+from shoal.state import shared_exchange
 from shoal.state.resharding import Needs
 from shoal.state.shards import Chunk, StateShard, TensorShard
 from shoal_proto.errors import MalformedMessage, ShoalError
@@ -97,9 +100,20 @@ class Places:
         )
 
 
-def reshard_all(changes: list[tuple[tuple[str, int], tuple[str, int]]]) -> dict[str, str]:
+def shared(num_bytes: int) -> SharedMemory:
+    """Memory that all ranks share, which small boxes do for."""
+    shared_exchange.MIN_BOX_BYTES = 1
+    memory = share_memory(_group(), num_bytes, 60.0)
+    assert memory is not None
+    return memory
+
+
+def reshard_all(
+    changes: list[tuple[tuple[str, int], tuple[str, int]]], shared_bytes: int = 0
+) -> dict[str, str]:
     """For each change from one cut to another: what differs from what there should be."""
     rank, state = dist.get_rank(), whole_state(7)
+    memory = shared(shared_bytes) if shared_bytes else None
     found = {}
     for before, after in changes:
         for bucket_bytes, borrow, place in (
@@ -111,7 +125,7 @@ def reshard_all(changes: list[tuple[tuple[str, int], tuple[str, int]]]) -> dict[
             exchange.MIN_BUCKET_BYTES = exchange.MAX_BUCKET_BYTES = bucket_bytes
             held = [holding_of(state, 7, before[0], rank, before[1])] if rank < before[1] else []
             needs = needs_of(after[0], rank, after[1])
-            got = exchange.reshard(_group(), held, needs, borrow=borrow, place=place)
+            got = exchange.reshard(_group(), held, needs, borrow=borrow, place=place, memory=memory)
             assert place is None or place.all_taken(got)
             expected = (
                 holding_of(state, 7, after[0], rank, after[1])
@@ -132,15 +146,16 @@ def difference_of_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> st
     return ", ".join(name for name in one if not torch.equal(one[name], other[name]))
 
 
-def reshard_large() -> bool:
+def reshard_large(shared_bytes: int = 0) -> bool:
     """Rows of 12 MB become columns, and columns rows."""
+    memory = shared(shared_bytes) if shared_bytes else None
     rank, shape = dist.get_rank(), (1501, 2003)
     exchange.MAX_BUCKET_BYTES = 1 << 19
     state = {"model.w": torch.arange(1501 * 2003, dtype=torch.float32).reshape(shape)}
     same = True
     for before, after in (("rows", "columns"), ("columns", "rows"), ("rows", "whole")):
         held = holding_of(state, 1, before, rank, 3)
-        got = exchange.reshard(_group(), [held], needs_of(after, rank, 3))
+        got = exchange.reshard(_group(), [held], needs_of(after, rank, 3), memory=memory)
         same &= difference(got, holding_of(state, 1, after, rank, 3)) == ""
     return same
 

@@ -1,5 +1,7 @@
 """Members that train until the test ends them: a module that their processes can import."""
 
+import os
+import signal
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,8 @@ from support.training.rank_bodies import data, loss_of, model_and_optimizer
 import shoal
 from shoal.membership.join_config import JoinConfig
 from shoal.session.session import Session
+from shoal.state import shared_exchange
+from shoal.state.shared_exchange import SharedExchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,9 @@ class Run:
     """Of checkpoints, one every 5 steps; empty: none are written."""
     num_failures: int = 0
     """So many of its bring-ups fail for want of memory."""
+    exchange: str = ""
+    """State goes through memory that all share, however little it is; "stops": this member stops
+    when it first comes to that."""
 
 
 def _run_out_of_memory(session: Session, times: int) -> None:
@@ -38,6 +45,18 @@ def _run_out_of_memory(session: Session, times: int) -> None:
     strategy._bring_up = try_to
 
 
+def _exchange(how: str) -> None:
+    shared_exchange.MIN_BOX_BYTES = 1
+    run = SharedExchange.run
+
+    def stop(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        run(*arguments)
+
+    if how == "stops":
+        SharedExchange.run = stop  # type: ignore[method-assign]
+
+
 def train(report: Report, run: Run) -> None:
     """Reports "stepped" with each step that is committed; a step takes a few milliseconds."""
     config = JoinConfig(
@@ -46,6 +65,8 @@ def train(report: Report, run: Run) -> None:
         member_id=run.member_id,
         desired_members=run.desired,
     )
+    if run.exchange:
+        _exchange(run.exchange)
     model, optimizer = model_and_optimizer()
     kept = shoal.Checkpoints(run.directory, every_steps=5) if run.directory else None
     with Session(config) as session:

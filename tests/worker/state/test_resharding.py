@@ -1,5 +1,6 @@
 """State over real groups: ranks get what they need, from any cut to any other."""
 
+import pytest
 from support.collectives import state_bodies
 from support.processes.worlds import run_on_gloo
 
@@ -17,16 +18,19 @@ CHANGES = [
 ]
 
 
-def test_a_state_goes_over_from_any_cut_to_any_other() -> None:
+@pytest.mark.parametrize("shared_bytes", [0, 4096])
+def test_a_state_goes_over_from_any_cut_to_any_other(shared_bytes: int) -> None:
     """Bit for bit, in every dtype, also where sizes do not divide and with a bucket for each part;
-    in memory of its own, or borrowed, and in both cases what is held stays as it is."""
-    for differences in run_on_gloo(4, state_bodies.reshard_all, CHANGES):
+    in memory of its own, or borrowed, and in both cases what is held stays as it is. Through memory
+    that the ranks share it goes in many rounds, as boxes are smaller than most tensors."""
+    for differences in run_on_gloo(4, state_bodies.reshard_all, CHANGES, shared_bytes):
         assert differences == {}
 
 
-def test_a_large_tensor_goes_over_in_many_messages() -> None:
+@pytest.mark.parametrize("shared_bytes", [0, 1 << 20])
+def test_a_large_tensor_goes_over_in_many_messages(shared_bytes: int) -> None:
     """Rows, which are sent from where they lie, and columns, which are packed."""
-    assert run_on_gloo(3, state_bodies.reshard_large) == [True] * 3
+    assert run_on_gloo(3, state_bodies.reshard_large, shared_bytes) == [True] * 3
 
 
 def test_little_is_said_where_nothing_must_travel() -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.layouts.gradients import name_of_fault
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.model.gradients import watch_parameters
@@ -137,6 +138,11 @@ class Layout(ABC):
         Such shards are copied to peers. As it stands: all; no harm is done by a copy too many.
         """
         return True
+
+    @property
+    def shared_memory(self) -> SharedMemory | None:
+        """Memory that all ranks share, if they do, for whoever has a use for it before a step."""
+        return None
 
     def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
         """By rank, a name for those that may be lost at the same time: copies lie on others. As it

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.backends.abortable.p2p import AbortableP2P, Message
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.state.inventory import (
     MAX_TEXT_BYTES,
     Meta,
@@ -28,6 +29,7 @@ from shoal.state.inventory import (
     unpack,
 )
 from shoal.state.shards import Chunk, StateShard, TensorShard
+from shoal.state.shared_exchange import SharedExchange
 from shoal.state.step_choice import ChosenStep, choose
 from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 from shoal_proto.errors import InvalidSpec
@@ -57,6 +59,7 @@ def reshard(
     *,
     borrow: bool = False,
     place: Place | None = None,
+    memory: SharedMemory | None = None,
 ) -> StateShard:
     """What this rank needs of the newest state that is whole on the group's ranks together.
 
@@ -64,7 +67,8 @@ def reshard(
     several. `needs` is called for every tensor that exists at the chosen step, and for no other.
     The result lies in host memory of its own, or where `place` puts it: then once nothing can be
     refused any more. With `borrow`, other shards that this rank holds in one are views of what it
-    holds.
+    holds. `memory`: the group's ranks share it, and what lies there is overwritten: if it is large
+    enough, bytes go through it.
 
     Raises on all ranks alike: StateLost if no step is whole, ShapeMismatch or DtypeMismatch if
     they contradict each other, MalformedMessage for what is no list. What `needs` raises, or an
@@ -85,7 +89,7 @@ def reshard(
     bucket_bytes = IN_FLIGHT_BYTES // (2 * ROUNDS_IN_FLIGHT * world_size)
     bucket_bytes = min(max(bucket_bytes, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
     todo = plan(chosen, wanted, rank, stripe_bytes=bucket_bytes // 2)
-    transfer = _Transfer(group, [h for h in held if h.step == chosen.step], bucket_bytes)
+    transfer = _Transfer(group, [h for h in held if h.step == chosen.step], bucket_bytes, memory)
     shards = transfer.carry_out(todo, own, chosen.metas, borrow=borrow, place=place or _nowhere)
     return StateShard(
         step=chosen.step,
@@ -178,8 +182,13 @@ class _Transfer:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, held: Sequence[StateShard], bucket_bytes: int
+        self,
+        group: dist.ProcessGroup,
+        held: Sequence[StateShard],
+        bucket_bytes: int,
+        memory: SharedMemory | None,
     ) -> None:
+        self._memory = memory if memory is not None and SharedExchange.fits(memory) else None
         self._p2p = AbortableP2P(group, torch.device("cpu"))
         self._held = held
         self._bucket_bytes = bucket_bytes
@@ -208,11 +217,35 @@ class _Transfer:
             if tensor is None:
                 tensor = torch.empty(chunk.sizes, dtype=metas[name].dtype)
             self._pieces[name] = TensorShard(shape=metas[name].shape, chunk=chunk, tensor=tensor)
-        self._move(todo)
+        if self._memory is not None:
+            self._exchange(todo, self._memory)
+        else:
+            self._move(todo)
         for part in todo.kept:
             if part.name not in borrowed:
                 self._target(part).copy_(self._source(part))
         return self._pieces
+
+    def _exchange(self, todo: TransferPlan, memory: SharedMemory) -> None:
+        """As `_move`, in memory that all ranks share."""
+        apart: list[tuple[Tensor, Tensor]] = []
+
+        def bytes_for(part: NamedChunk) -> Tensor:
+            target = self._target(part)
+            if target.is_contiguous():
+                return _flat(target)
+            apart.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
+            return _flat(apart[-1][1])
+
+        SharedExchange(memory).run(
+            {
+                peer: [_flat(self._source(part).cpu().contiguous()) for part in parts]
+                for peer, parts in todo.sends.items()
+            },
+            {peer: [bytes_for(part) for part in parts] for peer, parts in todo.receives.items()},
+        )
+        for target, arrived in apart:
+            target.copy_(arrived)
 
     def _move(self, todo: TransferPlan) -> None:
         sends = {peer: self._buckets(parts) for peer, parts in todo.sends.items()}

@@ -55,6 +55,11 @@ class SharedMemory:
         self._reason = ""
         self._links: Links | None = None
 
+    @property
+    def num_met(self) -> int:
+        """Meetings that this rank has come to. Any thread."""
+        return self._num_met
+
     def watch(self, links: Links) -> None:
         self._links = links
 

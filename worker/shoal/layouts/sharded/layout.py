@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shoal.backends.abortable.waiter import add_subgroup, wait_abortable
 from shoal.backends.network.gloo import is_gloo
+from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.layouts.base import Layout, World, move_buffers
 from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.gradients import gradient_not_finite, name_of_fault
@@ -176,6 +177,11 @@ class ShardedLayout(Layout):
     def travels(self, name: str) -> bool:
         """All but buffers, of which everybody has the same; nothing where there are copies."""
         return self._num_copies == 1 and name.removeprefix(MODEL) not in self._buffers
+
+    @property
+    def shared_memory(self) -> SharedMemory | None:
+        slots = self._slots
+        return slots.memory if slots is not None and self._num_copies == 1 else None
 
     def watch(self, ours: Callable[[], bool]) -> None:
         for reduction in self._reductions:

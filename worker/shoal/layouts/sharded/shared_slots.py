@@ -45,6 +45,11 @@ class SharedSlots:
         self._used_anywhere = 0
         self._num_sums = 0
 
+    @property
+    def memory(self) -> SharedMemory:
+        """All of it; behind anything else that is done there, slots are as new."""
+        return self._memory
+
     @classmethod
     def open(
         cls, group: dist.ProcessGroup, gathered_bytes: int, summed_bytes: int, limit_s: float

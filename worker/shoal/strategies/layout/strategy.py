@@ -53,6 +53,8 @@ class LayoutStrategy(SynchronousStrategy):
         super().__init__()
         self._peer_checkpoints = PeerCheckpoints(copies=copies, every_steps=copy_every_steps)
         self._binding: OptimizerBinding | None = None
+        self._filling: Layout | None = None
+        """While a generation is brought up."""
         self._begun = False
         self._reduced = False
         self._whole = True
@@ -136,7 +138,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._registered.adopt(of_shard(state_shard))
         take_modes(self._proxy, binding.layout.plain)
         binding.layout.watch(self._passes.ours)
-        self._binding, self._step = binding, state_shard.step
+        self._binding, self._filling, self._step = binding, None, state_shard.step
         for name, module in models_of(binding.layout.plain).items():
             retarget(models_of(self._proxy)[name], module)
         own = self._collect(binding)
@@ -154,10 +156,17 @@ class LayoutStrategy(SynchronousStrategy):
         self._meta_model.forget_weights()
 
     def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
-        if not isinstance(model, SeveralModels):
-            return self.lay_out(model, world)
-        layouts = {name: self.lay_out(each, world) for name, each in model.items()}
-        return SeveralLayouts(model, layouts, world)
+        """From now on a cut reaches what is laid out."""
+        layout: Layout
+        if isinstance(model, SeveralModels):
+            layouts = {name: self.lay_out(each, world) for name, each in model.items()}
+            layout = SeveralLayouts(model, layouts, world)
+        else:
+            layout = self.lay_out(model, world)
+        self._filling = layout
+        if self._generation_group.has_cut(world.generation):
+            layout.cut(f"generation {world.generation} is over")
+        return layout
 
     def _collect(self, binding: OptimizerBinding) -> StateShard:
         """What this member holds behind the last committed step."""
@@ -183,7 +192,8 @@ class LayoutStrategy(SynchronousStrategy):
 
         try:
             # Everything is copied once, into the layout, also where that has to be on a device.
-            state_shard = reshard(group, held, needs, borrow=True, place=place)
+            memory = binding.layout.shared_memory
+            state_shard = reshard(group, held, needs, borrow=True, place=place, memory=memory)
         except StateLost:
             path = self._checkpoints.newest(generation, group)
             if path is None:
@@ -202,11 +212,17 @@ class LayoutStrategy(SynchronousStrategy):
             # Gloo may leave a message of a group that is cut until its limit: wait for none.
             self._peer_checkpoints.interrupt()
             binding = self._binding
-            if binding is not None:
-                binding.layout.cut(f"generation {generation} is over")
+            for layout in (self._filling, binding.layout if binding is not None else None):
+                if layout is not None:
+                    layout.cut(f"generation {generation} is over")
 
     def _let_go(self) -> None:
         binding, self._binding = self._binding, None
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            # Others may wait for this member where no error of the group reaches them.
+            filling.cut("its bring-up has failed")
+            filling.release()
         self._copy_due = False
         if binding is None:
             return
@@ -217,7 +233,9 @@ class LayoutStrategy(SynchronousStrategy):
         binding.layout.release()
 
     def num_moved(self) -> int:
-        return self._peer_checkpoints.num_moved
+        filling = self._filling
+        memory = filling.shared_memory if filling is not None else None
+        return self._peer_checkpoints.num_moved + (memory.num_met if memory is not None else 0)
 
     def _hand_over(self, *, leaves: bool) -> None:
         if self._binding is not None:

@@ -1,0 +1,90 @@
+"""Bytes from rank to rank through memory that all ranks of a group share.
+
+Over sockets each byte is packed, written, read and unpacked; here it is written and read. In each
+round a rank fills a box for every other one, all of them meet, and each reads the boxes that are
+for it. Two sets of boxes take turns: a rank fills a set again behind the meeting to which the
+others came once they had read it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.backends.shared_memory.memory import SharedMemory
+
+NUM_SETS = 2
+MIN_BOX_BYTES = 256 * 1024
+"""With less in a round the meetings of many ranks cost more than sockets do."""
+_ALIGNMENT_BYTES = 64
+
+Cut = list[tuple[int, Tensor]]
+"""What lies in one box: where it begins there, and the bytes."""
+
+
+class SharedExchange:
+    """Of one rank. All ranks make one of the same memory, and call `run` at the same time."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        """What lies in the memory is overwritten."""
+        self._memory = memory
+        self._room = torch.frombuffer(memory.room, dtype=torch.uint8)
+        self._box_bytes = _box_bytes(memory)
+
+    @staticmethod
+    def fits(memory: SharedMemory) -> bool:
+        """Whether the memory is large enough for that; the same on all ranks."""
+        return _box_bytes(memory) >= MIN_BOX_BYTES
+
+    def run(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+    ) -> None:
+        """Fill what is received with what the others send: flat tensors of bytes by peer, as many
+        bytes on both ends. Raises GenerationBroken if a rank is lost, late or cut off."""
+        leaving = {peer: self._cut(tensors) for peer, tensors in sends.items()}
+        arriving = {peer: self._cut(tensors) for peer, tensors in receives.items()}
+        own_rounds = max(map(len, leaving.values()), default=0)
+        number, num_rounds = 0, 1
+        while number < num_rounds:
+            for peer, boxes in leaving.items():
+                for box, piece in self._places(number, self._memory.rank, peer, boxes):
+                    box.copy_(piece)
+            # Nobody knows how much others have to say to each other.
+            num_rounds = max(self._memory.meet(own_rounds))
+            for peer, boxes in arriving.items():
+                for box, piece in self._places(number, peer, self._memory.rank, boxes):
+                    piece.copy_(box)
+            number += 1
+        # Whoever is through may put something else there, which others are not to read.
+        self._memory.meet()
+
+    def _cut(self, tensors: Sequence[Tensor]) -> list[Cut]:
+        """The tensors behind each other, in as many boxes as they fill."""
+        boxes: list[Cut] = []
+        left = 0
+        for tensor in tensors:
+            at = 0
+            while at < tensor.numel():
+                if not left:
+                    boxes.append([])
+                    left = self._box_bytes
+                count = min(left, tensor.numel() - at)
+                boxes[-1].append((self._box_bytes - left, tensor[at : at + count]))
+                at, left = at + count, left - count
+        return boxes
+
+    def _places(
+        self, number: int, sender: int, receiver: int, boxes: Sequence[Cut]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Where each piece of this round lies, and the piece."""
+        if number >= len(boxes):
+            return []
+        world_size = self._memory.world_size
+        box = (number % NUM_SETS * world_size + sender) * world_size + receiver
+        starts = [(box * self._box_bytes + at, piece) for at, piece in boxes[number]]
+        return [(self._room[start : start + piece.numel()], piece) for start, piece in starts]
+
+
+def _box_bytes(memory: SharedMemory) -> int:
+    exact = len(memory.room) // (NUM_SETS * memory.world_size**2)
+    return exact // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
