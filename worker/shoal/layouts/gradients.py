@@ -41,7 +41,10 @@ def clip(layout: "Layout", max_norm: float, among: Collection[str] | None = None
         non_finite_check.set_flags(message[1:])
     total = message[0].sqrt()
     # The same small number as in torch, and the same order: clipped runs stay equal to one process.
-    foreach_mul_(list(gradients.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    held = list(gradients.values())
+    # Gradients may lie on the host of a rank that computes on a GPU.
+    foreach_mul_(held, factor.to(held[0].device) if held else factor)
     return total
 
 

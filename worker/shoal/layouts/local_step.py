@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shoal.model.elementwise_optimizers import ELEMENTWISE
 from shoal.model.several import parts_due
+from shoal.torch_private.dtensor import cut_as
 
 
 def step(optimizer: Optimizer) -> None:
@@ -92,14 +93,7 @@ class _Part:
     def _whole(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.ndim:
             return value
-        return DTensor.from_local(
-            value,
-            self._cut.device_mesh,
-            self._cut.placements,
-            run_check=False,
-            shape=self._cut.shape,
-            stride=self._cut.stride(),
-        )
+        return cut_as(self._cut, value)
 
 
 @torch.no_grad()

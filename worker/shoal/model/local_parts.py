@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.torch_private.dtensor import cut_as
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds, without a graph; of a tensor that is not cut, all of it."""
@@ -18,11 +20,4 @@ def placed_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
     """`local` as this rank's part of a tensor that is cut as the parameter is."""
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return cut_as(parameter, local)

@@ -20,6 +20,11 @@ from shoal.planning.figures import (
     Subject,
 )
 
+OFFLOADED = (
+    "cpu_offload: parameters, gradients and optimizer state are in host memory; a GPU holds what is"
+    " gathered for a pass and its gradients until they are reduced"
+)
+
 
 def rows_of(num_rows: int, rank: int, world_size: int) -> int:
     """How many rows of a parameter are this rank's: as many as the first rank has, or fewer."""
@@ -53,6 +58,7 @@ class ShardedFigures:
             arrangement=f"{self._num_copies} x {self._n} (copies x ranks of a copy)"
             if self._num_copies > 1
             else "",
+            notes=(OFFLOADED,) if self._options.cpu_offload else (),
         )
 
     def _rank(self, rank: int) -> RankFigures:

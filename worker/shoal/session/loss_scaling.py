@@ -29,6 +29,6 @@ def check_scales(strategy: Strategy, registered: RegisteredState) -> None:
         raise InvalidSpec(
             f"strategy {strategy.name} does not unscale gradients",
             seen="a registered GradScaler",
-            expected="ddp or zero1 without compression, zero2, fsdp or tensor; or bfloat16, which"
-            " needs no scaling",
+            expected="ddp or zero1 without compression, zero2, fsdp or tensor without cpu_offload;"
+            " or bfloat16, which needs no scaling",
         )

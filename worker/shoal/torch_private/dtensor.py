@@ -2,9 +2,13 @@
 
 import contextlib
 import threading
+from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -13,6 +17,22 @@ clear_sharding_cache = _clear_sharding_prop_cache
 """Forget what was derived for meshes that are gone."""
 local_shape_and_offset = compute_local_shape_and_global_offset
 """Sizes and offsets of this rank's part of a DTensor."""
+
+
+def cut_as(cut: DTensor, local: Tensor) -> DTensor:
+    """`local` as this rank's part of a tensor of the shape of `cut`, which is cut as that is.
+
+    What `DTensor.from_local` gives, but what lies on the host stays there on a mesh of GPUs.
+    """
+    if local.device.type == cut.device_mesh.device_type:
+        shape: Any = cut.shape
+        own, stride = (cut.device_mesh, cut.placements), cut.stride()
+        return DTensor.from_local(local, *own, run_check=False, shape=shape, stride=stride)
+    spec: DTensorSpec = cut._spec
+    meta = TensorMeta(shape=cut.shape, stride=cut.stride(), dtype=local.dtype)
+    make: Any = DTensor
+    placed: DTensor = make(local, replace(spec, tensor_meta=meta), requires_grad=False)
+    return placed
 
 
 def forget_groups(mesh: DeviceMesh) -> None:

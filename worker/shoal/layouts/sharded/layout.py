@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from shoal.backends.abortable.waiter import add_subgroup, wait_abortable
 from shoal.backends.network.gloo import is_gloo
@@ -53,6 +58,9 @@ class ShardedOptions:
     """What layers compute with and all-gathers carry; None: the parameters' own."""
     reduce_dtype: torch.dtype | None = None
     """What gradients are summed up in over ranks; None: as they come from backward."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer state lie on the host between the passes of their layers,
+    and the optimizer steps there. No difference to a model that computes on a CPU."""
     shard: int | None = None
     """The least number of ranks that a copy of the model is cut over; None: all. See
     `ranks_of_copy`."""
@@ -88,7 +96,7 @@ class ShardedLayout(Layout):
         self._shard(model, options)
         self._slots = self._share(model, options)
         for part in fsdp_parameters(model):
-            give_memory(part, world.device)
+            give_memory(part, torch.device("cpu") if options.cpu_offload else world.device)
         move_buffers(model, world.device)
         refuse_second_derivatives(model)
         self.module = model
@@ -123,6 +131,7 @@ class ShardedLayout(Layout):
             "mesh": self._mesh,
             "mp_policy": _policy(options, None),
             "reshard_after_forward": options.free_after_forward,
+            "offload_policy": _offload(options, self.world.device),
         }
         grouping = group_modules(model, options.min_group_bytes)
         for group in grouping.groups:
@@ -276,6 +285,12 @@ def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) 
         * max(part.sharded_param.element_size(), dtype.itemsize if dtype else 0)
         for part in parameters_of(module)
     )
+
+
+def _offload(options: ShardedOptions, device: torch.device) -> OffloadPolicy:
+    # Memory is pinned for a GPU to copy from while it computes; torch refuses to without one.
+    pins = device.type != "cpu"
+    return CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
 
 
 def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

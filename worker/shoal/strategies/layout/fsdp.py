@@ -32,6 +32,8 @@ class FSDP(LayoutStrategy):
     while the optimizer keeps the parameters' own dtype; `reduce_dtype` ("fp32", ...): what
     gradients are summed up in, by itself the one they come in. `elementwise_optimizer=True` vouches
     for an optimizer that is not torch's: each element is updated from its own gradient and state.
+    `cpu_offload=True`: parameters, gradients and optimizer state lie in host memory, and layers are
+    copied to the GPU for their passes; models on a CPU, whose state is there, train as without it.
     `copies` and `copy_every_steps`: see `LayoutStrategy`.
 
     All members run the same modules in the same order in each step.
@@ -50,6 +52,7 @@ class FSDP(LayoutStrategy):
         param_dtype: str | None = None,
         reduce_dtype: str | None = None,
         elementwise_optimizer: bool = False,
+        cpu_offload: bool = False,
         copies: int = 1,
         copy_every_steps: int = 10,
     ) -> None:
@@ -60,6 +63,7 @@ class FSDP(LayoutStrategy):
             min_group_bytes=min_group_bytes,
             param_dtype=_dtype("param_dtype", param_dtype),
             reduce_dtype=_dtype("reduce_dtype", reduce_dtype),
+            cpu_offload=cpu_offload,
             shard=self.shard,
         )
 
@@ -91,7 +95,8 @@ class FSDP(LayoutStrategy):
 
     @property
     def unscales(self) -> bool:
-        return True
+        # A scaler looks for overflow on the GPU, where gradients are not.
+        return not self._options.cpu_offload
 
     def options(self) -> Mapping[str, str]:
         options = self._options
@@ -100,6 +105,7 @@ class FSDP(LayoutStrategy):
             "param_dtype": str(options.param_dtype),
             "reduce_dtype": str(options.reduce_dtype),
             **({"shard": str(options.shard)} if options.shard else {}),
+            **({"cpu_offload": "true"} if options.cpu_offload else {}),
         }
 
 

@@ -23,7 +23,7 @@ class FSDPTensor(FSDP):
     number of members on it. They work on the same samples. Where the members do not divide by
     `tensor`, fewer split layers together: with tensor=4, 8 members make two groups of 4, 9 three of
     3, and 7 are as with "fsdp". `plan` and `min_split_bytes`: see `TensorParallel`. `options`: see
-    `FSDP`; an optimizer that is not torch's own cannot be vouched for.
+    `FSDP`, without `cpu_offload`; an optimizer that is not torch's own cannot be vouched for.
     """
 
     name = "fsdp-tensor"
@@ -50,6 +50,12 @@ class FSDPTensor(FSDP):
                 seen="elementwise_optimizer=True",
                 expected="an optimizer of torch's own that treats each element by itself",
                 fix="Use 'fsdp' or 'tensor', which take it.",
+            )
+        if options.get("cpu_offload"):
+            raise InvalidSpec(
+                "strategy 'fsdp-tensor' does not keep its parts on the host",
+                seen="cpu_offload=True",
+                expected="'fsdp', 'zero2', 'zero3' or 'hsdp', which do",
             )
         super().__init__(**options)
         self._tensor = tensor
