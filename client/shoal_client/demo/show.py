@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from shoal_client.demo.plan import MIN_ACCURACY, DemoPlan, Outcome
-from shoal_client.demo.training import Progress as Standing
+from shoal_client.demo.training import LiveProgress
 
 
 class Bars:
@@ -57,7 +57,7 @@ class Bar:
         self._plan = plan
         self._killed = ""
 
-    def __call__(self, standing: Standing) -> None:
+    def __call__(self, standing: LiveProgress) -> None:
         """Show where the training is."""
         if standing.killed and not self._killed:
             self._killed = standing.killed
