@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.backends.network.gloo import GlooBackend, GlooGroup, free_retired
+from shoal.backends.network.gloo import GlooBackend, GlooGroup
+from shoal.backends.network.retired import free_now
 from shoal.backends.process_group.interface import Seat
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.rendezvous_store import RendezvousStore
@@ -126,7 +127,7 @@ def bring_up(pipe: Connection, world: World, kinds: list[str], num_rounds: int) 
                 ended_s = time.monotonic()
                 world.barrier.wait()
                 group.retire()
-                free_retired(float("inf"))
+                assert free_now(BRING_UP_S)
             pipe.send((kind, attempt, started_s, ended_s))
             world.barrier.wait()
             del store, inner

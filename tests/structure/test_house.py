@@ -119,3 +119,37 @@ def test_nothing_private_of_argparse_is_used() -> None:
             if of_argparse and node.attr.startswith("_"):  # type: ignore[attr-defined]
                 found.append(f"{name}: argparse.{node.attr}")  # type: ignore[attr-defined]
     assert found == []
+
+
+def test_what_benches_and_examples_import_of_the_source_is_there() -> None:
+    """mypy does not read them, and most run by hand only."""
+    found = [
+        f"{path.relative_to(ROOT)}: {module}.{name}"
+        for folder in ("bench", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        for module, name in from_source(path)
+        if f"{module}.{name}" not in modules() and name not in names_of(modules()[module])
+        if not name.endswith("_pb2")
+    ]
+    assert found == []
+
+
+def from_source(path: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of each `from` import of the source, but for what is made at import."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and node.module in modules() and node.module != "shoal":
+            yield from ((node.module, each.name) for each in node.names)
+
+
+@cache
+def names_of(path: Path) -> frozenset[str]:
+    """What is assigned, defined or imported at the top of a module."""
+    names: set[str] = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {each.asname or each.name for each in node.names}
+    return frozenset(names)
