@@ -25,6 +25,7 @@ from shoal_proto.errors import (
     MalformedMessage,
     Unavailable,
 )
+from shoal_proto.pieces import Buffer
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import ErrorDetail, Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
@@ -37,6 +38,7 @@ from shoal_proto.v1.parameters_pb2 import (
     PushRequest,
 )
 from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.parameters.bulk.wire import FrameConnection
 
 
 @pytest.fixture
@@ -55,11 +57,11 @@ def opened(small: tuple[ParameterServers, ParameterClient, Token]) -> RawConnect
     return RawConnection.greeted(small[0], small[2])
 
 
-def opening(token: Token, sequence: int = 1) -> bytes:
+def opening(token: Token, sequence: int = 1, epoch: int = 1) -> bytes:
     header = PushHeader(
         token=token,
         sequence=sequence,
-        shards=[PushItem(shard_id=0, epoch=1, base_version=1)],
+        shards=[PushItem(shard_id=0, epoch=epoch, base_version=1)],
         all_shard_ids=[0],
     )
     return bulk.message(Kind.PUSH, PushRequest(header=header).SerializeToString())
@@ -92,6 +94,33 @@ def test_a_push_frame_by_frame(small: Small) -> None:
     assert end is not None
     assert end.kind is Kind.END
     assert value_of(small[1]) == 1.0
+
+
+def test_the_end_of_a_push_goes_with_its_last_answer(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the client has ended it by then; else it follows once the client has. One a call."""
+    sent: list[tuple[Buffer, ...]] = []
+    send = FrameConnection.send
+
+    async def noted(self: FrameConnection, *parts: Buffer) -> None:
+        sent.append(parts)
+        await send(self, *parts)
+
+    raw = opened(small)
+    monkeypatch.setattr(FrameConnection, "send", noted)
+    end = bulk.header(Kind.END)
+    raw.send(opening(small[2], 1), piece(), end)
+    assert [frame.kind for frame in (raw.next(), raw.next()) if frame] == [Kind.MESSAGE, Kind.END]
+    assert [parts[-1] == end for parts in sent] == [True]
+    # Refused as it is opened: answered before the client comes to its end.
+    raw.send(opening(small[2], 2, epoch=9))
+    answer = raw.next()
+    raw.send(piece(), end)
+    assert [frame.kind for frame in (answer, raw.next()) if frame] == [Kind.MESSAGE, Kind.END]
+    raw.send(opening(small[2], 3), piece(), end)
+    assert [frame.kind for frame in (raw.next(), raw.next()) if frame] == [Kind.MESSAGE, Kind.END]
+    assert value_of(small[1]) == 2.0
 
 
 @pytest.mark.parametrize("is_spent", [False, True])

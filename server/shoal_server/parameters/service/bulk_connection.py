@@ -108,11 +108,15 @@ class BulkServerConnection:
 
     async def _answer(self, opening: Frame) -> None:
         call = _BulkCall(self._wire, self._arena)
-        self._is_in_call = True
+        self._is_in_call, is_ended = True, False
         try:
             async with aclosing(self._replies(opening, call)) as replies:
                 async for batch in replies:
-                    await self._wire.send(*map(_frame, batch))
+                    is_ended = call.ends_now
+                    end = (bulk.header(Kind.END),) if is_ended else ()
+                    await self._wire.send(*map(_frame, batch), *end)
+            if is_ended:
+                return
             # Only then may the next frame be the beginning of a call.
             await call.finish()
             await self._wire.send(bulk.header(Kind.END))
@@ -184,6 +188,7 @@ class _BulkCall:
         self._arena = arena
         self._rooms: dict[int, tuple[memoryview, int]] = {}
         self._is_over = False
+        self._end_follows = False
 
     async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
         yield first
@@ -259,6 +264,15 @@ class _BulkCall:
                 expected="pieces in the stream: none is shared on this connection",
             )
         return self._arena.view(frame.at, frame.num_bytes)
+
+    @property
+    def ends_now(self) -> bool:
+        """Whether the end goes with the replies that are given now: to be told of it by itself
+        would wake the client up once more."""
+        return self._end_follows and self._is_over
+
+    def end_follows(self) -> None:
+        self._end_follows = True
 
     async def await_room(self, shard_id: int) -> None:
         if self._arena is None:

@@ -77,6 +77,9 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         self._pending: deque[tuple[int, Awaitable[AnswerT | ShoalError]]] = deque()
         self._changed = asyncio.Event()
         self._is_over = False
+        self._is_whole = False
+        self.is_last = False
+        """Whether nothing comes behind the answers that were given last."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
         """The header names a shard. What `make` raises is answered for it."""
@@ -105,6 +108,7 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
                 answers = [await self._settled(0)]
                 while len(answers) < len(self._pending) and self._is_done(len(answers)):
                     answers.append(await self._settled(len(answers)))
+                self.is_last = self._is_whole and len(answers) == len(self._pending)
                 yield answers
                 for _ in answers:
                     self._pending.popleft()
@@ -133,6 +137,7 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
             self._start_whole()
             for shard_id, part in self._parts.items():
                 self._refuse(shard_id, part.truncated())
+            self._is_whole = True
         finally:
             self._is_over = True
             self._changed.set()

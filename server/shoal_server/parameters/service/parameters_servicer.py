@@ -237,7 +237,7 @@ class ParametersServicer:
                 run=self._run,
                 reply_writer=reply_writer,
             )
-            pushed = self._pushed(kind, requests)
+            pushed = self._pushed(kind, requests, reply_writer)
             async with aclosing(self._counted(header, session, pushed, began_s)) as batches:
                 async for batch in batches:
                     yield batch
@@ -268,7 +268,10 @@ class ParametersServicer:
             self.push_durations.observe(took_s, "refused" if refused else "applied")
 
     async def _pushed(
-        self, kind: DensePushKind, requests: AsyncIterator[PushRequest | OnlyPiece]
+        self,
+        kind: DensePushKind,
+        requests: AsyncIterator[PushRequest | OnlyPiece],
+        reply_writer: ReplyWriter,
     ) -> AsyncGenerator[Sequence[ShardAnswer], None]:
         with Reservation(self._budget) as reservation:
             push = IncomingDensePush(kind, reservation)
@@ -276,6 +279,8 @@ class ParametersServicer:
             pieces = ((request.piece.shard_id, request.piece) async for request in requests)
             async with aclosing(push.answers(pieces)) as batches:
                 async for answers in batches:
+                    if push.is_last:
+                        reply_writer.end_follows()
                     yield answers
 
     async def Describe(self, request: DescribeRequest, context: Context) -> DescribeReply:

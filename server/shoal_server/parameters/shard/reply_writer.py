@@ -28,6 +28,10 @@ class ReplyWriter(Protocol):
         """What takes so many bytes of that shard."""
         ...
 
+    def end_follows(self) -> None:
+        """Nothing comes behind the replies that are given next: they may go with the call's end."""
+        ...
+
 
 def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
     """Offset and bytes of pieces of what lies in these buffers; none is in two of them."""
@@ -62,6 +66,9 @@ class MessageReplyWriter:
 
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
         return self._writer
+
+    def end_follows(self) -> None:
+        """gRPC tells of the end by itself."""
 
 
 PUSH_REPLIES = MessageReplyWriter(pieces.PUSH_REPLY)
