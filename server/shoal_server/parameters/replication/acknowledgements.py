@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
@@ -15,13 +16,17 @@ _LEVELS = {
     Acknowledgement.ACKNOWLEDGEMENT_DURABLE: Level.DURABLE,
 }
 
+AnswerT = TypeVar("AnswerT")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
     """The token of one who waits."""
 
     replica: ShardReplica
-    answered: "asyncio.Future[None]"
+    answered: "asyncio.Future[Any]"
+    """Its result is the answer, or the error that makes it impossible."""
+    answer: object
 
 
 class Acknowledgements:
@@ -49,18 +54,33 @@ class Acknowledgements:
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
     ) -> None:
         """Return once a version of a shard is as safe as that. Raises what makes it impossible."""
-        key = replica.job, replica.shard_id
-        waiter = _Waiter(replica, self._loop.create_future())
-        wanted = _LEVELS.get(level, Level.REPLICATED)
-        self._driver.tell(Asked(waiter, key, replica.epoch, version, wanted))
-        if waiter.answered.done():
-            waiter.answered.result()
-            return
+        waiter = self._ask(replica, version, level, None)
         try:
-            await waiter.answered
+            outcome = await waiter.answered
         except asyncio.CancelledError:
-            self._driver.tell(Abandoned(waiter, key))
+            self._driver.tell(Abandoned(waiter, (replica.job, replica.shard_id)))
             raise
+        if isinstance(outcome, ShoalError):
+            raise outcome
+
+    def once(
+        self,
+        replica: ShardReplica,
+        version: int,
+        level: Acknowledgement.ValueType,
+        answer: AnswerT,
+    ) -> "asyncio.Future[AnswerT | ShoalError]":
+        """`answer` once `wait` would return, or what that would raise."""
+        return self._ask(replica, version, level, answer).answered
+
+    def _ask(
+        self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType, answer: object
+    ) -> _Waiter:
+        waiter = _Waiter(replica, self._loop.create_future(), answer)
+        wanted = _LEVELS.get(level, Level.REPLICATED)
+        key = replica.job, replica.shard_id
+        self._driver.tell(Asked(waiter, key, replica.epoch, version, wanted))
+        return waiter
 
     def check_lease(self) -> None:
         """Raise Unavailable while this server may have been taken for dead."""
@@ -70,12 +90,12 @@ class Acknowledgements:
     def _acknowledge(self, effect: Acknowledge) -> None:
         waiter = effect.token
         if isinstance(waiter, _Waiter) and not waiter.answered.done():
-            waiter.answered.set_result(None)
+            waiter.answered.set_result(waiter.answer)
 
     def _refuse(self, effect: Refuse) -> None:
         waiter = effect.token
         if isinstance(waiter, _Waiter) and not waiter.answered.done():
-            waiter.answered.set_exception(self._error(waiter.replica, effect.why))
+            waiter.answered.set_result(self._error(waiter.replica, effect.why))
 
     def _error(self, replica: ShardReplica, why: Refusal) -> ShoalError:
         if why is Refusal.DEPOSED:

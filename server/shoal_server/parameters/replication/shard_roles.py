@@ -9,6 +9,7 @@ from functools import partial
 
 import structlog
 
+from shoal_proto.errors import ShoalError
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_server.core.replication.protocol.effects import (
     Adopt,
@@ -33,7 +34,7 @@ from shoal_server.core.replication.protocol.events import (
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.parameters.journal.replay import Recovered
 from shoal_server.parameters.journal.shard_journal import ShardJournal
-from shoal_server.parameters.replication.acknowledgements import Acknowledgements
+from shoal_server.parameters.replication.acknowledgements import Acknowledgements, AnswerT
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.incoming_images import IncomingImages
 from shoal_server.parameters.replication.record_log import RecordLog
@@ -60,6 +61,11 @@ class _Led:
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
         await self.acknowledgements.wait(self.replica, version, level)
+
+    def once_acknowledged(
+        self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
+    ) -> "asyncio.Future[AnswerT | ShoalError]":
+        return self.acknowledgements.once(self.replica, version, level, answer)
 
     def check_lease(self) -> None:
         self.acknowledgements.check_lease()

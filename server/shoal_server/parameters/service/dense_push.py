@@ -139,15 +139,15 @@ class DensePushKind:
             # Never on the event loop: to read it takes longer than to apply as many bytes.
             num_bytes += INLINE_BYTES
         applied = asyncio.ensure_future(part.replica.work(self._run, num_bytes, work))
-        if applied.done() and self._is_safe(part.replica, applied.result()):
-            return applied
-        return asyncio.ensure_future(self._once_safe(part.replica, applied))
-
-    def _is_safe(self, replica: ShardReplica, answer: ShardAnswer | ShoalError) -> bool:
-        """Whether nothing has to be waited for."""
+        if not applied.done():
+            return asyncio.ensure_future(self._once_safe(part.replica, applied))
+        answer, level = applied.result(), self._header.acknowledgement
         if isinstance(answer, ShoalError):
-            return True
-        return replica.leading.is_acknowledged(answer.told_version, self._header.acknowledgement)
+            return applied
+        leading, version = part.replica.leading, answer.told_version
+        if leading.is_acknowledged(version, level):
+            return applied
+        return leading.once_acknowledged(version, level, answer)
 
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]

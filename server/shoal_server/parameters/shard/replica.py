@@ -18,6 +18,7 @@ from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+AnswerT = TypeVar("AnswerT")
 
 MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
 """Of one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
@@ -38,6 +39,12 @@ class ShardLeadership(Protocol):
         """Return once it is. Raises what makes it impossible."""
         ...
 
+    def once_acknowledged(
+        self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
+    ) -> "asyncio.Future[AnswerT | ShoalError]":
+        """`answer` once it is, or what makes it impossible: without a task that waits for it."""
+        ...
+
     def check_lease(self) -> None:
         """Raise Unavailable while this server may have been taken for dead."""
         ...
@@ -53,7 +60,17 @@ class NotLed:
         return False
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
-        raise InternalError(
+        raise self._error(version, level)
+
+    def once_acknowledged(
+        self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
+    ) -> "asyncio.Future[AnswerT | ShoalError]":
+        never: asyncio.Future[AnswerT | ShoalError] = asyncio.get_running_loop().create_future()
+        never.set_result(self._error(version, level))
+        return never
+
+    def _error(self, version: int, level: Acknowledgement.ValueType) -> ShoalError:
+        return InternalError(
             "a push of a shard that is not led here", seen=f"version {version}, to be {level}"
         )
 
