@@ -60,7 +60,7 @@ class FrameConnection:
     def send_now(self, frame: bytes) -> bool:
         """Send a frame without a turn of the event loop. False, and then nothing of it is sent,
         while something else is being sent, the kernel has no room, or the connection is broken."""
-        if self._writing.locked() or self._rest:
+        if not self.is_quiet:
             return False
         try:
             count = self._bytes.send_some(frame)
@@ -72,6 +72,11 @@ class FrameConnection:
             self._rest = memoryview(frame)[count:]
             self._flushing = self._loop.create_task(self._flush(), name="flush")
         return True
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is being sent."""
+        return not self._writing.locked() and not self._rest
 
     async def _flush(self) -> None:
         try:

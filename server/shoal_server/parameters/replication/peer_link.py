@@ -99,15 +99,16 @@ class PeerLink:
             self._wake.set()
 
     def _send_now(self, request: Request) -> bool:
-        """Whether a small push was told of without a turn of the event loop: somebody waits for
-        it to be acknowledged."""
-        if self._idle is None or self._pushes or not isinstance(request, UpdateMessage):
+        """Whether a push was told of without a turn of the event loop: somebody waits for it to be
+        acknowledged."""
+        stream = self._idle
+        if stream is None or self._pushes or not isinstance(request, UpdateMessage):
             return False
         record = self._owner.record(request)
-        if record is None or not frames.is_inline(record):
+        if record is None:
             return False
-        message, *_ = frames.of_record(*request.key, request.epoch, record)
-        return isinstance(message, pb.FollowRequest) and self._idle.send_now(message)
+        of_record = frames.of_record(*request.key, request.epoch, record, stream.inline_bytes)
+        return stream.send_now(*of_record)
 
     def compare(self, digest: pb.FollowRequest) -> None:
         """Behind what was sent before."""
@@ -149,7 +150,7 @@ class PeerLink:
     async def _write(self, stream: WatchedStream) -> None:
         while True:
             while self._pushes:
-                for frame in self._frames(self._pushes.popleft()):
+                for frame in self._frames(self._pushes.popleft(), stream.inline_bytes):
                     await stream.send(frame)
             self._wake.clear()
             self._idle = stream
@@ -158,7 +159,9 @@ class PeerLink:
             finally:
                 self._idle = None
 
-    def _frames(self, request: Request | pb.FollowRequest) -> Iterator[frames.Frame]:
+    def _frames(
+        self, request: Request | pb.FollowRequest, inline_bytes: int
+    ) -> Iterator[frames.Frame]:
         if isinstance(request, pb.FollowRequest):
             yield request
         elif isinstance(request, Offer):
@@ -168,7 +171,7 @@ class PeerLink:
         elif isinstance(request, UpdateMessage):
             record = self._owner.record(request)
             if record is not None:
-                yield from frames.of_record(*request.key, request.epoch, record)
+                yield from frames.of_record(*request.key, request.epoch, record, inline_bytes)
 
     async def _await_or_beat(self, wake: asyncio.Event, stream: WatchedStream) -> None:
         with suppress(TimeoutError):

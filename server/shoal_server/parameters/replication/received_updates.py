@@ -28,6 +28,8 @@ log = structlog.get_logger(__name__)
 MAX_UNAPPLIED_BYTES = 256 * 1024 * 1024
 """Of records received and not applied yet, over all shards; beyond it no stream is read."""
 
+COPY_FAILED = "copy_failed"
+
 
 @dataclass(slots=True, eq=False)
 class _Backlog:
@@ -91,7 +93,23 @@ class ReceivedUpdates:
     def _take(self, effect: Replay) -> None:
         arrived, replica = self._driver.arrived, self._catalog.find(*effect.key)
         assert arrived is not None and replica is not None
-        self._put(effect.key, replica, arrived)
+        if not arrived.is_borrowed:
+            self._put(effect.key, replica, arrived)
+        elif not self._replayed_now(effect.key, replica, arrived):
+            self._put(effect.key, replica, arrived.owned())
+
+    def _replayed_now(self, key: Key, replica: ShardReplica, arrived: Arrived) -> bool:
+        """Whether it was applied at once, out of the memory that it came in: it is small, and
+        nothing that came before it waits."""
+        if key in self._backlogs:
+            return False
+        replay = partial(replica.state.replay, arrived.record(), is_borrowed=True)
+        try:
+            return replica.work_now(_work_bytes(replica, arrived), replay)
+        except Exception:
+            log.exception(COPY_FAILED, job=key[0], shard_id=key[1])
+            self._given_up(key, replica)
+            return True
 
     def compare(self, key: Key, epoch: int, told: PieceDigest) -> None:
         """See whether the copy is what its primary is, once what came before is applied."""
@@ -121,18 +139,21 @@ class ReceivedUpdates:
                 else:
                     await self._replay(replica, item)
             except Exception:
-                # It is not what its primary has, whatever the reason is.
-                log.exception("copy_failed", job=key[0], shard_id=key[1])
+                log.exception(COPY_FAILED, job=key[0], shard_id=key[1])
                 size += sum(map(_num_bytes, backlog.records))
                 backlog.records.clear()
-                if self._catalog.find(*key) is replica:
-                    self._driver.tell(CopyFailed(key))
+                self._given_up(key, replica)
             finally:
                 self._unapplied_bytes -= size
                 async with self._room:
                     self._room.notify_all()
         if self._backlogs.get(key) is backlog and not backlog.records:
             del self._backlogs[key]
+
+    def _given_up(self, key: Key, replica: ShardReplica) -> None:
+        """It is not what its primary has, whatever the reason is."""
+        if self._catalog.find(*key) is replica:
+            self._driver.tell(CopyFailed(key))
 
     async def _compare(self, key: Key, replica: ShardReplica, told: PieceDigest) -> None:
         seen = await replica.in_turn(self._run, LARGE, partial(compared, replica.state, told))
@@ -154,10 +175,7 @@ class ReceivedUpdates:
                 self._driver.tell(CopyFailed(key))
 
     async def _replay(self, replica: ShardReplica, arrived: Arrived) -> None:
-        assert arrived.push is not None
-        num_rows = len(arrived.push.row_ids) // ID_BYTES
-        num_bytes = work_bytes_of(arrived.push, _num_bytes(arrived))
-        num_bytes += replica.state.body.regrown_bytes(num_rows)
+        num_bytes = _work_bytes(replica, arrived)
         await replica.in_turn(self._run, num_bytes, lambda: replica.state.replay(arrived.record()))
 
     def _settle(self, effect: Settle) -> None:
@@ -177,6 +195,14 @@ class ReceivedUpdates:
             return
         # What was acknowledged is applied although who waits for it is cancelled.
         await asyncio.wait({backlog.applied})
+
+
+def _work_bytes(replica: ShardReplica, arrived: Arrived) -> int:
+    """What to apply it goes through, as `Runner` counts it."""
+    assert arrived.push is not None
+    num_rows = len(arrived.push.row_ids) // ID_BYTES
+    num_bytes = work_bytes_of(arrived.push, _num_bytes(arrived))
+    return int(num_bytes + replica.state.body.regrown_bytes(num_rows))
 
 
 def _num_bytes(arrived: Arrived | PieceDigest) -> int:

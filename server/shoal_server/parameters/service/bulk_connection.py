@@ -19,6 +19,7 @@ from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest
 from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
 from shoal_server.parameters.bulk.offers import Purpose, Use
+from shoal_server.parameters.bulk.places import PLACE_BYTES
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.replication.wire.frames import Arriving
@@ -189,6 +190,10 @@ class _BulkCall:
         self._rooms: dict[int, tuple[memoryview, int]] = {}
         self._is_over = False
         self._end_follows = False
+        num_places = arena.num_bytes // PLACE_BYTES if arena is not None else 0
+        self._freed_together = max(num_places // 2, 1)
+        """Places of another server that it is told of at once: to hear of each would wake it up
+        each time, and with half of them it goes on."""
 
     async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
         yield first
@@ -202,6 +207,7 @@ class _BulkCall:
 
     async def told(self) -> AsyncIterator[Arriving]:
         """What another server tells of its shards."""
+        freed: list[bytes] = []
         while True:
             frame = await self._wire.next_frame()
             if frame.kind is Kind.PIECE:
@@ -209,10 +215,12 @@ class _BulkCall:
                     ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
                 )
             elif frame.kind is Kind.PLACED:
-                # What is acknowledged must be this server's own.
-                data = memoryview(bytes(self._view(frame)))
-                await self._wire.send(bulk.header(Kind.ROOM, at=frame.at))
-                yield OnlyPiece(ReadPiece(frame.shard_id, frame.offset_bytes, data, frame.checksum))
+                yield OnlyPiece(self._placed(frame))
+                # By now it is applied, or whoever keeps it has a copy.
+                freed.append(bulk.header(Kind.ROOM, at=frame.at))
+                if len(freed) >= self._freed_together:
+                    await self._wire.send(*freed)
+                    freed.clear()
             elif frame.kind is Kind.MESSAGE:
                 try:
                     yield _checked(FollowRequest.FromString(bytes(frame.body)))
@@ -238,9 +246,7 @@ class _BulkCall:
             if frame.kind is Kind.PIECE:
                 return ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
             if frame.kind is Kind.PLACED:
-                data, arena = self._view(frame), self._arena
-                checksum = frame.checksum if arena is None or arena.is_summed else None
-                return ReadPiece(frame.shard_id, frame.offset_bytes, data, checksum, True)
+                return self._placed(frame)
             self._note(frame)
         return None
 
@@ -255,6 +261,11 @@ class _BulkCall:
                 seen=frame.kind.name,
                 expected="PIECE, PLACED, ROOM or END",
             )
+
+    def _placed(self, frame: Frame) -> ReadPiece:
+        data, arena = self._view(frame), self._arena
+        checksum = frame.checksum if arena is None or arena.is_summed else None
+        return ReadPiece(frame.shard_id, frame.offset_bytes, data, checksum, is_shared=True)
 
     def _view(self, frame: Frame) -> memoryview:
         if self._arena is None:

@@ -133,8 +133,7 @@ class ShardReplica:
         Done at once if it is small and nobody is at work on the shard or waits to be: so nothing
         on the event loop ever waits for a shard's lock. Else in a thread, one after the other.
         """
-        is_quiet = not self._num_queued and not self._turn.locked()
-        if num_bytes <= workers.INLINE_BYTES and is_quiet and self.state.try_enter():
+        if self._enters(num_bytes):
             try:
                 return run(num_bytes, work)
             finally:
@@ -145,6 +144,22 @@ class ShardReplica:
         queued = asyncio.ensure_future(self.in_turn(run, num_bytes, work))
         queued.add_done_callback(self._dequeue)
         return queued
+
+    def work_now(self, num_bytes: int, work: Callable[[], None]) -> bool:
+        """Do such work at once if `work` would; whether it is done."""
+        if not self._enters(num_bytes):
+            return False
+        try:
+            work()
+        finally:
+            self.state.leave()
+        return True
+
+    def _enters(self, num_bytes: int) -> bool:
+        """Whether work is small, and nobody is at work or waits to be: then `leave` is to follow
+        it."""
+        is_quiet = not self._num_queued and not self._turn.locked()
+        return num_bytes <= workers.INLINE_BYTES and is_quiet and self.state.try_enter()
 
     def _dequeue(self, queued: "asyncio.Future[T]") -> None:
         self._num_queued -= 1

@@ -314,8 +314,9 @@ class VersionedShard(Generic[BodyT]):
             self._listener(record)
         return outcome, fates
 
-    def replay(self, record: UpdateRecord) -> None:
+    def replay(self, record: UpdateRecord, *, is_borrowed: bool = False) -> None:
         """Apply what the primary applied; the listener, if there is one, is told of it too.
+        `is_borrowed`: the data are their sender's again once this returns.
 
         Raises InternalError if it is not the next version, ShapeMismatch or MalformedMessage if it
         is not a push of this shard; then nothing has changed.
@@ -327,6 +328,8 @@ class VersionedShard(Generic[BodyT]):
                     seen=f"version {record.push.version}",
                     expected=f"version {self._version + 1}",
                 )
+            if is_borrowed and self._listener is not None and self._is_kept():
+                record = UpdateRecord(record.push, bytes(record.data))
             self._apply(record, self.body.read_batch(record.push, record.data))
 
     def try_enter(self) -> bool:

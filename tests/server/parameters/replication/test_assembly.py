@@ -7,6 +7,7 @@ import pytest
 
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import MalformedMessage
+from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import Piece
 from shoal_server.parameters.replication.wire.frames import Assembly
@@ -90,3 +91,36 @@ def test_a_size_that_no_record_has_is_refused() -> None:
     """Before anything is allocated."""
     with pytest.raises(MalformedMessage, match="too large"):
         Assembly(memory(), lambda key, image: True).take(record(2**53 - 1))
+
+
+def lent(data: bytearray, *, offset_bytes: int = 0) -> OnlyPiece:
+    """In memory that is the sender's again soon."""
+    return OnlyPiece(ReadPiece(0, offset_bytes, memoryview(data), None, is_shared=True))
+
+
+def test_a_record_in_one_lent_piece_is_told_to_be_borrowed_and_can_be_kept() -> None:
+    shared = bytearray(PIECE)
+    assembly = Assembly(memory(), lambda key, image: True)
+    assembly.take(record(len(shared)))
+    whole = assembly.take(lent(shared))
+    assert whole is not None and whole.is_borrowed
+    own = whole.owned()
+    shared[0] = 1
+    assert (whole.parts[0][0], own.parts[0][0]) == (1, 0)
+    assert not own.is_borrowed
+
+
+def test_lent_pieces_of_what_comes_in_several_are_copied() -> None:
+    """The first is the sender's again before the last is there; and chunks are kept."""
+    shared = bytearray(PIECE)
+    assembly = Assembly(memory(), lambda key, image: True)
+    assembly.take(record(2 * len(shared)))
+    assembly.take(lent(shared))
+    whole = assembly.take(lent(shared, offset_bytes=len(shared)))
+    start = pb.ChunkStart(job="j", shard_id=1, image=7, num_bytes=len(shared))
+    assembly.take(pb.FollowRequest(chunk=start))
+    chunk = assembly.take(lent(shared))
+    shared[0] = 1
+    for each in (whole, chunk):
+        assert each is not None and not each.is_borrowed
+        assert {part[0] for part in each.parts} == {0}

@@ -11,12 +11,16 @@ from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import bulk_opening
+from shoal_proto.bulk import Kind
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_proto.v1.replication_pb2 import FollowRequest, PushRecord
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.parameters.bulk import places
-from shoal_server.parameters.replication.wire import streams
+from shoal_server.parameters.bulk.wire import FrameConnection
+from shoal_server.parameters.replication.wire import frames, streams
 from shoal_server.parameters.replication.wire.streams import BulkStream, GrpcStream
+from shoal_server.parameters.shard.image import UpdateRecord
 
 NUM_ELEMENTS = 1_500_000
 SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
@@ -95,3 +99,25 @@ async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
         assert await waiting == second
         assert mapped[second : second + 5] == b"third"
         del own
+
+
+async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free() -> None:
+    """Nothing is summed up there, and no byte of it goes through the socket."""
+    data = bytes(range(256)) * 64
+    record = UpdateRecord(PushRecord(session="s", sequence=1, version=2), data)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, mmap.mmap(-1, places.PLACE_BYTES) as mapped:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        own = places.Places(mapped, is_summed=False)
+        stream, other_end = BulkStream(FrameConnection(ours), "here", own), FrameConnection(theirs)
+        told = list(frames.of_record("j", 0, 1, record, stream.inline_bytes))
+        assert stream.write_now(*told)
+        start, placed = await other_end.next_frame(), await other_end.next_frame()
+        assert FollowRequest.FromString(bytes(start.body)).record.num_bytes == len(data)
+        assert (placed.kind, placed.num_bytes, placed.checksum) == (Kind.PLACED, len(data), 0)
+        assert mapped[placed.at : placed.at + len(data)] == data
+        assert not stream.write_now(*told)
+        own.free(placed.at)
+        assert stream.write_now(*told)
+        del own, stream

@@ -225,3 +225,18 @@ def test_a_borrowed_gradient_is_copied_only_for_who_keeps_it(is_kept: bool) -> N
     shard.push(a_push(gradient=lent, is_borrowed=True), is_live)
     lent[:] = bytes(len(lent))
     assert (bytes(told[0].data) == gradient(-1.0)) is is_kept
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_borrowed_record_is_copied_only_for_who_keeps_it(is_kept: bool) -> None:
+    """As a copy replays it out of the memory that its primary wrote it into."""
+    told: list[UpdateRecord] = []
+    primary, copy = new_shard(), new_shard()
+    primary.subscribe(told.append)
+    primary.push(a_push(gradient=gradient(-1.0)), is_live)
+    lent = bytearray(told[0].data)
+    copy.subscribe(told.append, lambda: is_kept)
+    copy.replay(UpdateRecord(told[0].push, memoryview(lent)), is_borrowed=True)
+    lent[:] = bytes(len(lent))
+    assert torch.equal(read(copy.read(copy.body.values)), read(primary.read(primary.body.values)))
+    assert (bytes(told[1].data) == gradient(-1.0)) is is_kept

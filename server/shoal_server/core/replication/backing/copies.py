@@ -207,10 +207,13 @@ class Copies:
         ):
             yield Answer(peer, link, Refused(key, record.epoch, Why.NO_COPY, str(copy)))
             return
-        if record.version == copy.received + 1:
+        is_next = record.version == copy.received + 1
+        if is_next:
             copy.received = record.version
-            yield Replay(key, record.version)
+        # First: somebody waits for it, and to apply it takes a while.
         yield Answer(peer, link, Received(key, record.epoch, copy.received))
+        if is_next:
+            yield Replay(key, record.version)
 
     # --- images ---
 

@@ -39,7 +39,11 @@ class Piece:
 
     offset_bytes: int
     data: memoryview
-    checksum: int
+
+    @property
+    def checksum(self) -> int:
+        """Summed up when it is asked for: nobody does of what goes by shared memory."""
+        return crc32(self.data)
 
 
 Frame = pb.FollowRequest | Piece
@@ -66,23 +70,21 @@ def of_continue(request: Continue) -> pb.FollowRequest:
     return pb.FollowRequest(continuation=message)
 
 
-def of_record(job: str, shard_id: int, epoch: int, record: UpdateRecord) -> Iterator[Frame]:
-    """The messages that tell a backup of a push."""
+def of_record(
+    job: str, shard_id: int, epoch: int, record: UpdateRecord, inline_bytes: int = INLINE_BYTES
+) -> Iterator[Frame]:
+    """The messages that tell a backup of a push. A gradient of up to `inline_bytes` goes with the
+    first."""
     data = memoryview(record.data)
     start = pb.RecordStart(
         job=job, shard_id=shard_id, epoch=epoch, record=record.push, num_bytes=len(data)
     )
-    if len(data) <= INLINE_BYTES:
+    if len(data) <= min(inline_bytes, INLINE_BYTES):
         start.first.data = bytes(data)
         start.first.checksum = crc32(data)
         data = data[:0]
     yield pb.FollowRequest(record=start)
     yield from _pieces(data)
-
-
-def is_inline(record: UpdateRecord) -> bool:
-    """Whether a single message tells all of it."""
-    return len(record.data) <= INLINE_BYTES
 
 
 def of_image_start(start: ImageStart, header: pb.CutHeader) -> pb.FollowRequest:
@@ -137,7 +139,7 @@ def to_digest(message: pb.Digest) -> comparison.PieceDigest:
 def _pieces(data: memoryview) -> Iterator[Piece]:
     for at in range(0, len(data), PIECE_BYTES):
         part = data[at : at + PIECE_BYTES]
-        yield Piece(at, part, crc32(part))
+        yield Piece(at, part)
 
 
 def serialize(frame: Frame) -> bytes:
@@ -166,6 +168,13 @@ class Arrived:
     """The data of a record or of a chunk."""
     why_dropped: str = ""
     """Why the data that came are not kept: there was no memory for them, or nobody wants them."""
+    is_borrowed: bool = False
+    """The data of a record lie in memory that is its sender's again once the next request is asked
+    for: who keeps them for longer takes `owned`."""
+
+    def owned(self) -> "Arrived":
+        """The same, with data that are this server's."""
+        return replace(self, parts=[bytes(part) for part in self.parts], is_borrowed=False)
 
     def record(self) -> UpdateRecord:
         """The push with its gradient; what came in pieces is joined."""
@@ -184,9 +193,11 @@ class _Unfinished:
     held_bytes: int = 0
     """Of them, what counts as memory of this server."""
     why_dropped: str = ""
+    is_borrowed: bool = False
 
-    def add(self, data: pieces.Buffer) -> None:
-        """Counted as they come: what a start announces may never be sent."""
+    def add(self, data: pieces.Buffer, *, is_lent: bool = False) -> None:
+        """Counted as they come: what a start announces may never be sent. `is_lent`: they are the
+        sender's again soon, so they are copied unless they are a record in one piece."""
         self.left_bytes -= len(data)
         if not data or self.why_dropped:
             return
@@ -197,6 +208,10 @@ class _Unfinished:
                 self.drop(str(error))
                 return
             self.held_bytes += len(data)
+        if is_lent and self.arrived.push is not None and not (self.left_bytes or self.parts):
+            self.is_borrowed = True
+        elif is_lent:
+            data = bytes(data)
         self.parts.append(data)
 
     def drop(self, why: str) -> None:
@@ -213,7 +228,12 @@ class _Unfinished:
 
     def whole(self) -> Arrived:
         self.give_back()
-        return replace(self.arrived, parts=self.parts or [b""], why_dropped=self.why_dropped)
+        return replace(
+            self.arrived,
+            parts=self.parts or [b""],
+            why_dropped=self.why_dropped,
+            is_borrowed=self.is_borrowed,
+        )
 
 
 class Assembly:
@@ -235,7 +255,7 @@ class Assembly:
     def take(self, request: Arriving) -> Arrived | None:
         """What has become whole with this message. Raises MalformedMessage, ChecksumMismatch."""
         if isinstance(request, pieces.OnlyPiece):
-            return self._add(checked(request.piece))
+            return self._add(checked(request.piece), is_lent=request.piece.is_shared)
         kind = request.WhichOneof("part")
         if kind == "bytes":
             return self._add(checked(request.bytes))
@@ -266,7 +286,7 @@ class Assembly:
             self._open.drop("no such image is being received")
         return self._add(b"")
 
-    def _add(self, data: pieces.Buffer) -> Arrived | None:
+    def _add(self, data: pieces.Buffer, *, is_lent: bool = False) -> Arrived | None:
         unfinished = self._open
         if unfinished is None or len(data) > unfinished.left_bytes:
             raise MalformedMessage(
@@ -274,7 +294,7 @@ class Assembly:
                 seen=f"{len(data)} bytes",
                 expected=f"at most {unfinished.left_bytes if unfinished else 0}",
             )
-        unfinished.add(data)
+        unfinished.add(data, is_lent=is_lent)
         if unfinished.left_bytes:
             return None
         self._open = None

@@ -1,7 +1,6 @@
 """The stream to another server: a bulk connection where there is one, else a gRPC call."""
 
 import asyncio
-import mmap
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -14,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from shoal_proto import bulk
 from shoal_proto.bulk import Kind
-from shoal_proto.bulk_opening import greet, reach
+from shoal_proto.bulk_opening import SharedMemory, greet, reach
 from shoal_proto.errors import MalformedMessage, ShoalError, Unavailable
 from shoal_proto.status import from_detail
 from shoal_proto.tls.channels import open_aio_channel
@@ -34,16 +33,23 @@ log = structlog.get_logger(__name__)
 
 FOLLOW = "/shoal.v1.Replication/Follow"
 OPEN_S = 2.0
+INLINE_BYTES = 4 * 1024
+"""A record of more goes by shared memory where there is some: within a message it is copied time
+and again."""
 
 
 class PeerStream(Protocol):
     """What is written by one task arrives in order. Either method raises what broke the stream: a
     ShoalError, grpc.RpcError, or what grpcio raises for a call that is over."""
 
+    inline_bytes: int
+    """Up to so many of a record are best written within the message that tells of it."""
+
     async def write(self, frame: Frame) -> None: ...
 
-    def write_now(self, message: FollowRequest) -> bool:
-        """Write without waiting, if that can be; whether it was written."""
+    def write_now(self, *of_record: Frame) -> bool:
+        """Write a record without waiting, if that can be; whether all of it was written, else
+        nothing was."""
         ...
 
     def replies(self) -> AsyncIterator[FollowReply]: ...
@@ -73,13 +79,15 @@ _Call = grpc.aio.StreamStreamCall[Any, Any]
 
 
 class GrpcStream:
+    inline_bytes = frames.INLINE_BYTES
+
     def __init__(self, call: _Call) -> None:
         self._call = call
 
     async def write(self, frame: Frame) -> None:
         await self._call.write(frame)
 
-    def write_now(self, message: FollowRequest) -> bool:
+    def write_now(self, *of_record: Frame) -> bool:
         return False
 
     async def replies(self) -> AsyncIterator[FollowReply]:
@@ -92,6 +100,7 @@ class BulkStream:
         self._wire = wire
         self._address = address
         self._places = places
+        self.inline_bytes = INLINE_BYTES if places is not None else frames.INLINE_BYTES
 
     async def begin(self) -> None:
         await self._send(bulk.header(Kind.FOLLOW))
@@ -102,14 +111,7 @@ class BulkStream:
     async def write(self, frame: Frame) -> None:
         if isinstance(frame, Piece) and self._places is not None:
             at = await self._places.fill(frame.data)
-            head = bulk.header(
-                Kind.PLACED,
-                offset_bytes=frame.offset_bytes,
-                num_bytes=len(frame.data),
-                at=at,
-                checksum=frame.checksum,
-            )
-            await self._send(head)
+            await self._send(_placed(frame, at, self._places))
         elif isinstance(frame, Piece):
             head = bulk.header(
                 Kind.PIECE,
@@ -121,8 +123,23 @@ class BulkStream:
         else:
             await self._send(bulk.message(Kind.MESSAGE, frame.SerializeToString()))
 
-    def write_now(self, message: FollowRequest) -> bool:
-        return self._wire.send_now(bulk.message(Kind.MESSAGE, message.SerializeToString()))
+    def write_now(self, *of_record: Frame) -> bool:
+        start, *rest = of_record
+        if len(rest) > 1 or not isinstance(start, FollowRequest):
+            return False
+        message = bulk.message(Kind.MESSAGE, start.SerializeToString())
+        if not rest:
+            return self._wire.send_now(message)
+        places, piece = self._places, rest[0]
+        if places is None or not isinstance(piece, Piece) or not self._wire.is_quiet:
+            return False
+        at = places.fill_now(piece.data)
+        if at is None:
+            return False
+        if self._wire.send_now(message + _placed(piece, at, places)):
+            return True
+        places.free(at)
+        return False
 
     async def _send(self, *parts: bytes | memoryview) -> None:
         try:
@@ -158,6 +175,17 @@ class BulkStream:
         )
 
 
+def _placed(piece: Piece, at: int, places: Places) -> bytes:
+    """What tells of a piece that lies there."""
+    return bulk.header(
+        Kind.PLACED,
+        offset_bytes=piece.offset_bytes,
+        num_bytes=len(piece.data),
+        at=at,
+        checksum=piece.checksum if places.is_summed else 0,
+    )
+
+
 async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | None":
     """A stream that has begun; None where there is no way but gRPC. Raises grpc.RpcError."""
     try:
@@ -181,9 +209,8 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
         log.info("bulk_connection_failed", address=address, reason=repr(error))
         return None
     connected, shared = opened
-    stream = BulkStream(
-        FrameConnection(connected), address, Places(shared) if shared is not None else None
-    )
+    places = Places(shared.mapped, is_summed=shared.is_summed) if shared is not None else None
+    stream = BulkStream(FrameConnection(connected), address, places)
     try:
         await stream.begin()
     except BaseException:
@@ -192,17 +219,17 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
     return stream
 
 
-def _open(offer: OpenBulkReply, address: str) -> tuple[socket.socket, mmap.mmap | None]:
+def _open(offer: OpenBulkReply, address: str) -> tuple[socket.socket, SharedMemory | None]:
     connected = secured(reach(offer, address))
     try:
-        shared = greet(connected, offer.key, NUM_PLACES * PLACE_BYTES)
+        shared = greet(connected, offer.key, NUM_PLACES * PLACE_BYTES, is_summed=False)
         connected.setblocking(False)
     except BaseException:
         connected.close()
         raise
-    return connected, None if shared is None else shared.mapped
+    return connected, shared
 
 
-def _discard(opening: "asyncio.Future[tuple[socket.socket, mmap.mmap | None]]") -> None:
+def _discard(opening: "asyncio.Future[tuple[socket.socket, SharedMemory | None]]") -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result()[0].close()

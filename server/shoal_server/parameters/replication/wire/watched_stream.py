@@ -48,9 +48,14 @@ class WatchedStream:
         self._silence.expect()
         await self._stream.write(frame)
 
-    def send_now(self, message: pb.FollowRequest) -> bool:
-        """Send without waiting, if that can be; whether it was sent."""
-        if not self._stream.write_now(message):
+    @property
+    def inline_bytes(self) -> int:
+        """Up to so many of a record are best sent within the message that tells of it."""
+        return self._stream.inline_bytes
+
+    def send_now(self, *of_record: frames.Frame) -> bool:
+        """Send a record without waiting, if that can be; whether it was sent."""
+        if not self._stream.write_now(*of_record):
             return False
         self._silence.expect()
         return True
