@@ -18,7 +18,8 @@ def sent(num_bytes: int) -> list[Frame]:
     data = memoryview(bytes(range(256)) * (num_bytes // 256))
     part = Part(shard_id=1, num_bytes=num_bytes, pieces=in_pieces([data]))
     ours, theirs = socket.socketpair()
-    reader, frames = FrameReader(), []
+    reader = FrameReader()
+    frames: list[Frame] = []
     with ours, theirs:
         ours.setblocking(False)
         sending = Sending(ours, OPENING, [part], None)

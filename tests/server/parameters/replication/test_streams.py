@@ -12,6 +12,7 @@ from support.clusters.parameter_servers import ParameterServers
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import bulk_opening
 from shoal_proto.bulk import Kind
+from shoal_proto.bulk_opening import SharedMemory
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowRequest, PushRecord
@@ -58,6 +59,38 @@ def test_a_backup_has_every_push(way: str, monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(kind, "write", noted)
     monkeypatch.setattr(streams, "reach", WAYS[way])
+    values, expected = led_on_by_the_backup()
+    assert values == {expected}
+    assert set(written) == {
+        {
+            "shared memory": "BulkStream with places",
+            "tcp": "BulkStream",
+            "grpc": "GrpcStream",
+        }[way]
+    }
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_servers_sum_up_what_they_share_only_for_one_of_an_earlier_release(
+    is_earlier: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hello says nothing of leaving that out: then both ends sum up, and check."""
+    shares: list[bool] = []
+
+    def greet(connected: socket.socket, key: bytes, num_bytes: int, **asked: bool) -> SharedMemory:
+        shared = bulk_opening.greet(connected, key, num_bytes, **({} if is_earlier else asked))
+        assert shared is not None
+        shares.append(shared.is_summed)
+        return shared
+
+    monkeypatch.setattr(streams, "greet", greet)
+    values, expected = led_on_by_the_backup()
+    assert values == {expected}
+    assert set(shares) == {is_earlier}
+
+
+def led_on_by_the_backup() -> tuple[set[float], float]:
+    """The values after pushes, the primary's end and one push more; what they should be."""
     with ParameterServers(2) as servers:
         token = servers.admit("w0")
         with closing(
@@ -75,14 +108,7 @@ def test_a_backup_has_every_push(way: str, monkeypatch: pytest.MonkeyPatch) -> N
         for _ in range(NUM_PUSHES + 1):
             velocity = 0.5 * velocity + 1.0
             expected += velocity
-        assert set(values["w"].cast("f")) == {expected}
-    assert set(written) == {
-        {
-            "shared memory": "BulkStream with places",
-            "tcp": "BulkStream",
-            "grpc": "GrpcStream",
-        }[way]
-    }
+        return set(values["w"].cast("f")), expected
 
 
 async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
