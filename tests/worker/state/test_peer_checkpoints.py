@@ -103,12 +103,12 @@ def test_the_end_waits_for_the_copy_under_way() -> None:
         )
         copies = peer_checkpoints._copies
         assert copies is not None
-        assert copies._thread is not None
         if dist.get_rank() == 0:
             closing.set()
         else:
             closing.wait(60)
         peer_checkpoints.offer(state_shard(3, "model.w"))
+        assert copies._thread is not None
         peer_checkpoints.close()
         return copies._thread.is_alive()
 
@@ -127,3 +127,25 @@ def test_before_the_first_step_there_is_nothing_but_the_model() -> None:
     slot = StepCopies()
     slot.take(state_shard(0, "model.w"), lambda _: True)
     assert [own.step for own in slot.shown()] == [0]
+
+
+def test_a_generation_begins_without_the_connections_for_copies() -> None:
+    """They are made with its first copy, once, so that nobody who stands still waits for them."""
+
+    def body() -> list[int]:
+        made: list[dist.ProcessGroup] = []
+
+        def new_group() -> dist.ProcessGroup:
+            made.append(dist.new_group())
+            return made[-1]
+
+        peer_checkpoints = PeerCheckpoints(copies=1, every_steps=1)
+        peer_checkpoints.start(state_shard(3, "model.w"), ME | {"b"}, new_group, lambda _: True)
+        counts = [len(made)]
+        for _ in range(2):
+            peer_checkpoints.offer(state_shard(3, "model.w"))
+            counts.append(len(made))
+        peer_checkpoints.close()
+        return counts
+
+    assert run_in_memory(body, 2) == [[0, 1, 1]] * 2
