@@ -153,6 +153,9 @@ TABLE = {
         "docs/strategies.md",
         "for part in batch.parts(4)",
     ): "tests/worker/session/test_micro_batches.py",
+    ("docs/strategies.md", "model, optimizer = session.distribute(torch.compile("): (
+        "tests/worker/strategies/test_compiled_models.py"
+    ),
     ("docs/strategies.md", "scaler ="): "tests/worker/session/test_grad_scaler.py",
     ("docs/strategies.md", "torch.manual_seed(7)"): "tests/worker/session/test_models_on_meta.py",
     (

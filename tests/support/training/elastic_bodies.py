@@ -1,6 +1,6 @@
 """Training under a strategy while members are killed, join and drain: what one of them does."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from support.models import tensor_models
 from support.processes.ranks import Report
 from support.training.rank_bodies import Run, session_of
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import shoal
 from shoal.data.batches import Loader, Order
@@ -34,6 +34,8 @@ class Elastic(Run):
     """One of `MODELS`."""
     checkpoints: str = ""
     """Directory that a checkpoint goes to every few steps."""
+    compiled: str = ""
+    """Where the script compiles its model: "before" it distributes it, "behind", or not at all."""
     stop_file: str = ""
     """Holds the step at which all members stop, once the test has decided on it."""
 
@@ -174,15 +176,31 @@ def plant(place: str, optimizer: torch.optim.Optimizer) -> None:
         raise AssertionError(place)
 
 
+class CountingCompiler:
+    """Leaves graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+        self.num_graphs += 1
+        return graph.forward
+
+
 def train(report: Report, run: Elastic) -> None:
     """Steps until the stop; then the whole model."""
     model, optimizer = build(run.optimizer, run.model)
     task = MODELS[run.model]
-    fault = run.fault
+    fault, compiler = run.fault, CountingCompiler()
+    if run.compiled == "before":
+        model = torch.compile(model, backend=compiler)  # type: ignore[assignment]
     with session_of(run) as session:
         model, optimizer = session.distribute(
             model, optimizer, strategy=strategy_of(run), checkpoints=checkpoints_of(run)
         )
+        called: Any = model
+        if run.compiled == "behind":
+            called = torch.compile(model, backend=compiler)
         batches = session.batches(task.data(), global_batch_size=run.batch_size, epochs=EPOCHS)
         for batch in batches:
             if is_over(run.stop_file, batch.step):
@@ -194,9 +212,12 @@ def train(report: Report, run: Elastic) -> None:
                 fault = ""
             report("tried", **tried, share=share, epoch=batch.epoch, indices=batch.indices)
             with session.step() as step:
-                session.forward_backward(batch, task.loss)
+                if run.compiled:
+                    session.backward(task.loss(called(batch.inputs), batch.targets))
+                else:
+                    session.forward_backward(batch, task.loss)
             if step.committed:
-                report("committed", **tried)
+                report("committed", **tried, graphs=compiler.num_graphs)
         weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
         report("finished", step=session.step_number, weights=weights)
 

@@ -1,73 +1,200 @@
-"""Models that are compiled before they are distributed: compiled once, and trained as they are."""
+"""Models that are compiled before they are distributed, or behind: compiled once, and trained to
+the weights of one process."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.collectives.strategy_runs import generation_of, over_the_run, take_step
-from torch import Tensor, fx, nn
+from support.members.elastic_schedule import Schedule, check_no_trace, elastic
+from support.processes.ranks import Rank, Ranks
+from support.training.elastic_bodies import CountingCompiler
+from torch import Tensor, nn
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.strategies.synchronous.ddp import DDP
-from shoal.torch_private.compiling import compiled_in_place
+from shoal.randomness import at
+from shoal.randomness.dropout import key_dropout
+from shoal.strategies.compiled_models import check_compiled, in_place
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import membership_pb2 as pb
 
 from . import test_equality as equality
 
+STRATEGIES: dict[str, Callable[[], SynchronousStrategy]] = {
+    "ddp": shoal.DDP,
+    "zero1": partial(shoal.Zero1, copies=0),
+    "fsdp": partial(shoal.FSDP, min_group_bytes=200, copies=0),
+    "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
+}
 
-class Counter:
-    """A compiler that leaves graphs as they are, and counts them."""
+
+class Net(nn.Module):
+    """A pair of layers that is split, a norm, and a part that nothing splits."""
 
     def __init__(self) -> None:
-        self.num_graphs = 0
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 5)
 
-    def __call__(self, graph: fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
-        self.num_graphs += 1
-        return graph.forward
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.norm(x + self.down(torch.tanh(self.up(x)))))
+        return outputs
 
 
-def _graphs_by_generation() -> list[int]:
-    """How many graphs were compiled by the end of each of three generations."""
-    run, counter, strategy = equality.run_of("sgd"), Counter(), DDP(find_unused_parameters=True)
+def _trained(name: str, compiled: str) -> tuple[list[int], dict[str, Tensor]]:
+    """How many graphs were compiled by the end of each of three generations; the weights then."""
+    torch.manual_seed(0)
+    model, compiler, strategy = Net(), CountingCompiler(), STRATEGIES[name]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     over_the_run(strategy)
-    model, optimizer = run.build(0)
-    compiled = torch.compile(model, backend=counter)
-    shown, _ = strategy.distribute(compiled_in_place(compiled), optimizer)
+    given: Any = torch.compile(model, backend=compiler) if compiled == "before" else model
+    shown, _ = strategy.distribute(in_place(given), optimizer)
     assert list(shown.state_dict()) == list(model.state_dict())
-    found = []
-    loader = run.loader()
+    called: Any = shown
+    if compiled == "behind":
+        called = torch.compile(shown, backend=compiler)
+    elif compiled == "in place":
+        shown.compile(backend=compiler)
+    found, loader = [], equality.loader()
     for number in (1, 2, 3):
         states = {} if number == 1 else {"m0": pb.STATE_ACTION_KEEP}
         strategy.enter(generation_of(["m0"], "m0", number=number, states=states))
-        for _ in range(3):
-            take_step(strategy, loader.synchronous(strategy.step, 0, 1), run.loss)
+        for _ in range(5):
+            batch = loader.synchronous(strategy.step, 0, 1)
+            if compiled == "no":
+                take_step(strategy, batch, equality.loss)
+                continue
+            strategy.begin_step()
+            strategy.backward(equality.loss(called(batch.inputs), batch.targets), batch.weight)
+            strategy.end_step(lambda: None)
+        weights = {key: tensor.clone() for key, tensor in strategy.state_dict().items()}
         strategy.abandon()
-        found.append(counter.num_graphs)
+        found.append(compiler.num_graphs)
     strategy.close()
-    return found
+    return found, weights
 
 
-def test_a_later_generation_compiles_nothing() -> None:
-    (found,) = run_in_memory(_graphs_by_generation, 1)
+@pytest.mark.sampled("name", "compiled")
+@pytest.mark.parametrize("compiled", ["before", "behind", "in place"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_later_generation_compiles_nothing(name: str, compiled: str) -> None:
+    torch.compiler.reset()
+    ((found, weights),) = run_in_memory(_trained, 1, name, compiled)
+    # The first one has batches of both sizes.
     assert found[0] > 0
-    # The second one has the first batch of another size.
-    assert found[1] <= found[0] + 1
-    assert found[2] == found[1]
+    assert found[1:] == [found[0]] * 2
+    ((_, expected),) = run_in_memory(_trained, 1, name, "no")
+    assert max(float((weights[k] - expected[k]).abs().max()) for k in expected) < 1e-6
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "tensor"])
-def test_strategies_that_train_copies_say_so(cluster: LocalCluster, strategy: str) -> None:
-    model = nn.Linear(3, 2)
+CASES = [("ddp", "behind"), ("fsdp", "before"), ("fsdp", "behind"), ("tensor", "behind")]
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_changes_of_members_compile_nothing_anew(
+    cluster: LocalCluster, tmp_path: Path, case: tuple[str, str]
+) -> None:
+    """Once both numbers of members have been seen, kills and joins compile nothing in those that
+    stay; the weights are those of one process, which compiles nothing."""
+    strategy, compiled = case
+    options = {"min_split_bytes": 0} if strategy == "tensor" else {}
+    run = elastic(
+        cluster,
+        "compiled",
+        desired_members=3,
+        strategy=strategy,
+        options=options,
+        optimizer="adamw",
+        compiled=compiled,
+    )
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=5)
+        schedule.start(3)
+        schedule.kill()
+        schedule.join()
+        before = {rank: _graphs(rank) for rank in schedule.alive}
+        schedule.kill()
+        schedule.join()
+        stayed = [rank for rank in schedule.alive if rank in before]
+        check_no_trace(schedule, run, 1e-5)
+    assert stayed
+    for rank in stayed[:1]:
+        assert _graphs(rank) == before[rank] > 0
+
+
+def _graphs(rank: Rank) -> int:
+    """How many this member had compiled by its last step."""
+    rank.catch_up()
+    return max(data["graphs"] for kind, data in rank.seen if kind == "committed")
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "hybrid"])
+def test_strategies_that_cut_models_into_stages_say_so(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled: Any = torch.compile(model, backend=Counter())
+    compiled: Any = torch.compile(model, backend=CountingCompiler())
     job = f"compiled-{secrets.token_hex(4)}"
     with (
         shoal.join(job, coordinator=cluster.coordinator) as session,
-        pytest.raises(InvalidSpec, match=f"strategy {strategy} trains copies.*saw.*torch.compile"),
+        pytest.raises(InvalidSpec, match=rf"strategy {strategy} cuts a model.*saw.*torch.compile"),
     ):
         session.distribute(compiled, optimizer, strategy=strategy)
+
+
+def test_a_part_that_is_compiled_is_refused_too_where_none_is_called_whole() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[1].compile(backend=CountingCompiler())
+    check_compiled(model, shoal.FSDP())
+    with pytest.raises(InvalidSpec, match=r"saw torch.compile of 1"):
+        check_compiled(model, shoal.Pipeline())
+
+
+def test_a_compiled_model_behind_a_pipeline_is_refused_in_its_first_pass() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
+        strategy = shoal.Pipeline(copies=0)
+        over_the_run(strategy)
+        shown, _ = strategy.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        strategy.enter(generation_of(["m0"], "m0"))
+        called: Any = torch.compile(shown, backend=CountingCompiler())
+        with pytest.raises(InvalidSpec, match="strategy pipeline cuts a model"), torch.no_grad():
+            called(torch.zeros(2, 6))
+        shown.compile(backend=CountingCompiler())
+        strategy.abandon()
+        states = {"m0": pb.STATE_ACTION_KEEP}
+        with pytest.raises(InvalidSpec, match=r"saw torch.compile of the model"):
+            strategy.enter(generation_of(["m0"], "m0", number=2, states=states))
+        strategy.close()
+
+    run_in_memory(body, 1)
+
+
+def test_dropout_of_a_compiled_model_draws_by_place() -> None:
+    """Another step, other masks, those of the model as it is: and nothing is compiled for them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 5))
+    key_dropout(model)
+    compiler = CountingCompiler()
+    compiled: Any = torch.compile(model, backend=compiler)
+    inputs = torch.randn(4, 6)
+    seen, num_graphs = [], []
+    for step in range(3):
+        with at(seed=1, step=step, first=0, count=4):
+            expected = model(inputs)
+        with at(seed=1, step=step, first=0, count=4):
+            seen.append(compiled(inputs))
+        num_graphs.append(compiler.num_graphs)
+        assert torch.equal(seen[-1], expected)
+    assert not torch.equal(seen[0], seen[1])
+    assert num_graphs[0] > 0
+    assert num_graphs == [num_graphs[0]] * 3

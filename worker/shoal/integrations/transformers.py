@@ -455,7 +455,7 @@ def _refuse(args: Any, dataset: Any) -> None:
         (args.parallelism_config is not None, "parallelism_config", own),
         (args.world_size != 1 or args.n_gpu > 1, "several processes or GPUs", "`shoal run`"),
         (args.auto_find_batch_size, "auto_find_batch_size=True", "a batch size"),
-        (args.torch_compile, "torch_compile=True", "torch.compile(model) before, under ddp"),
+        (args.torch_compile, "torch_compile=True", "torch.compile(model) before it is distributed"),
         (args.save_strategy != "no", f"save_strategy={str(args.save_strategy)!r}", kept),
         (args.load_best_model_at_end, "load_best_model_at_end=True", kept),
         (args.enable_jit_checkpoint, "enable_jit_checkpoint=True", kept),

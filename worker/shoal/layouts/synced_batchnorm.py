@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.torch_private.compiling import eager
 from shoal.torch_private.tensors import in_backward
 
 
@@ -140,6 +141,7 @@ def _wide(of_channels: Tensor, values: Tensor) -> Tensor:
     return of_channels.view(1, -1, *[1] * (values.ndim - 2))
 
 
+@eager
 def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
     members = _members_of(self)
     if members is None or not self.training:

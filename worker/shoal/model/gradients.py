@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.torch_private.compiling import eager
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
@@ -82,6 +83,7 @@ def refuse_second_derivatives(model: nn.Module) -> None:
                 fix="ddp, zero1 and tensor can do so; of these zero1 and tensor need less memory.",
             )
 
+    @eager
     def watch(module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             for leaf in pytree.tree_leaves(output):

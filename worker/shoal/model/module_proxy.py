@@ -6,6 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.torch_private.compiling import (
+    call_compiling,
+    compile_alike,
+    is_compiled_in_place,
+    routing,
+)
 from shoal.torch_private.modules import share_tables
 
 
@@ -25,8 +31,18 @@ class ModuleProxy(nn.Module):
         # From here on the model's own flag answers.
         del own["training"]
 
+    # What torch.compile makes of it is the module that stands behind it, not the way there.
+    @routing
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return nn.Module.__call__(self, *inputs, **options)
+
+    @routing
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        return self.__dict__["_route"]()(*inputs, **options)
+        return call_compiling(self.__dict__["_route"](), inputs, options)
+
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """As torch's: compile calls of the module, and of those that take its place later on."""
+        self.__dict__["_module"].compile(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("_module")
@@ -70,8 +86,10 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
 
 
 def shown(proxy: nn.Module) -> nn.Module:
-    """The module that stands behind a replica now."""
-    module: nn.Module = proxy.__dict__.get("_module", proxy)
+    """The module that stands behind a replica now; of what is none, itself."""
+    module = proxy
+    while isinstance(module, ModuleProxy):
+        module = module.__dict__["_module"]
     return module
 
 
@@ -81,12 +99,15 @@ def retarget(proxy: nn.Module, module: nn.Module) -> None:
     share_tables(proxy, module)
 
 
-def take_modes(shown: nn.Module, module: nn.Module) -> None:
-    """Train and evaluate in `module` what trains and evaluates in the module that the user has:
-    that is the user's choice, and outlives a generation."""
-    modes = {name: part.training for name, part in shown.named_modules()}
+def take_modes(held: nn.Module, module: nn.Module) -> None:
+    """Train, evaluate and compile in `module` what the module that the user has trains, evaluates
+    and compiles: that is the user's choice, and outlives a generation."""
+    parts = {name: shown(part) for name, part in held.named_modules()}
     for name, part in module.named_modules():
-        part.training = modes.get(name, part.training)
+        if name in parts:
+            part.training = parts[name].training
+            if is_compiled_in_place(parts[name]):
+                compile_alike(parts[name], part)
 
 
 def _same(module: nn.Module) -> nn.Module:

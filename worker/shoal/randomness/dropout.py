@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.randomness import Place, digest, mix, present
+from shoal.torch_private.compiling import eager
 from shoal.torch_private.tensors import in_backward
 
 _WORD = 0xFFFFFFFF
@@ -55,6 +56,7 @@ def samples_along(dropout: nn.Module, dim: int | None) -> None:
     dropout.__dict__["_samples_along"] = dim
 
 
+@eager
 def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: float) -> Tensor | None:
     """Which elements of a value of this shape are kept (bool), each with probability 1 - p.
 

@@ -24,8 +24,8 @@ from shoal.session.script_calls import ScriptCalls
 from shoal.session.step_guard import StepGuard
 from shoal.state.registered.objects import RegisteredState, Stateful
 from shoal.strategies.base import Strategy
+from shoal.strategies.compiled_models import check_compiled, in_place
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
-from shoal.torch_private.compiling import compiled_in_place, is_compiled
 from shoal_proto.errors import InvalidSpec
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -78,9 +78,9 @@ class Distribution:
     ) -> tuple[Any, Any]:
         """See `Session.distribute`."""
         if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
-            return self._distribute(as_torch(_own(model, chosen)), optimizer, chosen, options)
+            return self._distribute(as_torch(in_place(model)), optimizer, chosen, options)
         self._refuse_several(chosen)
-        named = {name: _own(each, chosen) for name, each in _named(model, "model").items()}
+        named = {name: in_place(each) for name, each in _named(model, "model").items()}
         models, optimizers = joined(named, _named(optimizer, "optimizer"))
         self.training = Training(models, optimizers)
         shown, _ = self._distribute(models, optimizers, chosen, options)
@@ -89,6 +89,7 @@ class Distribution:
     def _distribute(
         self, model: nn.Module, optimizer: Optimizer, chosen: Strategy, options: Options
     ) -> tuple[nn.Module, Optimizer]:
+        check_compiled(model, chosen)
         if options.keyed_dropout and chosen.synchronous:
             key_dropout(model)
         syncs = options.sync_batchnorm or has_sync_batchnorm(model)
@@ -215,20 +216,6 @@ def _check_syncs(chosen: Strategy) -> None:
             expected="ddp, zero1, zero2, zero3, fsdp or hsdp; under tensor every member has the"
             " whole batch as it is",
         )
-
-
-def _own(model: Any, chosen: Strategy) -> nn.Module:
-    """The user's module, where `torch.compile` has wrapped it."""
-    if not is_compiled(model):
-        module: nn.Module = model
-        return module
-    if not chosen.trains_own_model:
-        raise InvalidSpec(
-            f"strategy {chosen.name} trains copies of a model, one in each generation",
-            seen="what torch.compile returned",
-            expected="ddp, which trains the model itself; or the model as it is",
-        )
-    return compiled_in_place(model)
 
 
 def _named(given: Any, alone: str) -> dict[str, Any]:

@@ -46,8 +46,9 @@ class Strategy(ABC):
 
     passes_meet: ClassVar[bool] = True
     """Synchronous strategies: whether members communicate in the passes of a step."""
-    trains_own_model: ClassVar[bool] = False
-    """Whether passes go through the user's own module in all generations, compiled or not."""
+    compiles: ClassVar[bool] = True
+    """Whether what `torch.compile` made may be distributed, or made of what was: passes go through
+    whole modules of the user's."""
     trains_several: ClassVar[bool] = False
     """Whether several models and optimizers may be distributed, as `SeveralModels`."""
     changes_batch_size: ClassVar[bool] = False

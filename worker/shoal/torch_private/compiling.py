@@ -1,22 +1,149 @@
-"""Of torch.compile: the module that it wraps. As in torch 2.13 and 2.15."""
+"""Of torch.compile: what it wraps, how that is carried over, and what it leaves alone.
 
+As in torch 2.13. Nothing here imports `torch._dynamo`, which takes seconds: only who compiles has
+done so.
+"""
+
+import functools
 import sys
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
+from torch._C import _dynamo as _c_dynamo
+from torch.nn.parallel import DistributedDataParallel
+
+_eval_frame: Any = _c_dynamo.eval_frame
+P = ParamSpec("P")
+R = TypeVar("R")
+_IN_PLACE = "_compiled_call_impl"
+"""Where `module.compile()` keeps what a call of the module goes to."""
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model is what `torch.compile(module)` returns."""
-    # It takes seconds to import: only who compiles has done so.
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def compiled_in_place(model: Any) -> nn.Module:
     """The module itself, compiled as the wrapper around it is: what `module.compile()` does. Its
     parameters have no prefix, and it may be wrapped anew without being compiled anew."""
-    original: Any = model._orig_mod
+    original: nn.Module = model._orig_mod
     original._compiled_call_impl = model.dynamo_ctx(original._call_impl)
-    module: nn.Module = original
-    return module
+    return original
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called, or `compiled_in_place` made it so."""
+    return module.__dict__.get(_IN_PLACE) is not None
+
+
+def compile_alike(compiled: nn.Module, module: Any) -> None:
+    """Compile `module` in place by the very compiler, and with the options, of one that is. What
+    was compiled is found again for modules of the same class, shapes and settings."""
+    call: Any = compiled.__dict__[_IN_PLACE]
+    module._compiled_call_impl = _compiler_of(call)(module._call_impl)
+
+
+def _compiler_of(call: Any) -> Callable[[Any], Any]:
+    """What made this function of another."""
+    context = sys.modules["torch._dynamo"].eval_frame._TorchDynamoContext
+    cells = [cell.cell_contents for cell in call.__closure__ or ()]
+    found: Callable[[Any], Any] = next(each for each in cells if isinstance(each, context))
+    return found
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which torch.compile does not look into, nor into what it calls."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        # No context manager: its frames would be compiled.
+        before = _eval_frame.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _eval_frame.set_eval_frame(before)
+
+    return _left_out(run)
+
+
+class _Here(threading.local):
+    """By thread, as torch's own."""
+
+    callback: Any = None
+    """What compiles where `routing` was called; None: nothing does."""
+
+
+_here = _Here()
+
+
+def routing(call: Callable[P, R]) -> Callable[P, R]:
+    """The function, run as it is also where torch.compile is to compile what it calls: only what it
+    calls by `call_compiling` is."""
+
+    @functools.wraps(call)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return call(*args, **kwargs)
+        before = _eval_frame.set_eval_frame(None)
+        outer, _here.callback = _here.callback, before or _here.callback
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _here.callback = outer
+            _eval_frame.set_eval_frame(before)
+
+    return _left_out(run)
+
+
+def is_routing_compiled() -> bool:
+    """Within `routing`: whether what is called is to be compiled."""
+    return bool(_here.callback)
+
+
+def call_compiling(module: Any, args: Any, kwargs: Any) -> Any:
+    """Within `routing`: call the module, compiled if that was asked for. Of DistributedDataParallel
+    that is the module within: what is around it talks to other ranks."""
+    callback, _here.callback = _here.callback, None
+    if not callback:
+        return module(*args, **kwargs)
+    if not isinstance(module, DistributedDataParallel):
+        return _compiling(callback, module)(*args, **kwargs)
+    inner: Any = module.module
+    if is_compiled_in_place(inner):
+        return module(*args, **kwargs)
+    inner._compiled_call_impl = _compiling(callback, inner._call_impl)
+    try:
+        return module(*args, **kwargs)
+    finally:
+        inner._compiled_call_impl = None
+
+
+def _compiling(callback: Any, function: Callable[P, R]) -> Callable[P, R]:
+    """The function, compiled by what compiled where `routing` was called."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = _eval_frame.set_eval_frame(callback)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _eval_frame.set_eval_frame(before)
+
+    return _left_out(run)
+
+
+def _left_out(function: Callable[P, R]) -> Callable[P, R]:
+    """What torch's own `disable` marks: the frame is not compiled, nor taken into a larger one."""
+    marked: Any = function
+    action = _eval_frame._FrameAction
+    strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    _eval_frame.set_code_exec_strategy(marked.__code__, strategy)
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "shoal runs it as it is"
+    marked._torchdynamo_disable_recursive = True
+    return function

@@ -18,11 +18,12 @@ from shoal.layouts.gradients import clip
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.model.devices import device_of
 from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
-from shoal.model.module_proxy import proxy_of, retarget
+from shoal.model.module_proxy import proxy_of, retarget, take_modes
 from shoal.state.resharding import reshard
 from shoal.state.whole_model import whole_model
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
+from shoal.strategies.compiled_models import check_compiled, in_place
 from shoal_proto.errors import InvalidSpec
 
 _MARK = "_shoal_static"
@@ -47,6 +48,7 @@ class FixedRanksTraining:
         self._binding.fill(reshard(group, held, self._binding.needs))
         self.model = proxy_of(model, self._route)
         self.model.__dict__[_MARK] = self
+        take_modes(self.model, self.layout.plain)
         retarget(self.model, self.layout.plain)
         meta_model.forget_weights()
         self._begun = self._reduced = False
@@ -110,7 +112,8 @@ def distribute(
     if fits_by_itself(model, optimizer):
         return adapter_of(model).distribute_static(model, strategy, backend), optimizer
     chosen = find_strategy(strategy)
-    model = as_torch(model)
+    model = as_torch(in_place(model))
+    check_compiled(model, chosen)
     init_static_world(backend)
     return FixedRanksTraining(model, optimizer, chosen).model, optimizer
 

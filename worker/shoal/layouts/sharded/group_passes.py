@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.torch_private.compiling import eager
 from shoal.torch_private.fsdp import (
     gathering_hook,
     groups_of,
@@ -51,6 +52,7 @@ class GroupPasses:
         """A forward pass within backward, of a checkpointed activation."""
         return is_in_backward(self._state)
 
+    @eager
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
@@ -66,6 +68,7 @@ class GroupPasses:
             leaves[place] = tensor
         return pytree.tree_unflatten(leaves, tree)
 
+    @eager
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not self._recomputes:
             for leaf in pytree.tree_leaves(output):

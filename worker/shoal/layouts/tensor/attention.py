@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from shoal.layouts.tensor.parts import Cut, enter, gathered, local, summed, whole_mask
+from shoal.torch_private.compiling import eager
 
 
 class SplitAttention(nn.MultiheadAttention):
@@ -24,6 +25,7 @@ class SplitAttention(nn.MultiheadAttention):
     columns: Cut
     """Of the output projection's inputs."""
 
+    @eager
     def forward(  # noqa: PLR0917 - torch's own signature
         self,
         query: Tensor,

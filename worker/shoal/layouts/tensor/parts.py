@@ -3,7 +3,10 @@
 Outside a split region every value is the same on all ranks of the group. What enters a region has
 its gradient summed over the ranks; what leaves it is gathered or summed. Parameters are DTensors;
 what is computed with them are this rank's local parts, so that sizes need not divide and plain
-kernels run. (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
+kernels run. torch.compile leaves each of them as it is: a DTensor in a graph would be compiled anew
+in each generation, whose mesh is another.
+
+(M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
 
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.tensor.plan import part_sizes
 from shoal.randomness.dropout import draw
+from shoal.torch_private.compiling import eager
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +132,7 @@ class ColumnLinear(nn.Linear):
     gathers: bool
     """Whether it returns all outputs, or its own for a RowLinear to go on with."""
 
+    @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         bias = None if self.bias is None else local(self.bias)
         part = F.linear(enter(input, self.cut), local(self.weight), bias)
@@ -142,6 +147,7 @@ class RowLinear(nn.Linear):
     takes_part: bool
     """Whether it is given its own inputs only, by a ColumnLinear that does not gather."""
 
+    @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         own = input if self.takes_part else self.cut.own(enter(input, self.cut))
         total = summed(F.linear(own, local(self.weight)), self.cut)
@@ -154,6 +160,7 @@ class VocabEmbedding(nn.Embedding):
     cut: Cut
     """Of the rows."""
 
+    @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         weight = local(self.weight)
         if not self.cut.size:
@@ -178,6 +185,7 @@ class ColumnEmbedding(nn.Embedding):
     cut: Cut
     """Of the columns."""
 
+    @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         return gathered(F.embedding(input, local(self.weight), self.padding_idx), self.cut)
 
@@ -193,6 +201,7 @@ class CutDropout(nn.Dropout):
     cut: Cut
     """Of the last dimension."""
 
+    @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         if not self.training or not self.p:
             return input

@@ -37,6 +37,7 @@ class Hybrid(LayoutStrategy):
     """
 
     name = "hybrid"
+    compiles = False
     shares_samples = True
 
     def __init__(

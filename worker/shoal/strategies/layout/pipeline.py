@@ -93,6 +93,7 @@ class Pipeline(LayoutStrategy):
     """
 
     name = "pipeline"
+    compiles = False
     shares_samples = True
 
     def __init__(

@@ -27,10 +27,12 @@ from shoal.state.registered.objects import into_shard, of_shard
 from shoal.state.resharding import reshard
 from shoal.state.shards import REGISTERED, Chunk, StateShard
 from shoal.state.whole_model import whole_model
+from shoal.strategies.compiled_models import check_compiled, not_compiled
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import found_by_any
 from shoal.strategies.synchronous.step_agreement import Deed
 from shoal.strategies.synchronous.strategy import SynchronousStrategy, check_same_step, receivers_of
+from shoal.torch_private.compiling import is_routing_compiled
 from shoal.torch_private.dtensor import clear_sharding_cache
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
@@ -136,6 +138,7 @@ class LayoutStrategy(SynchronousStrategy):
         state_shard = self._found(generation, group, held, binding)
         binding.fill(state_shard)
         self._registered.adopt(of_shard(state_shard))
+        check_compiled(self._proxy, self)
         take_modes(self._proxy, binding.layout.plain)
         binding.layout.watch(self._passes.ours)
         self._binding, self._filling, self._step = binding, None, state_shard.step
@@ -248,6 +251,8 @@ class LayoutStrategy(SynchronousStrategy):
         return self._module_of("")
 
     def _module_of(self, name: str) -> nn.Module:
+        if is_routing_compiled() and not self.compiles:
+            raise not_compiled(self.name, name)
         layout = self._layout()
         if isinstance(layout, SeveralLayouts):
             layout = layout.layouts[name]

@@ -53,7 +53,6 @@ class DDP(SynchronousStrategy):
     name = "ddp"
     carries = True
     meets_earlier = True
-    trains_own_model = True
     trains_several = True
     syncs_batchnorm = True
     changes_batch_size = True
