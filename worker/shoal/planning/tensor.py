@@ -7,6 +7,7 @@ from torch import nn
 
 from shoal.layouts.tensor.layout import take_part
 from shoal.layouts.tensor.plan import WHOLE, TensorPlan, part_sizes
+from shoal.layouts.tensor.sequence import spread_positions, summed_parameters
 from shoal.planning.figures import UPDATE, Collective, GroupFigures, Plan, RankFigures, Subject
 from shoal.planning.meta_device import on_meta, to_meta
 from shoal.planning.rehearsal import Rehearsed, SilentGroup
@@ -120,6 +121,7 @@ def _collectives(
         group = SilentGroup(rank, subject.world_size)
         model = on_meta(subject.model)
         split_alone(model, tensor_plan, group)
+        spread_positions(model, tensor_plan.sequence, group)
         inputs = to_meta(subject.inputs)
         moved = Rehearsed(group, lambda: model(inputs)).collectives()
     # Gradients of whole parameters are taken from the first rank, those of a dtype together.
@@ -127,4 +129,16 @@ def _collectives(
         kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
     )
     told = non_finite_message(subject.world_size)
+    moved = (*moved, *_summed(subject, tensor_plan))
     return (*moved, taken, told) if aligned else (*moved, told)
+
+
+def _summed(subject: Subject, tensor_plan: TensorPlan) -> tuple[Collective, ...]:
+    """Gradients of what each rank computes its positions with, those of a dtype together."""
+    names = summed_parameters(subject.model, tensor_plan.sequence)
+    trained = [p for name, p in subject.parameters.items() if name in names and p.requires_grad]
+    if not trained:
+        return ()
+    calls = len({parameter.dtype for parameter in trained})
+    num_bytes = sum(parameter.nbytes for parameter in trained)
+    return (Collective(kind="all_reduce", when=UPDATE, calls=calls, num_bytes=num_bytes),)

@@ -22,6 +22,12 @@ from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
 from shoal.layouts.tensor.layout import parallelise
 from shoal.layouts.tensor.parts import Cut
 from shoal.layouts.tensor.plan import TensorPlan
+from shoal.layouts.tensor.sequence import (
+    gradients_of,
+    spread_positions,
+    sum_packed,
+    summed_parameters,
+)
 from shoal.model.local_parts import local_part
 from shoal.state.shards import Chunk, TensorShard
 from shoal.torch_private.dtensor import forget_groups
@@ -64,6 +70,9 @@ class SplitShardedLayout(ShardedLayout):
 
     def _shard(self, model: nn.Module, options: ShardedOptions) -> None:
         parallelise(model, self._tensor_mesh, self.plan)
+        group = self._groups["tensor"]
+        self._summed = summed_parameters(model, self.plan.sequence)
+        self._positions = spread_positions(model, self.plan.sequence, group)
         parameters = dict(model.named_parameters())
         self._split = frozenset(n for n, p in parameters.items() if isinstance(p, DTensor))
         self._chunks_of = {name: self._chunk_of(each) for name, each in parameters.items()}
@@ -115,6 +124,7 @@ class SplitShardedLayout(ShardedLayout):
         self.non_finite_check.found(next((r.parameter for r in self._reductions if r.own), ""))
         if self.plan.degree == 1:
             return
+        sum_packed(gradients_of(self._parameters, self._summed), self._groups["tensor"])
         whole = [
             parameter
             for name, parameter in self._parameters.items()
@@ -130,6 +140,8 @@ class SplitShardedLayout(ShardedLayout):
 
     def release(self) -> None:
         meshes = [mesh_of_rows(part) for part in self._fsdp_parameters]
+        for positions in self._positions:
+            positions.release()
         super().release()
         for mesh in (self._tensor_mesh, *meshes):
             forget_groups(mesh)

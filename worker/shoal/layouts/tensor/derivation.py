@@ -7,6 +7,7 @@ and single modules whose outputs are gathered. All else stays whole, and the pla
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from shoal.layouts.tensor.plan import (
     TensorPlan,
 )
 from shoal.layouts.tensor.regions import regions
+from shoal.layouts.tensor.sequence_blocks import sequence_blocks
 from shoal.layouts.tensor.styles import CUT_DIMS, STYLES, odd
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
@@ -38,12 +40,14 @@ def derive(
     overrides: Mapping[str, str] | None = None,
     *,
     min_split_bytes: int = MIN_SPLIT_BYTES,
+    sequence: bool = False,
 ) -> TensorPlan:
     """How the model is split over `degree` ranks.
 
     `overrides`: patterns of module names (as in a shell) to "column", "row", "vocab", "heads" or
     "whole"; the last that matches holds. They are right whatever they say: a row without its
     column takes its part of whole inputs, a column without its row has its outputs gathered.
+    `sequence`: also find blocks of which each rank computes its positions only.
     Raises InvalidSpec for a pattern that matches nothing, a style that does not fit its module, a
     dimension of fewer elements than ranks, or tied weights that would be cut in two ways.
 
@@ -51,7 +55,10 @@ def derive(
     """
     if degree < 1:
         raise InvalidSpec("a model cannot be split", seen=f"degree {degree}", expected="1 or more")
-    return _Derivation(model, degree, overrides or {}, min_split_bytes).plan()
+    plan = _Derivation(model, degree, overrides or {}, min_split_bytes).plan()
+    if not sequence or degree == 1:
+        return plan
+    return replace(plan, sequence=sequence_blocks(model, {e.module: e for e in plan.entries}))
 
 
 class _Derivation:

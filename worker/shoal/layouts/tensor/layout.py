@@ -23,6 +23,12 @@ from shoal.layouts.tensor.parts import (
     VocabEmbedding,
 )
 from shoal.layouts.tensor.plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, PlanEntry, TensorPlan
+from shoal.layouts.tensor.sequence import (
+    gradients_of,
+    spread_positions,
+    sum_packed,
+    summed_parameters,
+)
 from shoal.layouts.tensor.styles import CUT_DIMS
 from shoal.state.shards import MODEL, OPTIM
 from shoal.torch_private.modules import parameter_table
@@ -164,6 +170,9 @@ class TensorLayout(Layout):
             world.group, world.device.type, mesh_dim_names=(world.axis("tensor"),)
         )
         parallelise(module, mesh, plan)
+        # Computed with this rank's positions: their gradients are summands.
+        self._summed = summed_parameters(module, plan.sequence)
+        self._positions = spread_positions(module, plan.sequence, world.group)
         if isinstance(module, SplitsItself):
             module.split_over(mesh)
         materialise(module, world.device)
@@ -195,6 +204,7 @@ class TensorLayout(Layout):
         self.non_finite_check.look(self._parameters)
         if self.world.world_size == 1:
             return
+        sum_packed(gradients_of(self._parameters, self._summed), self.world.group)
         for gradients in self._whole_gradients():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             message = dist.broadcast(flat, group_src=0, group=self.world.group, async_op=True)
@@ -202,6 +212,10 @@ class TensorLayout(Layout):
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+    def release(self) -> None:
+        for positions in self._positions:
+            positions.release()
 
     def _whole_gradients(self) -> Iterator[list[Tensor]]:
         """By dtype, in the order of the parameters."""

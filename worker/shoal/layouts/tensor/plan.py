@@ -1,7 +1,9 @@
 """Which part of each module a rank of a tensor-parallel group holds, and why."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from shoal_proto.errors import InvalidSpec
 
@@ -75,6 +77,42 @@ class PlanEntry:
         return shown[0] if len(set(shown)) == 1 else " ".join(shown)
 
 
+class Role(StrEnum):
+    """What a module does where each rank computes its positions of a sequence."""
+
+    BLOCK = "block"
+    """Is given whole values and gives whole values; within, what it takes is spread."""
+    NORM = "norm"
+    """Computes this rank's positions, so the gradients of its parameters are summed over ranks."""
+    DROPOUT = "dropout"
+    COLUMN = "column"
+    """Gathers the positions."""
+    ROW = "row"
+    """Sums up, and goes on with this rank's positions; its bias is as a norm's parameters."""
+    AROUND = "around"
+    """Is given all positions, and what it gives is spread."""
+
+
+_SHOWN: Mapping[Role, str] = {
+    Role.NORM: "norms",
+    Role.DROPOUT: "dropouts",
+    Role.COLUMN: "gather",
+    Role.ROW: "scatter",
+    Role.AROUND: "are given all",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceEntry:
+    """What one module does within a block of which each rank computes its positions."""
+
+    module: str
+    role: Role
+    block: str
+    takes: tuple[int | str, ...] = (0,)
+    """Which arguments are spread, by place or name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
     """How a model is split over `degree` ranks. `str()` gives a table."""
@@ -82,6 +120,8 @@ class TensorPlan:
     degree: int
     entries: tuple[PlanEntry, ...]
     """Every module with parameters of its own, and every dropout within a pair."""
+    sequence: tuple[SequenceEntry, ...] = ()
+    """The modules of blocks of which each rank computes its positions only; a block comes first."""
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
@@ -125,7 +165,13 @@ class TensorPlan:
         head += f" parameters the ranks hold {per_rank}"
         if not self.splits and self.degree > 1:
             head += "\nnothing is split: every rank holds and computes everything"
-        return "\n".join([head, *lines])
+        return "\n".join([head, *lines, *self._blocks()])
+
+    def _blocks(self) -> Iterator[str]:
+        for block in dict.fromkeys(entry.block for entry in self.sequence):
+            roles = Counter(e.role for e in self.sequence if e.block == block)
+            counts = (f"{roles[r]} {n}" for r, n in _SHOWN.items() if roles[r])
+            yield f"{block or '(the model)'}: each rank computes its positions: {', '.join(counts)}"
 
     def _row(self, entry: PlanEntry) -> tuple[str, str, str, str, str]:
         counts = [entry.bytes_on(rank, self.degree) for rank in range(self.degree)]

@@ -21,9 +21,9 @@ from torch.fx.proxy import GraphAppendingTracer
 from shoal.randomness.dropout import KeyedDropout
 from shoal.torch_private.modules import buffer_table, child_table, copy_with_tables
 
-_DROPOUTS = (nn.Dropout, KeyedDropout)
+DROPOUTS = (nn.Dropout, KeyedDropout)
 _ELEMENTWISE_MODULES = (
-    *_DROPOUTS,
+    *DROPOUTS,
     nn.ELU,
     nn.GELU,
     nn.Hardswish,
@@ -74,10 +74,10 @@ def regions(parent: nn.Module) -> list[Region]:
     known = _known(parent)
     if known is not None:
         return known
-    if sum(type(part) is nn.Linear for _, part in _children(parent)) < 2:
+    if sum(type(part) is nn.Linear for _, part in children_of(parent)) < 2:
         return []
     try:
-        variants = [set(_regions_of(graph, parent)) for graph in _traces(parent)]
+        variants = [set(_regions_of(graph, parent)) for graph in traces(parent)]
     except Exception:  # noqa: BLE001 - a user's forward may raise anything when given symbols
         return []
     return sorted(set.intersection(*variants)) if variants else []
@@ -100,11 +100,11 @@ def _known(parent: nn.Module) -> list[Region] | None:
     return [Region(columns=("linear1",), row="linear2", dropouts=("dropout",))]
 
 
-def _children(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def children_of(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules that the parent itself calls; those in a ModuleList are called one by one."""
     for name, part in child_table(parent).items():
         if type(part) is nn.ModuleList:
-            yield from _children(part, f"{prefix}{name}.")
+            yield from children_of(part, f"{prefix}{name}.")
         elif part is not None:
             yield prefix + name, part
 
@@ -151,7 +151,7 @@ def _stands(
             yield name, part if part is None else _Stand(prefix + name, part, tracer)
 
 
-def _traces(parent: nn.Module) -> Iterator[fx.Graph]:
+def traces(parent: nn.Module) -> Iterator[fx.Graph]:
     """What forward does with symbols: in training and not, with optional arguments and without.
 
     torch.fx's own tracer patches nn.Module for the whole process while it traces, under the feet of
@@ -174,7 +174,7 @@ def _traces(parent: nn.Module) -> Iterator[fx.Graph]:
 
 
 def _regions_of(graph: fx.Graph, parent: nn.Module) -> Iterator[Region]:
-    children = dict(_children(parent))
+    children = dict(children_of(parent))
     calls = [node for node in graph.nodes if node.op == "call_module"]
     names = [str(node.target) for node in calls]
     # One that is called twice may be called in the region and out of it.
@@ -204,9 +204,9 @@ def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
         module = once.get(str(node.target)) if node.op == "call_module" else None
         if type(module) is nn.Linear:
             columns.append(str(node.target))
-        elif _is_elementwise(node, module):
+        elif is_elementwise_node(node, module):
             ahead += node.all_input_nodes
-            dropouts += [str(node.target)] if type(module) in _DROPOUTS else []
+            dropouts += [str(node.target)] if type(module) in DROPOUTS else []
         else:
             return None
     stays = all(user is row or user in inside for node in inside for user in node.users)
@@ -218,7 +218,7 @@ def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
     )
 
 
-def _is_elementwise(node: fx.Node, module: nn.Module | None) -> bool:
+def is_elementwise_node(node: fx.Node, module: nn.Module | None) -> bool:
     if node.op == "call_module":
         known = is_elementwise(module)
     elif node.op == "call_function":

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout, World
 from shoal.layouts.hybrid.split_sharded import SplitShardedLayout, tensor_degree
 from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
 from shoal.layouts.tensor.plan import TensorPlan
+from shoal.layouts.tensor.sequence_blocks import check_has_blocks
 from shoal.planning.figures import Plan, Subject
 from shoal.strategies.layout.fsdp import FSDP
 from shoal_proto.errors import InvalidSpec
@@ -22,8 +24,9 @@ class FSDPTensor(FSDP):
     Members next to each other in rank split layers together: those of one host if `tensor` is the
     number of members on it. They work on the same samples. Where the members do not divide by
     `tensor`, fewer split layers together: with tensor=4, 8 members make two groups of 4, 9 three of
-    3, and 7 are as with "fsdp". `plan` and `min_split_bytes`: see `TensorParallel`. `options`: see
-    `FSDP`, without `cpu_offload`; an optimizer that is not torch's own cannot be vouched for.
+    3, and 7 are as with "fsdp". `plan`, `min_split_bytes`, `sequence`: see
+    `TensorParallel`. `options`: see `FSDP`, without `cpu_offload`; an optimizer that is not torch's
+    own cannot be vouched for.
     """
 
     name = "fsdp-tensor"
@@ -36,6 +39,7 @@ class FSDPTensor(FSDP):
         tensor: int = 2,
         plan: Mapping[str, str] | None = None,
         min_split_bytes: int = MIN_SPLIT_BYTES,
+        sequence: bool = False,
         **options: Any,
     ) -> None:
         """`options`: see `FSDP`."""
@@ -61,11 +65,23 @@ class FSDPTensor(FSDP):
         self._tensor = tensor
         self._overrides = dict(plan or {})
         self._min_split_bytes = min_split_bytes
+        self._sequence = sequence
 
     def plan(self, model: nn.Module, world_size: int) -> TensorPlan:
         """How layers would be split among so many members: print it before anything runs."""
         degree = tensor_degree(world_size, self._tensor)
-        return derive(model, degree, self._overrides, min_split_bytes=self._min_split_bytes)
+        return derive(
+            model,
+            degree,
+            self._overrides,
+            min_split_bytes=self._min_split_bytes,
+            sequence=self._sequence,
+        )
+
+    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().check(model, optimizer)
+        if self._sequence:
+            check_has_blocks(self.plan(model, 2))
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         return SplitShardedLayout(model, world, self._options, self.plan(model, world.world_size))
@@ -84,5 +100,6 @@ class FSDPTensor(FSDP):
             "tensor": self._tensor,
             "plan": self._overrides,
             "min_split_bytes": self._min_split_bytes,
+            **({"sequence": True} if self._sequence else {}),
         }
         return {**super().options(), "tensor": json.dumps(chosen, sort_keys=True)}

@@ -11,6 +11,7 @@ from shoal.layouts.base import Layout, World
 from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
 from shoal.layouts.tensor.layout import SplitsItself, TensorLayout
 from shoal.layouts.tensor.plan import TensorPlan
+from shoal.layouts.tensor.sequence_blocks import check_has_blocks
 from shoal.model.elementwise_optimizers import refuse_unless_elementwise
 from shoal.planning.figures import Plan, Subject
 from shoal.planning.tensor import tensor_figures
@@ -25,8 +26,10 @@ class TensorParallel(LayoutStrategy):
 
     The plan is derived anew for each world size. `plan`: what you want otherwise, patterns of
     module names to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules and
-    pairs with smaller weights stay whole on every member. `elementwise_optimizer=True` vouches for
-    an optimizer that is not torch's own: that it treats each element of a parameter by itself.
+    pairs with smaller weights stay whole on every member. `sequence=True`: between split
+    layers of a block each member computes its positions of the sequence only.
+    `elementwise_optimizer=True` vouches for an optimizer that is not torch's own: that it treats
+    each element of a parameter by itself.
     """
 
     name = "tensor"
@@ -37,6 +40,7 @@ class TensorParallel(LayoutStrategy):
         plan: Mapping[str, str] | None = None,
         *,
         min_split_bytes: int = MIN_SPLIT_BYTES,
+        sequence: bool = False,
         elementwise_optimizer: bool = False,
         copies: int = 1,
         copy_every_steps: int = 10,
@@ -49,10 +53,17 @@ class TensorParallel(LayoutStrategy):
         self._elementwise_optimizer = elementwise_optimizer
         self._overrides = dict(plan or {})
         self._min_split_bytes = min_split_bytes
+        self._sequence = sequence
 
     def plan(self, model: nn.Module, degree: int) -> TensorPlan:
         """How the model would be split over so many members: print it before anything runs."""
-        return derive(model, degree, self._overrides, min_split_bytes=self._min_split_bytes)
+        return derive(
+            model,
+            degree,
+            self._overrides,
+            min_split_bytes=self._min_split_bytes,
+            sequence=self._sequence,
+        )
 
     def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`."""
@@ -80,6 +91,8 @@ class TensorParallel(LayoutStrategy):
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.plan(model, 1)
+        if self._sequence:
+            check_has_blocks(self.plan(model, 2))
         refuse_unless_elementwise(self.name, optimizer, self._elementwise_optimizer)
         for group in optimizer.param_groups:
             for option in ("foreach", "fused"):
@@ -97,4 +110,6 @@ class TensorParallel(LayoutStrategy):
 
     def options(self) -> Mapping[str, str]:
         chosen = {"plan": self._overrides, "min_split_bytes": self._min_split_bytes}
+        if self._sequence:
+            chosen["sequence"] = True
         return {"tensor": json.dumps(chosen, sort_keys=True)}

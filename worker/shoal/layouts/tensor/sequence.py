@@ -1,0 +1,312 @@
+"""Blocks between whose split layers each rank computes its positions of the sequence only.
+
+What norms, dropout and residual sums compute of a position depends on that position alone. So each
+rank takes its part of the last dimension but one, which is gathered where a split layer begins and
+summed and scattered where it ends: the two halves of the sum over ranks that stands there
+otherwise. (V. Korthikanti et al., Reducing Activation Recomputation,
+arXiv:2205.05198, section 4.2.)
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+
+from shoal.backends.abortable.waiter import wait_abortable
+from shoal.layouts.tensor.parts import ColumnLinear, Cut, RowLinear, local, whole_mask
+from shoal.layouts.tensor.plan import Role, SequenceEntry, part_sizes
+from shoal.model.local_parts import local_part
+from shoal.randomness.dropout import draw
+from shoal.torch_private.compiling import eager
+from shoal_proto.errors import InvalidSpec
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+DIM = -2
+"""Of the sequence, or of whatever stands before the features: what is computed of one does not
+depend on the others."""
+
+
+class Positions:
+    """How the sequence of the present pass lies over the ranks; one for all modules of a block."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._length = 0
+
+    def begin(self, whole: Tensor) -> None:
+        """A whole value comes in."""
+        if whole.ndim < 2:
+            raise InvalidSpec(
+                "a block whose positions are spread was given a value without positions",
+                seen=f"shape {tuple(whole.shape)}",
+                expected="(samples, positions, features)",
+            )
+        self._length = whole.shape[DIM]
+
+    @property
+    def cut(self) -> Cut:
+        group = self._group
+        assert group is not None, "no pass is computed behind the generation"
+        sizes = part_sizes(self._length, group.size())
+        return Cut(group=group, rank=group.rank(), sizes=sizes)
+
+    def release(self) -> None:
+        """Let go of the group."""
+        self._group = None
+
+
+def _gather(own: Tensor, cut: Cut) -> Tensor:
+    if own.shape[DIM] != cut.size:
+        raise InvalidSpec(
+            "positions of one pass came into another",
+            seen=f"{own.shape[DIM]} of them on this rank",
+            expected=f"{cut.size}",
+            fix="Sequences of several lengths in a step: one backward pass behind each forward.",
+        )
+    widest = max(cut.sizes)
+    rows = own.movedim(DIM, 0)
+    padded = rows.new_zeros((widest, *rows.shape[1:]))
+    padded[: cut.size].copy_(rows)
+    parts = [torch.empty_like(padded) for _ in cut.sizes]
+    wait_abortable(dist.all_gather(parts, padded, group=cut.group, async_op=True), cut.group)
+    found = torch.cat([p[:size] for p, size in zip(parts, cut.sizes, strict=True)])
+    return found.movedim(0, DIM).contiguous()
+
+
+def _sum_and_scatter(summand: Tensor, cut: Cut) -> Tensor:
+    widest, n = max(cut.sizes), len(cut.sizes)
+    rows = summand.movedim(DIM, 0)
+    padded = rows.new_zeros((n, widest, *rows.shape[1:]))
+    for place, part in zip(padded, torch.split(rows, list(cut.sizes)), strict=True):
+        place[: len(part)].copy_(part)
+    own = torch.empty_like(padded[0])
+    message = _reduce_scatter(own, padded.flatten(0, 1), group=cut.group, async_op=True)
+    wait_abortable(message, cut.group)
+    return own[: cut.size].movedim(0, DIM).contiguous()
+
+
+def _own(whole: Tensor, cut: Cut) -> Tensor:
+    # A copy: a view would keep the memory of the whole.
+    return cut.own(whole, DIM).clone(memory_format=torch.contiguous_format)
+
+
+class _Spread(torch.autograd.Function):
+    """This rank's positions of a value that all ranks have; its gradient is of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return _own(whole, cut)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradients[0], ctx.cut), None
+
+
+class _Whole(torch.autograd.Function):
+    """All positions, for what computes the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return _gather(own, cut)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _own(gradients[0], ctx.cut), None
+
+
+class _Enter(torch.autograd.Function):
+    """All positions, for what computes a part of the features; its gradient is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return _gather(own, cut)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _sum_and_scatter(gradients[0], ctx.cut), None
+
+
+class _Leave(torch.autograd.Function):
+    """This rank's positions of the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return _sum_and_scatter(summand, cut)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradients[0], ctx.cut), None
+
+
+def _apply(function: Any, value: Tensor, positions: Positions) -> Tensor:
+    found: Tensor = function.apply(value, positions.cut)
+    return found
+
+
+class SequenceColumnLinear(ColumnLinear):
+    """A ColumnLinear that is given this rank's positions."""
+
+    positions: Positions
+
+    @eager
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
+        bias = None if self.bias is None else local(self.bias)
+        return F.linear(_apply(_Enter, input, self.positions), local(self.weight), bias)
+
+
+class SequenceRowLinear(RowLinear):
+    """A RowLinear that goes on with this rank's positions."""
+
+    positions: Positions
+
+    @eager
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
+        total = _apply(_Leave, F.linear(input, local(self.weight)), self.positions)
+        return total if self.bias is None else total + self.bias
+
+
+class SequenceDropout(nn.Dropout):
+    """Dropout of this rank's positions: the mask is its part of that of all."""
+
+    positions: Positions
+
+    @eager
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
+        if not self.training or not self.p:
+            return input
+        cut = self.positions.cut
+        shape = list(input.shape)
+        shape[DIM] = sum(cut.sizes)
+        kept = draw(self, torch.Size(shape), input.device, p=self.p)
+        if kept is None:
+            return input * cut.own(whole_mask(input, DIM, cut, self.p), DIM)
+        return input * cut.own(kept, DIM) * (1 / (1 - self.p) if self.p < 1 else 0.0)
+
+
+# --- which module does what ---
+
+
+def spread_positions(
+    model: nn.Module, entries: Sequence[SequenceEntry], group: dist.ProcessGroup
+) -> list["Positions"]:
+    """Let the modules compute so, behind `parallelise`; outside of the blocks all is as it was.
+
+    Returns what holds the group, to let go of it.
+    """
+    by_block: dict[str, Positions] = {}
+    for entry in entries:
+        positions = by_block.setdefault(entry.block, Positions(group))
+        _ROLES[entry.role](model.get_submodule(entry.module), entry, positions)
+    return list(by_block.values())
+
+
+def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> frozenset[str]:
+    """Names of the parameters whose gradients are of this rank's positions only."""
+    found = set()
+    for entry in entries:
+        module = model.get_submodule(entry.module)
+        if entry.role == Role.NORM:
+            found |= {f"{entry.module}.{name}" for name, _ in module.named_parameters()}
+        elif entry.role == Role.ROW and module._parameters.get("bias") is not None:
+            found.add(f"{entry.module}.bias")
+    return frozenset(found)
+
+
+def gradients_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
+    """What this rank holds of the gradients of these, in the order of the parameters."""
+    return [
+        local_part(parameter.grad)
+        for name, parameter in parameters.items()
+        if name in names and parameter.grad is not None
+    ]
+
+
+@torch.no_grad()
+def sum_packed(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Make each the sum over the ranks, in one message for each dtype."""
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+        wait_abortable(dist.all_reduce(flat, group=group, async_op=True), group)
+        for gradient, part in zip(
+            alike, torch.split(flat, [g.numel() for g in alike]), strict=True
+        ):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _block(module: nn.Module, entry: SequenceEntry, positions: Positions) -> None:
+    @eager
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        def spread(whole: Tensor) -> Tensor:
+            positions.begin(whole)
+            return _apply(_Spread, whole, positions)
+
+        return _at(args, kwargs, entry.takes, spread)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(_leaving(_Whole, positions))
+
+
+def _around(module: nn.Module, entry: SequenceEntry, positions: Positions) -> None:
+    @eager
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _at(args, kwargs, entry.takes, lambda own: _apply(_Whole, own, positions))
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(_leaving(_Spread, positions))
+
+
+def _at(args: Any, kwargs: Any, takes: tuple[int | str, ...], change: Callable[..., Any]) -> Any:
+    """The arguments with those that are taken changed; what is one tensor stays one."""
+    changed: dict[int, Tensor] = {}
+
+    def once(value: Any) -> Any:
+        if id(value) not in changed:
+            changed[id(value)] = change(value)
+        return changed[id(value)]
+
+    new = tuple(once(v) if place in takes else v for place, v in enumerate(args))
+    return new, {name: once(v) if name in takes else v for name, v in kwargs.items()}
+
+
+def _leaving(function: Any, positions: Positions) -> Any:
+    @eager
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        first, *others = output if isinstance(output, tuple) else (output,)
+        length = sum(positions.cut.sizes)
+        if function is _Spread and (first.ndim < 2 or first.shape[DIM] != length):
+            raise InvalidSpec(
+                f"a {type(module).__name__} gave other positions than it was given",
+                seen=f"shape {tuple(first.shape)}",
+                expected=f"{length} in the last dimension but one",
+                fix="Distribute without sequence=True.",
+            )
+        found = _apply(function, first, positions)
+        return (found, *others) if isinstance(output, tuple) else found
+
+    return leave
+
+
+def _made(kind: Any) -> Callable[[Any, SequenceEntry, Positions], None]:
+    def apply(module: Any, entry: SequenceEntry, positions: Positions) -> None:
+        module.__class__ = kind
+        module.positions = positions
+
+    return apply
+
+
+_ROLES: Mapping[Role, Callable[[Any, SequenceEntry, Positions], None]] = {
+    Role.BLOCK: _block,
+    Role.NORM: lambda module, entry, positions: None,
+    Role.DROPOUT: _made(SequenceDropout),
+    Role.COLUMN: _made(SequenceColumnLinear),
+    Role.ROW: _made(SequenceRowLinear),
+    Role.AROUND: _around,
+}

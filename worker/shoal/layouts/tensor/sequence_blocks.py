@@ -1,0 +1,240 @@
+"""Finds blocks of which each rank can compute its positions of the sequence only.
+
+A block takes a value and gives one of the same positions. What lies between, as running its forward
+with symbols shows, is of four kinds: what computes each position by itself (norms, dropout,
+elementwise work); pairs of split layers; blocks again; and what is given all positions, such as
+attention. Where that is not so, or forward cannot be followed, there is no block.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from enum import Enum, auto
+from typing import Any
+
+from torch import fx, nn
+
+from shoal.layouts.tensor.plan import COLUMN, ROW, PlanEntry, Role, SequenceEntry, TensorPlan
+from shoal.layouts.tensor.regions import (
+    DROPOUTS,
+    children_of,
+    is_elementwise,
+    is_elementwise_node,
+    traces,
+)
+from shoal_proto.errors import InvalidSpec
+
+_TORCH: Mapping[type[nn.Module], Mapping[str, tuple[int | str, ...]]] = {
+    # Their attention, and which of its arguments are of the block's own positions.
+    nn.TransformerEncoderLayer: {"self_attn": (0, 1, 2)},
+    nn.TransformerDecoderLayer: {"self_attn": (0, 1, 2), "multihead_attn": (0,)},
+}
+
+
+def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[SequenceEntry, ...]:
+    """The modules of the outermost blocks that have a norm or dropout, and split layers or modules
+    around which positions are gathered. `plan`: by module, what becomes of it else."""
+    found: list[SequenceEntry] = []
+    blocks: list[str] = []
+    shared = _shared(model)
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{block}." if block else "") for block in blocks):
+            continue
+        inner = _Block(name, name, module, plan, shared).entries()
+        roles = {entry.role for entry in inner or ()}
+        if inner and roles & {Role.NORM, Role.DROPOUT} and Role.COLUMN in roles:
+            blocks.append(name)
+            found += [SequenceEntry(module=name, role=Role.BLOCK, block=name), *inner]
+    return tuple(found)
+
+
+def check_has_blocks(plan: TensorPlan) -> None:
+    """Raise InvalidSpec where a plan, made for several ranks, has none."""
+    if not plan.sequence:
+        raise InvalidSpec(
+            "no block of the model can be spread by positions",
+            seen="sequence=True",
+            expected="blocks of norms, dropout, residual sums, split layers and attention, whose"
+            " forward can be followed; see docs/tensor-parallel.md",
+            fix="Distribute without sequence=True.",
+        )
+
+
+def _shared(model: nn.Module) -> frozenset[int]:
+    """Ids of modules and parameters that stand in several places: what is changed in one place is
+    changed in the others."""
+    modules = [module for _, module in model.named_modules(remove_duplicate=False)]
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    places = Counter(id(each) for each in (*modules, *parameters))
+    return frozenset(each for each, count in places.items() if count > 1)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules()
+    )
+
+
+class _Kind(Enum):
+    """What a value is on a rank."""
+
+    WHOLE = auto()
+    """The same on all ranks, or no tensor."""
+    OWN = auto()
+    """This rank's positions."""
+    PART = auto()
+    """This rank's features, of all positions: between a column and its row."""
+
+
+class _NoBlock(Exception):
+    """Something in it needs more than its own positions, where they are not gathered."""
+
+
+class _Block:
+    """One module, taken for a block."""
+
+    def __init__(
+        self,
+        block: str,
+        path: str,
+        module: nn.Module,
+        plan: Mapping[str, PlanEntry],
+        shared: frozenset[int],
+    ) -> None:
+        self._block, self._path, self._module = block, path, module
+        self._plan, self._shared = plan, shared
+        self._children = dict(children_of(module))
+        self._found: dict[str, SequenceEntry] = {}
+
+    def entries(self) -> list[SequenceEntry] | None:
+        """What its modules do; None if it is no block."""
+        if _has_hooks(self._module):
+            return None  # They would see some positions.
+        try:
+            return self._of_torch() if type(self._module) in _TORCH else self._of_graphs()
+        except Exception:  # noqa: BLE001 - a user's forward may raise anything when given symbols
+            return None
+
+    def _of_graphs(self) -> list[SequenceEntry] | None:
+        variants: list[dict[str, SequenceEntry]] = []
+        for graph in traces(self._module):
+            self._found = {}
+            self._follow(graph)
+            variants.append(self._found)
+        alike = variants and all(each == variants[0] for each in variants)
+        return list(variants[0].values()) if alike else None
+
+    def _of_torch(self) -> list[SequenceEntry] | None:
+        """torch's transformer layers branch on their inputs, which symbols cannot follow."""
+        if not self._is_paired("linear1", COLUMN) or not self._is_paired("linear2", ROW):
+            return None
+        takes = _TORCH[type(self._module)]
+        for name, child in self._children.items():
+            if name in takes:
+                self._note(name, Role.AROUND, takes[name])
+            elif isinstance(child, nn.LayerNorm):
+                self._note(name, Role.NORM)
+            elif name != "dropout" and type(child) in DROPOUTS:
+                self._note(name, Role.DROPOUT)
+        self._note("linear1", Role.COLUMN)
+        self._note("linear2", Role.ROW)
+        return list(self._found.values())
+
+    def _note(self, name: str, role: Role, takes: tuple[int | str, ...] = (0,)) -> None:
+        """Raises _NoBlock for a module that does something else in other places."""
+        child = self._module.get_submodule(name)
+        # Gradients that are of some positions here would be of all of them there.
+        own = child.parameters() if role in (Role.NORM, Role.ROW) else ()
+        if any(id(each) in self._shared for each in (child, *own)):
+            raise _NoBlock
+        path = f"{self._path}.{name}" if self._path else name
+        self._found[path] = SequenceEntry(module=path, role=role, block=self._block, takes=takes)
+
+    def _is_paired(self, name: str, style: str) -> bool:
+        entry = self._plan.get(f"{self._path}.{name}" if self._path else name)
+        return entry is not None and entry.style == style and entry.paired
+
+    def _follow(self, graph: fx.Graph) -> None:
+        """Raises _NoBlock."""
+        kinds: dict[fx.Node, _Kind] = {}
+        first = next(iter(graph.nodes))
+        calls = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                kinds[node] = _Kind.OWN if node is first else _Kind.WHOLE
+            elif node.op == "output":
+                if not isinstance(node.args[0], fx.Node) or kinds[node.args[0]] != _Kind.OWN:
+                    raise _NoBlock
+            elif node.op == "call_module":
+                if calls.count(str(node.target)) > 1:
+                    raise _NoBlock
+                kinds[node] = self._of_module(node, kinds)
+            else:
+                kinds[node] = self._of_function(node, kinds)
+        around = {e.module for e in self._found.values() if e.role == Role.AROUND}
+        users = [f"{self._path}.{user.target}".lstrip(".") for user in first.users]
+        # What makes the positions, an embedding say, is no part of a block.
+        if all(user in around for user in users):
+            raise _NoBlock
+
+    def _of_function(self, node: fx.Node, kinds: Mapping[fx.Node, _Kind]) -> _Kind:
+        given = {kinds[each] for each in node.all_input_nodes}
+        if given <= {_Kind.WHOLE}:
+            return _Kind.WHOLE
+        if node.op == "call_function" and node.target is operator.getitem:
+            source, index = node.args
+            around = isinstance(source, fx.Node) and self._role(source) == Role.AROUND
+            if around and isinstance(index, int):
+                return _Kind.OWN if index == 0 else _Kind.WHOLE
+        if len(given) > 1 or not is_elementwise_node(node, None):
+            raise _NoBlock
+        return given.pop()
+
+    def _role(self, node: fx.Node) -> Role | None:
+        entry = self._found.get(f"{self._path}.{node.target}".lstrip("."))
+        return entry.role if entry and node.op == "call_module" else None
+
+    def _of_module(self, node: fx.Node, kinds: Mapping[fx.Node, _Kind]) -> _Kind:
+        name = str(node.target)
+        child = self._children[name]
+        given = {kinds[each] for each in node.all_input_nodes}
+        if given <= {_Kind.WHOLE}:
+            return _Kind.WHOLE
+        alone = len(node.args) == 1 and not node.kwargs
+        if _Kind.PART in given:
+            if alone and self._is_paired(name, ROW):
+                self._note(name, Role.ROW)
+                return _Kind.OWN
+            if alone and is_elementwise(child):
+                return _Kind.PART
+            raise _NoBlock
+        if alone and self._by_position(name, child):
+            return _Kind.PART if self._is_paired(name, COLUMN) else _Kind.OWN
+        self._note(name, Role.AROUND, tuple(_own_arguments(node, kinds)))
+        return _Kind.OWN
+
+    def _by_position(self, name: str, child: nn.Module) -> bool:
+        """Whether the child takes this rank's positions; notes what it does with them."""
+        path = f"{self._path}.{name}" if self._path else name
+        if type(child) in (nn.LayerNorm, nn.RMSNorm) and len(child.normalized_shape) == 1:  # type: ignore[arg-type]
+            self._note(name, Role.NORM)
+        elif self._is_paired(name, COLUMN):
+            self._note(name, Role.COLUMN)
+        elif type(child) in DROPOUTS:
+            self._note(name, Role.DROPOUT)
+        elif not is_elementwise(child):
+            inner = _Block(self._block, path, child, self._plan, self._shared).entries() or []
+            if all(entry.role == Role.AROUND for entry in inner):
+                return False
+            self._found |= {entry.module: entry for entry in inner}
+        return True
+
+
+def _own_arguments(node: fx.Node, kinds: Mapping[fx.Node, _Kind]) -> Iterator[int | str]:
+    given: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    for key, value in given:
+        if isinstance(value, fx.Node):
+            if kinds[value] == _Kind.OWN:
+                yield key
+        elif not isinstance(value, int | float | str | bool | None):
+            raise _NoBlock  # something within which positions may be
