@@ -22,8 +22,11 @@ endif
 
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
+# pip compiles one file after another, compileall on all cores. What it leaves out is torch's tests of itself,
+# of which some are for later Pythons.
 $(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
-	$(PIP_INSTALL) -e '.[demo]'
+	$(PIP_INSTALL) --no-compile -e '.[demo]'
+	$(BIN)/python -m compileall -q -j 0 -x torch/testing/_internal $(VENV)/lib
 	@touch $@
 
 # It holds the demo's too.
