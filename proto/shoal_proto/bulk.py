@@ -182,7 +182,7 @@ class FrameReader:
         (check,) = _CHECK.unpack(head[_HEADER.size :])
         if crc32(head[: _HEADER.size]) != check:
             raise ChecksumMismatch(
-                "the header of a frame changed on the way",
+                "the header of a frame changed in transit",
                 seen=f"CRC-32 {crc32(head[: _HEADER.size]):#010x}",
                 expected=f"{check:#010x}",
             )

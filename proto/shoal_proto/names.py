@@ -10,7 +10,7 @@ NAME_RULE = f"1 to {MAX_NAME_LENGTH} letters, digits, '.', '_' or '-', not start
 
 MAX_PREFIX_LENGTH = 200
 PREFIX_RULE = (
-    "names of letters, digits, '.', '_' and '-', each behind a slash, as in /team-a:"
+    "names of letters, digits, '.', '_' and '-', each after a slash, as in /team-a:"
     f" at most {MAX_PREFIX_LENGTH} characters"
 )
 

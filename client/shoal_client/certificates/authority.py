@@ -55,7 +55,7 @@ class Authority:
             found.public_key() != self._cert.public_key()
         ):
             raise InvalidSpec(
-                "the authority's key is not that of its certificate",
+                "the authority's key does not belong to its certificate",
                 seen=type(found).__name__,
                 expected="the two files that `shoal certs init` made",
             )

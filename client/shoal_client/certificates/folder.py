@@ -125,7 +125,7 @@ class CertificateFolder:
                     "there is a certificate of that name already",
                     seen=str(each),
                     expected="another --name",
-                    fix="`shoal certs renew` issues those that are there again.",
+                    fix="`shoal certs renew` issues the existing ones again.",
                 )
         issued: Issued = authority.issue(holder)
         _write_new(path.with_suffix(".key"), issued.key)

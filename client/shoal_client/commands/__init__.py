@@ -96,7 +96,7 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
         command(name, summary, f"{_HERE}.{config}", f"{_HERE}.{run}")
     command(
         "demo",
-        "train on a local cluster, kill a worker on the way, show what happened",
+        "train on a local cluster, kill a worker during training, show what happened",
         f"{_DEMO}:DemoConfig",
         f"{_DEMO}:demo",
     )

@@ -60,7 +60,7 @@ class CertsConfig:
     def __post_init__(self) -> None:
         if (self.action == "issue") != bool(self.role):
             raise InvalidSpec(
-                "issue takes a role, and nothing else does",
+                "only issue takes a role",
                 seen=f"{self.action} {self.role}".rstrip(),
                 expected=f"shoal certs issue ROLE, with one of {_ROLES}",
             )

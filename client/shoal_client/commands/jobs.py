@@ -182,7 +182,7 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
         raise StateLost(
             standing.reason,
             fix="Run it again with --fresh: from the newest checkpoint, if its script has"
-            " checkpoints=shoal.Checkpoints(...) in distribute(), else from step 0.",
+            " checkpoints=shoal.Checkpoints(...) in distribute(), otherwise from step 0.",
         )
     if standing.phase in ("stopped", "failed"):
         was = "was stopped" if standing.phase == "stopped" else "has failed"

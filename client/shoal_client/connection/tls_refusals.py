@@ -131,7 +131,7 @@ def _refused(address: str, seen: str) -> CertificateRefused:
         seen=seen,
         expected=f"certificates of one authority, valid now, on both sides; this process has"
         f" {own.files.cert}, {_validity(own.material.cert)}, and trusts {own.files.ca}",
-        fix="`shoal certs show` tells what certificates say; `shoal certs renew` makes new ones.",
+        fix="`shoal certs show` shows the certificates; `shoal certs renew` makes new ones.",
     )
 
 

@@ -75,7 +75,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     shown = Table(
         box=SIMPLE,
         padding=(0, 0, 0, 1),
-        title="scikit-learn's digits, one of three workers killed on the way",
+        title="scikit-learn's digits, one of three workers killed during training",
         caption="accuracy: on the images held out\n"
         "recovery: seconds from the kill to the next step that a survivor completed\n"
         "lost, repeated: samples; newcomer's: steps by the worker started instead",

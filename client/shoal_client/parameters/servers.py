@@ -359,7 +359,7 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
         seen=f"no address of server {', '.join(servers)}, which led {_them(shards)} last",
         expected="that server back, or a backup of it to lead, within the"
         f" {max(left_s, 0.0):.0f} s that are left of this call",
-        fix="`shoal status` tells which servers are there, and what is lost.",
+        fix="`shoal status` shows the servers, and what is lost.",
     )
 
 

@@ -144,7 +144,7 @@ class RendezvousService(RendezvousServicer):
             raise GenerationBroken(
                 f"the keys of generation {token.generation} of job {token.job} are lost",
                 seen="a coordinator that took over after they were set",
-                fix="Report it as broken; the next generation has keys of its own.",
+                fix="Report it as broken; the next generation has its own keys.",
             )
         return self._spaces.setdefault(key, KeySpace(limits=self.limits))
 
@@ -243,5 +243,5 @@ def _counter(key: str, value: bytes) -> int:
         f"the value of {key[:100]!r} is not a counter",
         seen=repr(value[:40]),
         expected="a whole number",
-        fix="Use a key of its own for what is counted.",
+        fix="Use a separate key for the counter.",
     )

@@ -43,8 +43,8 @@ def loop_lag(part: str, lag: LoopLag) -> Metric:
     """How late the process's event loop is."""
     gauge = GaugeMetricFamily(
         f"shoal_{part}_loop_lag_seconds",
-        "How late this process's event loop woke whoever had something to do, in the last ten"
-        " seconds: 99th percentile, and longest (100).",
+        "How late this process's event loop ran its tasks in the last ten seconds: 99th"
+        " percentile, and longest (100).",
         labels=["percentile"],
     )
     gauge.add_metric(["99"], lag.p99_s)

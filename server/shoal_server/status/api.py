@@ -139,7 +139,10 @@ def _add_history(api: APIRouter, reading: StatusQueries) -> None:
         after: Annotated[int, Query(ge=0, le=MAX_COUNT, description="Only ids above this.")] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100,
         details: Annotated[
-            bool, Query(description="Also the steps on the way to what others tell in one line.")
+            bool,
+            Query(
+                description="Also the details in between, which other events sum up in one line."
+            ),
         ] = True,
     ) -> Events:
         """What happened to the job, oldest first; the newest 1000 events are kept."""

@@ -224,7 +224,7 @@ class _Snapshot(Collector):
         )
         warned = GaugeMetricFamily(
             "shoal_member_warned_bool",
-            "1 while the last report tells of an error, such as a loss that does not fall.",
+            "1 while the last report has an error, such as a loss that does not fall.",
             labels=["job", "member"],
         )
         figures = [

@@ -30,7 +30,7 @@ class PortMetrics:
     def _calls(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "shoal_coordinator_open_calls_number",
-            "gRPC calls under way.",
+            "gRPC calls in progress.",
             value=self.calls.num_open,
         )
         refused = CounterMetricFamily(
@@ -42,7 +42,7 @@ class PortMetrics:
             refused.add_metric([kind], count)
         failed = CounterMetricFamily(
             "shoal_coordinator_failed_calls",
-            "gRPC calls that failed on this coordinator: each is a fault of its own, and logged.",
+            "gRPC calls that failed on this coordinator because of a fault in it; each is logged.",
             labels=["method"],
         )
         for method, count in sorted(self.calls.failed.items()):

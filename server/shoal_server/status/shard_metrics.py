@@ -40,8 +40,7 @@ SERVER_GAUGES = {
 }
 LOOP_LAG = (
     "shoal_ps_loop_lag_seconds",
-    "How late a parameter server's event loop woke whoever had something to do, in the last"
-    " ten seconds.",
+    "How late a parameter server's event loop ran its tasks in the last ten seconds.",
 )
 COMPARISONS = (
     "shoal_ps_compared_pieces",

@@ -195,7 +195,7 @@ def test_a_push_that_is_cut_off_changes_nothing(small: Small, cut_bytes: int) ->
 
 
 WRONG_PUSHES = {
-    "changed": (3, [(ROWS, 0, 7)], ChecksumMismatch, "changed on the way"),
+    "changed": (3, [(ROWS, 0, 7)], ChecksumMismatch, "changed in transit"),
     "too long": (3, [(ROWS + bytes(4), 0, None)], ShapeMismatch, "more bytes"),
     "too short": (3, [(ROWS[:-4], 0, None)], ShapeMismatch, "ended within"),
     "fewer rows than announced": (4, [(ROWS, 0, None)], ShapeMismatch, "ended within"),

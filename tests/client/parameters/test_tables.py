@@ -295,7 +295,7 @@ def test_tables_that_cannot_be_are_refused(servers: ParameterServers) -> None:
 def test_another_table_than_the_jobs_is_refused_by_name(servers: ParameterServers) -> None:
     """All members have the same tables."""
     member = Member(servers, servers.admit("w0"), table())
-    with pytest.raises(ProposalConflict, match="tables are not those of job job") as refused:
+    with pytest.raises(ProposalConflict, match="tables differ from those of job job") as refused:
         Member(servers, servers.admit("w1"), table(dim=5))
     assert set(refused.value.details) == {"users"}
     member.close()

@@ -121,7 +121,7 @@ def test_an_older_copy_of_a_journal_is_not_led_in_silence(
     with pytest.raises(StateLost, match="newest copy of its journal") as lost:
         client.push(filled(-1.0))
     assert lost.value.details["found_version"] == "2"
-    assert "had come to version 2 of epoch 2 at least" in lost.value.seen
+    assert "had reached version 2 of epoch 2 at least" in lost.value.seen
     servers.stop("ps-0")
     shutil.rmtree(folder)
     (tmp_path / "newest").rename(folder)

@@ -119,7 +119,7 @@ def test_the_only_complete_one_stays_when_the_next_fails(tmp_path):
     checkpoints.offer(at(10))
     (tmp_path / "step-00000020").mkdir()
     checkpoints.offer(at(20))
-    with pytest.raises(CheckpointFailed, match="step-00000020 is there already"):
+    with pytest.raises(CheckpointFailed, match="step-00000020 exists already"):
         checkpoints.close()
     assert checkpoints.newest() == tmp_path / "step-00000010"
 

@@ -76,6 +76,6 @@ def test_the_newest_ones_are_kept(tmp_path, steps, step, left):
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
-    with pytest.raises(InvalidSpec, match="thesis is there already and is not a checkpoint"):
+    with pytest.raises(InvalidSpec, match="thesis exists already and is not a checkpoint"):
         begin(tmp_path / "thesis")
     assert names_in(tmp_path) == ["thesis"]

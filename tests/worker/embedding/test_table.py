@@ -317,7 +317,7 @@ def test_wrong_uses_are_told(servers: ParameterServers) -> None:
     with pytest.raises(InvalidSpec, match="one name"):
         AsyncSGD().distribute(twins, torch.optim.SGD(twins.parameters(), lr=0.1))
     one = start(servers, Model(EmbeddingTable(DIM)))
-    with pytest.raises(ProposalConflict, match="tables are not those"):
+    with pytest.raises(ProposalConflict, match="tables differ from those"):
         start(servers, Model(EmbeddingTable(DIM, seed=2)), rank=1)
     one.close()
 

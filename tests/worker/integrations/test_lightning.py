@@ -247,7 +247,7 @@ def test_schedules_and_parts_are_those_of_one_process(
 
 def test_batches_that_the_session_did_not_cut_are_refused(session: shoal.Session) -> None:
     trainer, module = trainer_of(SessionStrategy(session)), Net(session, say_nothing, Run(**NOBODY))
-    with pytest.raises(InvalidSpec, match="batches of its own"):
+    with pytest.raises(InvalidSpec, match="other batches"):
         trainer.fit(module, DataLoader(TensorDataset(*data()), 12))
 
 

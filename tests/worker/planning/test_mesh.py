@@ -162,7 +162,9 @@ def test_the_plan_names_the_layers_of_each_stage():
     assert "stage 2: 1 to 3" in shown
     assert "without inputs" in shown
     timed = Pipeline(balance="time", example=torch.zeros(2, 5))
-    assert "those of a run are by measured time" in str(shoal.plan(model, timed, world_size=3))
+    assert "in a run they are balanced by measured time" in str(
+        shoal.plan(model, timed, world_size=3)
+    )
 
 
 def test_without_inputs_a_plan_says_what_it_leaves_out():
@@ -175,5 +177,5 @@ def test_without_inputs_a_plan_says_what_it_leaves_out():
 
 def test_inputs_that_the_model_does_not_take_are_refused():
     strategy = TensorParallel(min_split_bytes=0)
-    with pytest.raises(InvalidSpec, match="cannot be told beforehand"):
+    with pytest.raises(InvalidSpec, match="cannot be computed beforehand"):
         shoal.plan(tensor_models.mlp(), strategy, world_size=2, inputs=torch.zeros(3, 7))

@@ -61,7 +61,7 @@ def test_an_optimizer_that_cannot_step_on_the_meta_device_is_told_of() -> None:
     built = model()
     optimizer = torch.optim.ASGD(built.parameters(), lr=0.1)
     FSDP().check(built, optimizer)
-    with pytest.raises(UnsupportedOptimizer, match="ASGD cannot be told beforehand"):
+    with pytest.raises(UnsupportedOptimizer, match="ASGD cannot be computed beforehand"):
         shoal.plan(built, "fsdp", world_size=2, optimizer=optimizer)
 
 

@@ -41,7 +41,7 @@ def complete(root: BucketPath) -> dict[int, BucketPath]:
         raise InvalidSpec(
             f"the place {root} for checkpoints cannot be looked into",
             seen=str(error),
-            expected="storage that answers, and a bucket that is there",
+            expected="storage that answers, and a bucket that exists",
         ) from error
 
 
@@ -67,7 +67,7 @@ class BucketDraft(Draft):
         foreign = [name for name in names if name != METADATA and not _OWN.fullmatch(name)]
         if foreign and METADATA not in names:
             raise InvalidSpec(
-                f"{self._path} is there already and is no checkpoint",
+                f"{self._path} exists already and is not a checkpoint",
                 seen=foreign[0],
                 expected="a path that is free, or a checkpoint to replace",
                 fix="Remove it, or write elsewhere.",

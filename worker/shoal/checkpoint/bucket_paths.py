@@ -119,7 +119,7 @@ class BucketPath:
                 f"checkpoints cannot be kept at {self}",
                 seen=f"{type(error).__name__}: {error}",
                 expected="storage that answers, and lets files be written, read and removed",
-                fix="Look at the URL, at the credentials, and whether the bucket is there.",
+                fix="Check the URL and the credentials, and whether the bucket exists.",
             ) from error
         if read != b"shoal":
             raise InvalidSpec(f"checkpoints cannot be kept at {self}", seen=f"read {read!r}")

@@ -52,7 +52,7 @@ def begin(path: Path) -> Path:
     """
     if path.exists() and not (path / METADATA).is_file():
         raise InvalidSpec(
-            f"{path} is there already and is not a checkpoint",
+            f"{path} exists already and is not a checkpoint",
             expected="a path that is free, or a checkpoint to replace",
             fix="Remove it, or write elsewhere.",
         )

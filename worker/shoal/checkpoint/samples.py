@@ -109,7 +109,7 @@ def check_samples(
     for field in must_match:
         if field in written and field in samples and written[field] != samples[field]:
             raise InvalidSpec(
-                f"the checkpoint {path} was written amid other samples: {field} differs",
+                f"the checkpoint {path} was written with other samples: {field} differs",
                 seen=f"{field}={samples[field]}",
                 expected=f"{field}={written[field]}, as in the run that it is of",
                 fix="With the same batches training goes on where it was, for more epochs too. To"

@@ -52,7 +52,7 @@ def refuse_later(place: CheckpointPath, step: int) -> None:
             f"{place} has checkpoints of a run that was further than this one",
             seen=f"step {last}",
             expected=f"none after step {step}",
-            fix="Go on from the newest one, or write into another directory.",
+            fix="Continue from the newest one, or write to another directory.",
         )
 
 

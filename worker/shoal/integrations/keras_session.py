@@ -184,7 +184,7 @@ class Fitting:
     def _present_batches(self) -> SessionBatches:
         if self.batches is None:
             raise InvalidSpec(
-                "fit was given batches of its own",
+                "fit was given other batches",
                 expected="model.fit(SessionBatches(model, dataset, ...), epochs=...)",
             )
         return self.batches
@@ -261,7 +261,7 @@ def _refuse(model: Any, strategy: Strategy) -> None:
         raise InvalidSpec(
             "a train_step of the model's own cannot be put into a session's step",
             seen=f"{type(model).__name__}.train_step",
-            expected="that of keras.Model; compute_loss may be the model's own",
+            expected="keras.Model's own; compute_loss may be overridden",
             fix="Train a KerasModule in a loop of your own.",
         )
     bound = [v.path for v in model.trainable_variables if v.constraint is not None]

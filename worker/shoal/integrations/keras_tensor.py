@@ -58,7 +58,7 @@ def split_layers(model: Any, optimizer: Any) -> None:
     check_elementwise(optimizer)
     if optimizer.clipnorm or optimizer.global_clipnorm:
         raise UnsupportedOptimizer(
-            "norms of split weights are not those of whole ones",
+            "norms of split weights differ from those of whole weights",
             seen="clipnorm or global_clipnorm",
             expected="clipvalue or no clipping",
             fix="Use strategy 'zero2', which clips by norms over all ranks.",

@@ -234,7 +234,7 @@ class SessionStrategy(SingleDeviceStrategy):
     def _present_batches(self) -> "LightningBatches":
         if self._batches is None:
             raise InvalidSpec(
-                "the Trainer was given batches of its own",
+                "the Trainer was given other batches",
                 expected="trainer.fit(module, strategy.batches(dataset, ...))",
             )
         return self._batches
@@ -357,12 +357,12 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
                 "Lightning's checkpoints do not know of the other members",
                 seen=f"{type(callback).__name__} of more than weights",
                 expected="enable_checkpointing=False, or ModelCheckpoint(save_weights_only=True)",
-                fix="To go on after a loss of all members, pass checkpoints=shoal.Checkpoints(...)"
-                " to session.distribute.",
+                fix="To continue after a loss of all members, pass"
+                " checkpoints=shoal.Checkpoints(...) to session.distribute.",
             )
     if trainer.ckpt_path is not None:
         raise InvalidSpec(
-            "training that goes on from a checkpoint of Lightning",
+            "continuing from a checkpoint of Lightning",
             seen=f"ckpt_path={trainer.ckpt_path!r}",
-            expected="shoal.Checkpoints, from which a job goes on by itself",
+            expected="shoal.Checkpoints, from which a job continues by itself",
         )

@@ -76,9 +76,9 @@ class SessionTrainer(Trainer):
         """As Trainer's; a member that joins later begins at the job's step."""
         if resume_from_checkpoint:
             raise _refused(
-                "training that goes on from a checkpoint of Trainer's",
+                "continuing from a checkpoint of Trainer's",
                 f"resume_from_checkpoint={resume_from_checkpoint!r}",
-                "SessionTrainer(checkpoints=shoal.Checkpoints(...)), from which a job goes on",
+                "SessionTrainer(checkpoints=shoal.Checkpoints(...)), from which a job continues",
             )
         return super().train(None, *positional, **options)
 
@@ -459,7 +459,7 @@ def _refuse(args: Any, dataset: Any) -> None:
         (args.save_strategy != "no", f"save_strategy={str(args.save_strategy)!r}", kept),
         (args.load_best_model_at_end, "load_best_model_at_end=True", kept),
         (args.enable_jit_checkpoint, "enable_jit_checkpoint=True", kept),
-        (args.eval_on_start, "eval_on_start=True", "trainer.evaluate() behind a step"),
+        (args.eval_on_start, "eval_on_start=True", "trainer.evaluate() after a step"),
         (
             args.fp16_full_eval or args.bf16_full_eval,
             "an evaluation in another dtype",

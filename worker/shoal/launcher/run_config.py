@@ -129,9 +129,9 @@ class RunConfig:
             raise InvalidSpec("bad --min", seen=str(self.min_members), expected="at least 1")
         if self.coordinators and (limits := self.cluster.limits):
             raise InvalidSpec(
-                "time limits are the coordinator's, and this run uses one that is there already",
+                "time limits are the coordinator's, and this run uses an existing one",
                 seen=f"{', '.join(limits)} with the coordinator {','.join(self.coordinators)}",
-                expected="time limits where the run starts a cluster of its own",
+                expected="time limits only if the run starts a cluster of its own",
                 fix="Give them to `shoal up` or `shoal coordinator`.",
             )
         job_secret(self.environment)  # refused here, and not by each worker

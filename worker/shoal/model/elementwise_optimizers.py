@@ -41,8 +41,8 @@ def _may_need_wholes(strategy: str, optimizer: Optimizer) -> UnsupportedOptimize
         f"{strategy} cuts parameters, and {type(optimizer).__name__} may need them whole",
         seen=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         expected="one of torch's " + ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE)),
-        fix="If it treats each element by itself, say so with elementwise_optimizer=True;"
-        " else use strategy 'ddp', which leaves parameters whole.",
+        fix="If it treats each element separately, say so with elementwise_optimizer=True; "
+        "otherwise use strategy 'ddp', which leaves parameters whole.",
     )
 
 

@@ -131,7 +131,7 @@ def _check(path: str, part: nn.Module) -> None:
         other = next((name for name in OTHERS if callable(getattr(part, name, None))), "")
         if other:
             raise InvalidSpec(
-                f"{where}, a {type(part).__name__}, has an initialisation of its own",
+                f"{where}, a {type(part).__name__}, has its own initialisation",
                 seen=f"{other}, with weights on the meta device",
                 expected="modules that reset_parameters() initialises",
                 fix="Make this module on the host, or give its parts reset_parameters methods.",

@@ -167,8 +167,8 @@ def joined(
             raise InvalidSpec(
                 "two models share a parameter or buffer",
                 seen=f"{first} and {further}",
-                expected="parameters of its own in each model",
-                fix="Put what they share into a model of its own, or both of them into one.",
+                expected="separate parameters in each model",
+                fix="Put what they share into a separate model, or both of them into one.",
             )
     owners: dict[int, str] = {}
     for name, each in optimizers.items():

@@ -70,7 +70,7 @@ def refuse_hidden_ties(model: nn.Module) -> None:
                 raise InvalidSpec(
                     f"{other.name} and {span.name} share memory, and are not one parameter",
                     seen="two tensors over the same memory",
-                    expected="one parameter under both names, or memory of its own for each",
+                    expected="one parameter under both names, or separate memory for each",
                     fix="Tie them by assigning the parameter itself (head.weight = embed.weight),"
                     " not a new one that is made of its data.",
                 )

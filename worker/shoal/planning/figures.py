@@ -181,7 +181,7 @@ def _state_after_step(optimizer: Optimizer, stand_ins: dict[int, Any]) -> int:
         trial.step()
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise UnsupportedOptimizer(
-            f"the state of {type(optimizer).__name__} cannot be told beforehand",
+            f"the state of {type(optimizer).__name__} cannot be computed beforehand",
             seen=str(error),
             expected="an optimizer that can step parameters on the meta device",
             fix="Plan without an optimizer; its state is then left out.",

@@ -29,7 +29,7 @@ from shoal.planning.tensor import first_alike, non_finite_message, split_alone, 
 LOSS_BYTES = torch.float64.itemsize
 """The last stage tells the others the loss."""
 NO_INPUTS = "without inputs, what goes from rank to rank in forward and backward is not counted"
-SHAPES = "a batch's first step also tells its shapes, in a pass over zeros that is not counted"
+SHAPES = "the first step of each batch shape has one more pass, over zeros, that is not counted"
 
 
 @dataclass(frozen=True, kw_only=True)

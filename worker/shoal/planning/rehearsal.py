@@ -83,7 +83,7 @@ class Rehearsed:
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             raise InvalidSpec(
-                "what the model exchanges in a step cannot be told beforehand",
+                "what the model exchanges in a step cannot be computed beforehand",
                 seen=f"{type(error).__name__}: {error}",
                 expected="a model that runs on the meta device, on inputs= of its own shape",
                 fix="Plan without inputs; what depends on them is then left out.",

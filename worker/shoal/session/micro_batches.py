@@ -128,7 +128,7 @@ class MicroBatches:
                 "a backward pass after the last part of the batch",
                 seen=f"batch.parts({self._num_parts}), then another session.backward",
                 expected="one session.backward for each part, and no other in the step",
-                fix="Add any other loss to that of a part.",
+                fix="Add any other loss to the loss of a part.",
             )
         if self._part is not None and self._num_passes == self._num_begun:
             raise InvalidSpec(
@@ -159,7 +159,7 @@ class MicroBatches:
             raise InvalidSpec(
                 "the weight of a loss is out of range",
                 seen=f"weight={value}",
-                expected="the number of tokens, or of whatever the loss is a mean over: 0 or more",
+                expected="the number of tokens (or other items that the loss averages): 0 or more",
             )
         present = self._part or self._batch
         return value if present is None or present.indices else 0.0

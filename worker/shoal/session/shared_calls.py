@@ -58,7 +58,7 @@ class SharedCalls:
         refuse_earlier(position.form, call)
         if position.unconfirmed:
             # A member was lost with the last one, and whether all have its result is not known.
-            self._recover(GenerationBroken("a member was lost behind a call between two steps"))
+            self._recover(GenerationBroken("a member was lost after a call between two steps"))
             self._controller.stand(self._fields)
         position.in_call = True
         try:
@@ -153,7 +153,7 @@ def stop(controller: ElasticController, reason: str, *, has_batches: bool, in_st
         raise InvalidSpec(
             "session.stop where no batches are taken together",
             seen=f"strategy {strategy.name}",
-            expected="session.batches of a synchronous strategy; else `shoal stop JOB`",
+            expected="session.batches of a synchronous strategy; otherwise `shoal stop JOB`",
         )
     refuse_earlier(strategy.position.form, "session.stop")
     strategy.position.stop(strategy.step + int(in_step), reason[:MAX_REASON_CHARS])

@@ -61,5 +61,5 @@ class Catalogue:
         """The chunks that the rank has, and what tensors they are of. Raises MalformedMessage."""
         inventory = self._known[rank]
         if inventory is None or len(inventory.listings) != 1:
-            raise malformed(rank, "a copy without a list of what is in it")
+            raise malformed(rank, "a copy without a list of its contents")
         return inventory.listings[0].chunks, inventory.metas

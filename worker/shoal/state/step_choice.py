@@ -150,6 +150,6 @@ def _lost(missing: Mapping[int, Sequence[str]]) -> StateLost:
         "no step's state is whole on the members that are left",
         seen="; ".join(newest[:MAX_STEPS_NAMED]) or "members that hold nothing at all",
         expected="one step at which every element of every tensor is held by some member",
-        fix="Go on from a checkpoint; more copies in host memory bear the loss of more members.",
+        fix="Continue from a checkpoint; with more copies in host memory more members can be lost.",
         details=details,
     )

@@ -73,7 +73,7 @@ def _run_id(run_id: str) -> str:
         raise InvalidSpec(
             "the job has no name",
             seen=f"--rdzv-id={run_id}",
-            expected="a name of its own for every job",
+            expected="a different name for every job",
             fix="Pass --rdzv-id=NAME, the same to every node. A finished job's name is spent.",
         )
     return run_id

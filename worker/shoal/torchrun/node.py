@@ -192,7 +192,7 @@ class Node:
             f"no rendezvous of job {self.job} within {self._config.join_timeout_s:g} s",
             seen=error.seen,
             expected=f"{join.min_members} to {join.max_members} nodes to come",
-            fix="See `shoal status` for who is there; --rdzv-conf join_timeout waits longer.",
+            fix="`shoal status` shows who joined; --rdzv-conf join_timeout waits longer.",
         )
 
     def _bring_up(self, record: GenerationRecord) -> NodePlace:

@@ -41,7 +41,7 @@ def plan(
         )
     if optimizer is not None and fits_by_itself(model, optimizer):
         raise InvalidSpec(
-            "the state of a Keras optimizer cannot be told beforehand",
+            "the state of a Keras optimizer cannot be computed beforehand",
             seen=type(optimizer).__name__,
             expected="a torch.optim.Optimizer, or none",
             fix="Plan without an optimizer; its state is then left out.",

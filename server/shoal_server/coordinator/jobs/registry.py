@@ -403,7 +403,7 @@ class Registry:
 def _one_of(names: list[str]) -> str:
     """The jobs that there are, in a sentence that stays short."""
     if not names:
-        return "the name of a job that somebody has begun"
+        return "the name of an existing job"
     more = len(names) - MAX_SHOWN
     return f"one of {', '.join(names[:MAX_SHOWN])}" + (f" and {more} more" if more > 0 else "")
 

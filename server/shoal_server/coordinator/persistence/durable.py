@@ -181,7 +181,7 @@ def _changed(job: str, found: KeyValue | None, known: Revision) -> InternalError
         seen=seen,
         expected=f"the one of revision {known}" if known else "none",
         fix=f"Something other than the leading coordinator writes to {keys.job_state(job)}."
-        f" `shoal repair {job}` shows it; `shoal repair {job} --apply` goes on from it.",
+        f" `shoal repair {job}` shows it; `shoal repair {job} --apply` continues from it.",
     )
 
 

@@ -29,24 +29,23 @@ class RecordKind(Enum):
 
 
 REMEDIES: Mapping[RecordKind, str] = {
-    RecordKind.STATE: "It is rewritten from what of it can be read and from the generations'"
-    " records: the job goes on.",
-    RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, say which step"
-    " they came to, and form the next generation from the highest.",
-    RecordKind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join"
-    " again.",
-    RecordKind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that"
-    " were trained on are trained on once more.",
-    RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job are not known"
-    " for what they are any more. Make sure that none is left.",
+    RecordKind.STATE: "It is rewritten from what is readable in it and from the generations' records:"
+    " the job goes on.",
+    RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, say which step they"
+    " came to, and form the next generation from the highest.",
+    RecordKind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join again.",
+    RecordKind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that were"
+    " trained on are trained on once more.",
+    RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job are not known for"
+    " what they are any more. Make sure that none is left.",
 }
 """What mending it does. Of what is not here nothing can be mended by moving it aside."""
 NO_REMEDY = (
-    "Nothing: it tells where trained parameters are. `shoal restore` brings them back from a"
+    "Nothing: it says where trained parameters are. `shoal restore` brings them back from a"
     " snapshot, `shoal rm` starts over without them."
 )
 OF_A_LATER_RELEASE = (
-    "Nothing is wrong with it: a later release of shoal has written it. A coordinator of that"
+    "Nothing is wrong with it: a later release of shoal wrote it. A coordinator of that"
     " release goes on with the job."
 )
 

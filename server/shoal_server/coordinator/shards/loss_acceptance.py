@@ -201,8 +201,8 @@ def _unsaid(plan: _Plan, counts: LedgerCounts | None) -> InvalidSpec:
         "it is not said what becomes of the job's samples",
         seen=f"{len(plan.lost)} of {len(plan.current.shards)} shards are given up, and"
         f" {len(kept)} are not (shard {kept[0]} is one); {_progress(counts)}",
-        expected="`--samples keep`, to go on behind what was trained on, or `--samples anew`, to"
-        " train on all samples once more",
+        expected="`--samples keep`, to continue after the samples that were trained on, or"
+        " `--samples anew`, to train on all samples once more",
         fix="Neither is right by itself: what is given up begins with initial values, the rest with"
         " what it learned.",
     )

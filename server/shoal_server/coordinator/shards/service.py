@@ -181,7 +181,7 @@ class ShardsService(ShardsServicer):
         addresses = await self._choose(listed)
         if not addresses:
             raise NoServers(
-                f"no parameter server is there for job {job}",
+                f"there is no parameter server for job {job}",
                 seen=f"none of {len(listed)} registered answers" if listed else "none registered",
                 expected="one or more",
                 fix="Start one with `shoal ps`.",
@@ -318,7 +318,7 @@ def _conflict(
     more = len(differences) - len(told)
     kind = ShapeMismatch if names and alike else ProposalConflict
     return kind(
-        f"the model's parameters are not those of job {job}",
+        f"the model's parameters differ from those of job {job}",
         seen="; ".join(f"{d.parameter}: {d.seen}" for d in told)
         + (f"; and {more} more" if more else ""),
         expected="; ".join(f"{d.parameter}: {d.expected}" for d in told),

@@ -135,7 +135,7 @@ def check_same(job: str, seen: Sequence[TableSpec], held: Sequence[TableSpec]) -
     if differing:
         first = differing[0]
         raise ProposalConflict(
-            f"the model's tables are not those of job {job}",
+            f"the model's tables differ from those of job {job}",
             seen=of_seen.get(first, f"no table {first}"),
             expected=of_held.get(first, f"no table {first}"),
             fix="Train the same model in every worker, or use another job name.",

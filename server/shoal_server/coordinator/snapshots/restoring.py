@@ -117,7 +117,7 @@ class SnapshotRestorer:
         present = await shard_map.servers(self._store)
         if not present:
             raise NoServers(
-                f"no parameter server is there for job {job}",
+                f"there is no parameter server for job {job}",
                 seen="none registered",
                 expected="one or more",
                 fix="Start one with `shoal ps`.",
@@ -155,7 +155,7 @@ class SnapshotRestorer:
             raise unreadable(job, state.key, error) from error
         if finished:
             raise JobFinished(
-                f"job {job} is finished: what is restored would be let go of at once",
+                f"job {job} is finished: its restored shards would be dropped at once",
                 seen="a finished job",
                 expected="one that can be trained on",
                 fix=f"`shoal rm {job}` makes room for a new run of it, and leaves its snapshots;"
@@ -227,7 +227,7 @@ class SnapshotRestorer:
         held = await shard_map.read(self._store, job)
         if held is not None and _cut_of(held) != _cut_of(layout):
             raise ProposalConflict(
-                f"the shards of job {job} are not those of the snapshot",
+                f"the shards of job {job} differ from those of the snapshot",
                 seen=f"{len(held.shards)} shards of schema {held.schema_digest[:12]}",
                 expected=f"{len(layout.shards)} of schema {layout.schema_digest[:12]}",
                 fix="Restore under the name of the job that the snapshot is of, in a new cluster.",

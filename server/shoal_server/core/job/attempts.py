@@ -287,7 +287,7 @@ class Attempts:
         changes = self._state.tries.changes
         if changes.newest_ran == roster.generation:
             # It ran under the leader before this one, which told of it.
-            reason = f"generation {roster.generation} goes on under a new leader"
+            reason = f"generation {roster.generation} continues under a new leader"
             self._state.log("leader_took_over", reason)
         else:
             story = changes.story(roster, cause, start=start, reached=reached, now_s=now_s)
@@ -308,7 +308,7 @@ class Attempts:
             return start
         if start < reached:
             reason = f"generation {agreement.generation} continues from step {start}"
-            self._state.log("went_back", f"{reason}; the job had come to step {reached}")
+            self._state.log("went_back", f"{reason}; the job had reached step {reached}")
         if self._state.progress.ran(agreement.generation, start):
             # Before anybody takes a step: nobody does until all have an answer to their Ready.
             self._state.do(Save())

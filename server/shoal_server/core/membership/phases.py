@@ -31,7 +31,7 @@ class Trigger(Enum):
     INTACT = "the previous generation still runs"
     BACKED_OFF = "time to try again"
     COMPLETED = "the work is done"
-    STATE_LOST = "nobody holds the state that the job had come to"
+    STATE_LOST = "nobody holds the state that the job had reached"
     STOPPED = "an operator has stopped it"
     ABANDONED = "all members are gone, and none came back"
     RETRIED = "an operator lets it be joined again"

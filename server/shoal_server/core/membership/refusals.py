@@ -127,7 +127,7 @@ def state_lost(job: str, progress: Progress, seen: str) -> Refusal:
     reached = f"step {progress.reached}" if progress.reached else "its first steps"
     return Refusal(
         kind=RefusalKind.STATE_LOST,
-        what=f"the state of job {job} is lost: it had come to {reached}, in generation"
+        what=f"the state of job {job} is lost: it had reached {reached}, in generation"
         f" {progress.trained_in}, and nobody holds it any more",
         seen=seen,
         expected="a member that holds it, or a checkpoint that every member sees",
@@ -200,7 +200,7 @@ def unreachable(job: str, member_id: str, seen: str) -> Refusal:
 
 
 AWAY_FIX = (
-    'put what takes so long between steps into `with session.pause("validation"):`,'
+    'put code that takes long between steps into `with session.pause("validation"):`,'
     " and the others wait for it"
 )
 

@@ -204,8 +204,8 @@ def explained(job: str, shard: ShardAssignment) -> Explanation:
     older = ""
     if shard.found_version:
         older = (
-            f"; the journal of server {shard.on_disk} is an older copy: it has version"
-            f" {shard.found_version}, and had come to version {shard.disk_version} of epoch"
+            f"; the journal of server {shard.on_disk} is an older copy: it has version "
+            f"{shard.found_version}, and had reached version {shard.disk_version} of epoch"
             f" {shard.disk_epoch} at least"
         )
     details = {"job": job, "shard": str(shard.shard_id), "epoch": str(shard.epoch)}

@@ -188,7 +188,7 @@ def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
     except zlib.error as error:
         raise _unreadable(job, repr(error)) from error
     if hashlib.sha256(serialized).hexdigest() != digest:
-        raise _unreadable(job, f"chunks that are not those of digest {digest[:12]}")
+        raise _unreadable(job, f"chunks that do not belong to digest {digest[:12]}")
     return from_bytes(job, serialized)
 
 

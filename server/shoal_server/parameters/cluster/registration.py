@@ -113,7 +113,7 @@ class Registration:
             raise AddressInUse(
                 f"another parameter server holds the id {self._identity.server_id}",
                 seen=holder.value.decode(errors="replace") if holder else "",
-                expected="an id of its own for each server",
+                expected="a different id for each server",
                 fix="Stop the other one, or choose another --id.",
             ) from None
         log.info(

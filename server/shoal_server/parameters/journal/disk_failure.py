@@ -15,8 +15,8 @@ def disk_failure(directory: Path, error: Exception) -> ShoalError:
             "the disk of the journal is full",
             seen=str(error),
             expected=f"room at {directory}",
-            fix="Make room there: pushes are acknowledged as durable again within seconds, and"
-            " nothing need be restarted. Other pushes go on meanwhile.",
+            fix="Free space there: pushes are acknowledged as durable again within seconds, "
+            "and nothing has to be restarted. Other pushes go on meanwhile.",
         )
     return Unavailable(
         "the journal cannot be written",

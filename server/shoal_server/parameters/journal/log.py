@@ -93,7 +93,7 @@ class Journal:
                 f"the journal in {self._config.directory} is another server's",
                 seen=f"one of server {server_id}",
                 expected=f"one of server {owner.server_id}, or an empty directory",
-                fix=f"Start this server with --id {server_id}, or give it a directory of its own.",
+                fix=f"Start this server with --id {server_id}, or give it a different directory.",
             )
         self._claim.seek(0)
         self._claim.truncate()
@@ -358,6 +358,6 @@ def _claimed(path: Path) -> BinaryIO:
         raise AddressInUse(
             f"another server keeps its journal in {path.parent}",
             seen=str(error),
-            expected="a directory of its own for each server",
+            expected="a different directory for each server",
         ) from error
     return file

@@ -116,7 +116,7 @@ def _cut(path: Path, num_bytes: int, seen_bytes: int) -> None:
 
 def _gap(file: str, seen: str, expected: str) -> JournalDamaged:
     return JournalDamaged(
-        f"the journal {file} does not go on where the one before it ended",
+        f"the journal {file} does not begin where the previous one ended",
         seen=seen,
         expected=expected,
         fix="Restore from a snapshot; an older copy of the journal lacks what came since.",

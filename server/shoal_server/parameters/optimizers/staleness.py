@@ -64,7 +64,7 @@ class Staleness:
                 f"the gradient for shard {shard_id} is too stale",
                 seen=f"a staleness of {staleness}",
                 expected=f"at most {self._policy.bound}",
-                fix="Pull the values and compute the gradient anew.",
+                fix="Pull the values and compute the gradient again.",
             )
 
     def scale(self, lr: float, staleness: int) -> float:

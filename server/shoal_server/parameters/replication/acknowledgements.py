@@ -108,8 +108,8 @@ class Acknowledgements:
         server_id = self._driver.core.me.server_id
         return Unavailable(
             f"server {server_id} acknowledges nothing: it may have been taken for dead",
-            seen="no renewal of its registration in etcd for so long that its shards may have been"
-            " given to others",
+            seen="its registration in etcd was not renewed for so long that its shards may have "
+            "been given to others",
             expected="a registration that etcd has renewed",
             fix="It goes on by itself once it reaches etcd; retry, after fetching the shard map.",
         )

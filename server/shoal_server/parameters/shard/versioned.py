@@ -281,7 +281,7 @@ class VersionedShard(Generic[BodyT]):
             f"the gradients for shard {self.spec.shard_id} are of values that were lost",
             seen=f"values of epoch {push.base_epoch}",
             expected=f"values of epoch {self.spec.first_epoch} or later, in which it started over",
-            fix="Pull the shard, or look its rows up, and compute the gradients anew.",
+            fix="Pull the shard, or look its rows up, and compute the gradients again.",
         )
 
     def _staleness(self, push: Push) -> int:

@@ -33,9 +33,9 @@ class CallCounts:
         host = host_of(peer)
         limits = self._limits
         if self.num_open >= limits.max_calls:
-            raise _too_many("calls are under way", self.num_open, limits.max_calls, "--max-calls")
+            raise _too_many("calls are in progress", self.num_open, limits.max_calls, "--max-calls")
         if self._by_peer[host] >= limits.max_calls_per_peer:
-            what = f"calls of {host} are under way"
+            what = f"calls of {host} are in progress"
             most = limits.max_calls_per_peer
             raise _too_many(what, self._by_peer[host], most, "--max-calls-per-peer")
         self.num_open += 1

@@ -138,7 +138,7 @@ def _add_operations(api: APIRouter, operations: Operations, who: Asker) -> None:
         """Have its members end at a step boundary."""
         await operations.stop(job, reason.reason, who)
 
-    @api.post("/jobs/{job}/retry", summary="Let a job go on", **options)
+    @api.post("/jobs/{job}/retry", summary="Let a job be joined again", **options)
     async def retry(job: JobName) -> None:
         """Let a job be joined again that failed, was stopped or is lost."""
         await operations.retry(job, who)

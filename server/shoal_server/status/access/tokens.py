@@ -69,7 +69,7 @@ def add(path: Path, name: str, role: HttpRole) -> str:
             f"{path} has a token of that name",
             seen=name,
             expected="another name",
-            fix=f"Take its line out of {path} to make it anew.",
+            fix=f"Take its line out of {path} to create it again.",
         )
     if len(holders) >= MAX_TOKENS:
         raise InvalidSpec(

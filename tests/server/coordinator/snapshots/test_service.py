@@ -583,7 +583,7 @@ def test_another_model_is_not_overwritten(opened: ExitStack, tmp_path: Path) -> 
     changed = Manifest(**{**vars(manifest), "layout": layout, "number": 2})
     snapshots.library.commit(changed)
     servers.expel("m")
-    with pytest.raises(ProposalConflict, match="not those of the snapshot"):
+    with pytest.raises(ProposalConflict, match="differ from those of the snapshot"):
         snapshots.restore()
     servers.stop("ps-0")
     servers.stop("ps-1")

@@ -412,7 +412,7 @@ def test_a_flipped_bit_loses_at_most_the_last_push_or_is_named(
 def test_a_missing_segment_is_named(written: Path, tmp_path: Path) -> None:
     second = segments(written)[1]
     directory = copied(written, tmp_path, lambda directory: (directory / second).unlink())
-    with pytest.raises(JournalDamaged, match="does not go on"):
+    with pytest.raises(JournalDamaged, match="does not begin where"):
         contents(directory)
 
 

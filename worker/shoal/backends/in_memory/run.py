@@ -82,7 +82,7 @@ class _Run:
                 raise DeadlineExceeded(
                     f"{named(running)} did not end within {self._timeout_s:g} s of a failure",
                     seen=hub.failure,
-                    fix="It waits for something else than another rank.",
+                    fix="It waits for something other than another rank.",
                 ) from (self._errors[0][1] if self._errors else None)
         for thread in self._threads:
             thread.join()

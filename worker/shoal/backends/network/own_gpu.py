@@ -38,8 +38,8 @@ class LocalPlace:
                 "the model is on the GPU of another worker of this host",
                 seen=f"cuda:{index}, in worker {self.rank} of {self.world_size}",
                 expected=f"cuda:{own}",
-                fix='Call model.to("cuda") within `with shoal.join()`: there it is the own GPU.'
-                " Before that, $SHOAL_LOCAL_RANK tells its number.",
+                fix='Call model.to("cuda") within `with shoal.join()`: there "cuda" is this'
+                " worker's GPU. Before that, $SHOAL_LOCAL_RANK has its number.",
             )
 
 

@@ -89,7 +89,7 @@ class RegisteredState:
             raise InvalidSpec(
                 f"{name!r} is registered already",
                 seen=type(self._objects[name]).__name__,
-                expected="a name of its own for each object",
+                expected="a different name for each object",
             )
         if registered in self:
             raise InvalidSpec(f"{name!r} is registered already, under another name")
@@ -181,7 +181,7 @@ class RegisteredState:
                 "there is no state for what the script has registered",
                 seen=f"nothing under {', '.join(map(repr, missing))}",
                 expected="the state of every registered object, as of the same step",
-                fix="A checkpoint that was written without it cannot go on with it: load its"
+                fix="A checkpoint that was written without it cannot be continued with it: load its"
                 " weights into the model before session.distribute, and write to another"
                 " directory (docs/checkpoints.md).",
             )

@@ -111,7 +111,7 @@ class _Apart:
             f"the state of {self._name!r} cannot be carried",
             seen=f"{seen} at {'.'.join(path) or 'its top'} of its state_dict()",
             expected=expected,
-            fix="Leave it out of state_dict(), and make it anew in load_state_dict().",
+            fix="Leave it out of state_dict(), and create it in load_state_dict().",
         )
 
 

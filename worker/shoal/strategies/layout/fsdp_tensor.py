@@ -50,7 +50,7 @@ class FSDPTensor(FSDP):
                 )
         if options.get("elementwise_optimizer"):
             raise InvalidSpec(
-                "strategy 'fsdp-tensor' cannot be told that an optimizer is elementwise",
+                "strategy 'fsdp-tensor' has no option to say that an optimizer is elementwise",
                 seen="elementwise_optimizer=True",
                 expected="an optimizer of torch's own that treats each element by itself",
                 fix="Use 'fsdp' or 'tensor', which take it.",
@@ -89,7 +89,7 @@ class FSDPTensor(FSDP):
     def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`."""
         raise InvalidSpec(
-            "what strategy 'fsdp-tensor' costs is not told beforehand",
+            "what strategy 'fsdp-tensor' costs is not computed beforehand",
             seen="shoal.plan(..., 'fsdp-tensor')",
             expected="'fsdp' or 'tensor'",
             fix="shoal.FSDPTensor(...).plan(model, world_size) says how layers are split.",

@@ -58,7 +58,9 @@ class StageSplit:
         """What a plan of the stages takes for granted."""
         if self._profiler is None:
             return ()
-        return ("the stages shown are balanced by bytes; those of a run are by measured time",)
+        return (
+            "the stages shown are balanced by bytes; in a run they are balanced by measured time",
+        )
 
     def options(self) -> dict[str, Any]:
         return {"balance": self._balance, "split_at": self._split_at and list(self._split_at)}

@@ -69,7 +69,7 @@ class TensorParallel(LayoutStrategy):
         """See `shoal.planning.figures.Planned`."""
         if isinstance(subject.model, SplitsItself):
             raise InvalidSpec(
-                "this model's layers are split by itself, which is not told beforehand",
+                "this model's layers are split by itself, which is not computed beforehand",
                 seen=type(subject.model).__name__,
                 expected="a model of torch's own layers",
             )
@@ -101,7 +101,7 @@ class TensorParallel(LayoutStrategy):
                         f"strategy 'tensor' cannot run an optimizer with {option}=True",
                         seen=f"{type(optimizer).__name__}({option}=True)",
                         expected="None or False",
-                        fix="torch's grouped kernels refuse split parameters beside whole ones.",
+                        fix="torch's grouped kernels do not mix split and whole parameters.",
                     )
 
     @property

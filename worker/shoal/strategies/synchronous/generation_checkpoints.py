@@ -73,7 +73,7 @@ class GenerationCheckpoints:
             return own[max(common)]
         if needed:
             raise StateLost(
-                "nobody holds the state that the job had come to, and no checkpoint is seen by all",
+                "nobody holds the state that the job had reached, and no checkpoint is seen by all",
                 seen="; ".join(f"rank {rank}: {json.loads(w)}" for rank, w in enumerate(words)),
                 expected="a complete checkpoint that every member sees",
                 fix="Run it with --fresh to start from step 0.",

@@ -495,6 +495,6 @@ def check_same_step(generation: int, step: int, group: dist.ProcessGroup) -> Non
     wait_abortable(dist.all_reduce(steps, group=group, async_op=True), group)
     if len(set(steps.tolist())) != 1:
         raise InternalError(
-            f"the members of generation {generation} stand at different steps",
+            f"the members of generation {generation} are at different steps",
             seen=f"{steps.tolist()} by rank",
         )
