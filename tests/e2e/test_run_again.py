@@ -61,7 +61,7 @@ def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
     for generation in (2, 3):
         code, output = shoal("run", "--fresh", "--job", "train", "train.py")
         assert code == 0, output
-        assert "job train starts over: what was kept of its last run is removed" in output
+        assert "job train starts over: the records of its last run are removed" in output
         assert f"generation {generation} {expected}" in output
         code, output = shoal("run", "--job", "train", "train.py")
         assert code == 1, output

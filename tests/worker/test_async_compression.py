@@ -277,7 +277,7 @@ BAD: dict[str, tuple[tuple[GradientCodec, bytes], type[ShoalError], str]] = {
     "an infinite value": (sparse([5], float("inf")), NonFiniteGradient, "element 5"),
     "no rank": (low_rank(rank=0), InvalidSpec, "rank"),
     "rows beyond their block": (low_rank(rows=8, lead=1), ShapeMismatch, "lie in their block"),
-    "rows of no matrix": (low_rank(rows=1, matrix=1), ShapeMismatch, "a matrix that there is not"),
+    "rows of no matrix": (low_rank(rows=1, matrix=1), ShapeMismatch, "an unknown matrix"),
     "a matrix without columns": (low_rank(rows=1, columns=0), ShapeMismatch, "a column or more"),
     "other blocks": (low_rank(blocks=7), ShapeMismatch, "number of blocks"),
     "factors of another length": (low_rank(rows=4), ShapeMismatch, "another length"),

@@ -82,7 +82,7 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
         ),
         (
             "certs",
-            "make the certificates by which the parts of a cluster know each other",
+            "make the certificates by which the parts of a cluster recognise each other",
             "certs:CertsConfig",
             "certs:certs",
         ),

@@ -51,7 +51,7 @@ def show(config: JobListConfig) -> int:
 def _none(config: JobListConfig) -> str:
     if config.state is not None:
         return f"no job is {config.state}"
-    return "no job" if config.every else "no job; --all shows those that are over, too"
+    return "no job" if config.every else "no job; --all also shows jobs that have ended"
 
 
 def _is_wanted(job: Json, config: JobListConfig) -> bool:

@@ -219,7 +219,7 @@ class TableClient:
         unknown = [where for where in wanted if where not in self._shards]
         if unknown:
             raise UnknownShard(
-                "the job has no such table, or not so many shards of it",
+                "the job has no such table, or the table has fewer shards",
                 seen=f"shard {unknown[0][1]} of table {unknown[0][0]}",
                 expected=", ".join(sorted(self._tables)) or "place() and fetch_map() first",
             )

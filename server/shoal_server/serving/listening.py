@@ -110,13 +110,13 @@ def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
         log.warning(
             "ports_open_to_others",
             **found,
-            reason="no TLS and no password: anybody who reaches these ports can read parameters"
+            reason="no TLS and no password: anyone who reaches these ports can read parameters"
             " and end jobs; let only machines of this cluster reach them",
         )
     elif not found and not all(is_loopback(split_address(endpoint)[0]) for endpoint in etcd):
         log.warning(
             "reached_from_this_machine_only",
             **listens,
-            reason="etcd is on another machine, and what is announced there is a loopback address;"
-            " give --bind ADDRESS if others are to reach this process",
+            reason="etcd is on another machine, and the address announced there is a loopback "
+            "address; give --bind ADDRESS if other machines should reach this process",
         )

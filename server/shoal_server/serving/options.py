@@ -86,7 +86,7 @@ class Reach(TlsOptions):
                 "an address that others reach is served without TLS",
                 seen=", ".join(f"{name} at {address}" for name, address in found.items()),
                 expected="loopback, or a certificate: --tls DIRECTORY, as `shoal certs init` makes",
-                fix="Where everybody who reaches it may read parameters and end jobs: --insecure.",
+                fix="If everybody who reaches it may read parameters and end jobs: --insecure.",
             )
 
 

@@ -264,7 +264,7 @@ class _Snapshot(Collector):
                 (
                     "Samples completed over all epochs.",
                     "Samples that lost members gave back.",
-                    "Samples reported by who did not hold them.",
+                    "Samples reported by members that did not hold them.",
                 ),
                 strict=True,
             )

@@ -112,7 +112,7 @@ def check_samples(
                 f"the checkpoint {path} was written with other samples: {field} differs",
                 seen=f"{field}={samples[field]}",
                 expected=f"{field}={written[field]}, as in the run that it is of",
-                fix="With the same batches training goes on where it was, for more epochs too. To"
+                fix="With the same batches training continues where it was, for more epochs too. To"
                 " start over, take another directory for the checkpoints; to begin with these"
                 " weights there, load them into the model before session.distribute"
                 " (docs/checkpoints.md).",

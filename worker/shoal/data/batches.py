@@ -299,7 +299,7 @@ class Loader:
         if self._columns is not None:
             indices = self._indices(span.epoch, span.start, span.stop)
             return _split([column[indices] for column in self._columns])
-        assert self._samples is not None, "what has no columns is loaded by sample"
+        assert self._samples is not None, "data without columns is loaded by sample"
         return _split(self._samples.take(span, after))
 
     def _indices(self, epoch: int, start: int, stop: int) -> Tensor:

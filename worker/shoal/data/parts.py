@@ -34,7 +34,7 @@ def of_step() -> PartsOfStep:
     """That of the step under way; raises InvalidSpec where none is."""
     if _here.step is None:
         raise InvalidSpec(
-            "batch.parts outside of a step",
+            "batch.parts outside a step",
             expected="with session.step(): for part in batch.parts(4): ...",
         )
     return _here.step

@@ -24,7 +24,7 @@ def read_shard(shard: Any) -> Iterable[Any]:
     name = os.fspath(shard)
     if not name.endswith(TARS):
         raise InvalidSpec(
-            "a shard of a kind that nothing is known of",
+            "a shard of an unknown kind",
             seen=name,
             expected=", ".join(TARS),
             fix="Give Shards(read=...): a function that gives the samples of one shard.",

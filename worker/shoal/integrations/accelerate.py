@@ -82,7 +82,7 @@ class SessionAccelerator(Accelerator):
                 + (" in a second call" if self._steps is not None else ""),
                 expected="accelerator.prepare(model, optimizer, loader, schedulers...), once",
                 fix="A DataLoader for evaluation needs no preparation: session.evaluate(loader,"
-                " measure) takes it as it is.",
+                " measure) accepts it unchanged.",
             )
         model = self.prepare_model(models[0], device_placement=None)
         model, optimizer = self._session.distribute(

@@ -29,7 +29,7 @@ def run(config: RunConfig) -> int:
     if not config.module and not Path(config.script[0]).is_file():
         _say(
             f"no such script; saw {config.script[0]}; expected a Python file."
-            " With -m it is taken as the name of a module."
+            " With -m it is the name of a module."
         )
         return BAD_ARGUMENTS
     if "OMP_NUM_THREADS" not in config.environment and config.num_workers > 1:
@@ -64,7 +64,7 @@ def _check_job(config: RunConfig) -> None:
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
     elif reset_job(config.coordinators, config.job, job_secret(config.environment)):
-        _say(f"job {config.job} starts over: what was kept of its last run is removed")
+        _say(f"job {config.job} starts over: the records of its last run are removed")
 
 
 def _own_cluster(stack: ExitStack, run: RunConfig) -> LocalCluster:

@@ -203,7 +203,7 @@ class OptimizerBinding:
             f"the state of {type(self.optimizer).__name__} cannot be handed to another member",
             seen=seen,
             expected="scalars, numbers, and tensors of the parameter's own shape",
-            fix="Use an optimizer that treats each element by itself, such as SGD or AdamW,"
+            fix="Use an optimizer that treats each element separately, such as SGD or AdamW,"
             " or strategy 'ddp' or 'zero1', which leave parameters whole.",
         )
 

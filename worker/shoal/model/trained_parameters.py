@@ -16,8 +16,8 @@ from shoal_proto.errors import InvalidSpec
 
 _MAX_NAMED = 5
 TRAINED_LATER = (
-    "Give the optimizer all parameters that are ever trained before session.distribute, and drop"
-    " the gradients of those that are not yet, or no longer, behind session.backward:"
+    "Give the optimizer all parameters that are ever trained before session.distribute, and "
+    "drop the gradients of those that are not trained yet, or no longer, after session.backward:"
     " parameter.grad = None (docs/strategies.md, 'Layers that are trained later')."
 )
 """What is told of parameters that a script wants to train from some step on."""
@@ -79,7 +79,7 @@ class TrainedParameters:
         more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
         frozen = self._trained[changed[0]]
         return InvalidSpec(
-            "other parameters are to be trained than when the model was distributed",
+            "the trained parameters differ from those when the model was distributed",
             seen=f"requires_grad of {', '.join(changed[:_MAX_NAMED])}{more} set to {not frozen},"
             f" behind {step} committed steps",
             expected="requires_grad as it was at session.distribute, in each step",

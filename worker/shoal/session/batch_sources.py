@@ -52,8 +52,8 @@ class BatchSource(ABC):
                 seen="a committed step on it",
                 expected="one `with session.step():` for each batch of session.batches: the"
                 " position in the samples is the number of steps",
-                fix="Make all backward passes of a batch in one step. Several optimizers step in it"
-                " one after the other with session.update(optimizer).",
+                fix="Make all backward passes of a batch in one step. Several optimizers step "
+                "within it, one after the other, with session.update(optimizer).",
             )
         self._num_attempts += 1
 

@@ -15,7 +15,7 @@ def check_scaler(name: str, registered: RegisteredState, stateful: object) -> No
         return
     if type(stateful) not in KNOWN:
         raise InvalidSpec(
-            f"{name!r} is a GradScaler of a kind that the session does not know",
+            f"{name!r} is an unknown kind of GradScaler",
             seen=type(stateful).__qualname__,
             expected="torch.amp.GradScaler itself, whose scale the session moves on",
         )

@@ -299,7 +299,7 @@ class Session:
         """
         if self._reports is None:
             raise InvalidSpec(
-                "a pause outside of a session", expected="with shoal.join(...) as session: ..."
+                "a pause outside a session", expected="with shoal.join(...) as session: ..."
             )
         return self._pause.hold(reason, limit_s)
 

@@ -178,9 +178,9 @@ def note_loss(error: BaseException, controller: ElasticController) -> None:
     """Where a script ends with a loss that it met by itself, between steps, say what to do."""
     if controller.is_break(error):
         error.add_note(
-            "A member was lost in what the script does between two steps with all others. In"
-            " session.evaluate, session.all_reduce and session.state_dict it begins again with"
-            " those that are left."
+            "A member was lost in a collective call that the script makes between two steps. "
+            "In session.evaluate, session.all_reduce and session.state_dict such a call begins "
+            "again with the members that are left."
         )
 
 

@@ -335,7 +335,7 @@ class _Transfer:
             shard = state_shard.shards.get(part.name)
             if shard is not None and shard.chunk.overlap(part.chunk) == part.chunk:
                 return shard.tensor.detach()[part.chunk.within(shard.chunk)]
-        raise AssertionError(f"planned to send {part}, which is not held")
+        raise AssertionError(f"planned to send {part}, which this rank does not hold")
 
 
 def _padded(num_bytes: int) -> int:

@@ -41,7 +41,7 @@ class MLflow(Tracker):
             raise InvalidSpec(
                 "MLflow does not take this place for runs",
                 seen=f"{self.uri}: {error}",
-                expected="the URL of a tracking server, or what MLflow keeps runs in",
+                expected="the URL of a tracking server, or the store in which MLflow keeps runs",
             ) from error
 
     def open(self, run: Run) -> OpenRun:

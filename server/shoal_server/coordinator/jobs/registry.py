@@ -300,7 +300,7 @@ class Registry:
                 seen=f"{known} jobs, those included that are over",
                 expected=f"fewer than {most}",
                 fix="`shoal rm JOB` removes one; or start the coordinator with more --max-jobs,"
-                " or keep those that are over for a shorter time.",
+                " or keep ended jobs for a shorter time.",
             )
 
     async def authorize(self, token: Token) -> None:

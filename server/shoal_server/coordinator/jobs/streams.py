@@ -132,5 +132,5 @@ class NamedChunks:
             f"job {self._job} has no chunk {digest.hex()[:16]} of a roster",
             seen=f"a digest that the rosters of generations {newest} do not name",
             expected="a digest that a notice named just now",
-            fix="Attend again: what there is to act on is sent again.",
+            fix="Attend again: notices that need an answer are sent again.",
         )

@@ -29,15 +29,16 @@ class RecordKind(Enum):
 
 
 REMEDIES: Mapping[RecordKind, str] = {
-    RecordKind.STATE: "It is rewritten from what is readable in it and from the generations' records:"
-    " the job goes on.",
-    RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, say which step they"
-    " came to, and form the next generation from the highest.",
-    RecordKind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join again.",
-    RecordKind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that were"
-    " trained on are trained on once more.",
-    RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job are not known for"
-    " what they are any more. Make sure that none is left.",
+    RecordKind.STATE: "It is rewritten from what is readable in it and from the generations'"
+    " records: the job goes on.",
+    RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, say which step"
+    " they came to, and form the next generation from the highest.",
+    RecordKind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join"
+    " again.",
+    RecordKind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that"
+    " were trained on are trained on again.",
+    RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job can no longer"
+    " be recognised. Make sure that none is left.",
 }
 """What mending it does. Of what is not here nothing can be mended by moving it aside."""
 NO_REMEDY = (

@@ -203,8 +203,8 @@ def _unsaid(plan: _Plan, counts: LedgerCounts | None) -> InvalidSpec:
         f" {len(kept)} are not (shard {kept[0]} is one); {_progress(counts)}",
         expected="`--samples keep`, to continue after the samples that were trained on, or"
         " `--samples anew`, to train on all samples once more",
-        fix="Neither is right by itself: what is given up begins with initial values, the rest with"
-        " what it learned.",
+        fix="Neither is right by itself: lost shards begin with initial values, the others with "
+        "what they learned.",
     )
 
 

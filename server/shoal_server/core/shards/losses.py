@@ -191,8 +191,8 @@ def cure(job: str, shard: ShardAssignment) -> str:
     )
     return (
         f"To bring it back, {disk}restore a snapshot: `shoal restore {job} --from URL`. It is not"
-        f" started over unless you give up what is lost: `shoal accept-loss {job}`, which says what"
-        f" becomes of the job's samples."
+        f" started over unless you give up the lost shards: `shoal accept-loss {job}`, which says"
+        f" what happens to the job's samples."
     )
 
 

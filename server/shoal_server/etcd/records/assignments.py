@@ -408,8 +408,8 @@ def _parsed(kind: type[M], entry: Item | KeyValue) -> M:
 
 def _foreign(entry: Item | KeyValue, message: pb.JobHoldings | pb.ShardHolding) -> InternalError:
     return InternalError(
-        f"the record of shard holders at {entry.key} is not what its key says, or of a later"
-        " release",
+        f"the record of shard holders at {entry.key} does not match its key, or is of a "
+        "later release",
         seen=" ".join(str(message).split())[:200],
         expected=f"the job, run and shard of the key, in format {FORMAT}",
     )

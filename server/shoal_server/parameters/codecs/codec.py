@@ -62,8 +62,8 @@ def new_decoder(
             f"the compressed gradient for shard {shard_id} has another length than its blocks say",
             seen=f"{codec.num_bytes} bytes of {codec.kind}",
             expected=f"{decoder.num_bytes} bytes, and fewer than the {plain_bytes} without it",
-            fix="Compare shape and dtype with the job's shard map; send as it is what a codec does"
-            " not make smaller.",
+            fix="Compare shape and dtype with the job's shard map; send uncompressed what a codec "
+            "does not make smaller.",
         )
     return decoder
 

@@ -92,7 +92,7 @@ def _check(part: LowRankRows, columns: Sequence[int], size: int) -> None:
         return
     if part.matrix >= len(columns) or not columns[part.matrix]:
         raise ShapeMismatch(
-            "rows of a compressed gradient are of a matrix that there is not",
+            "rows of a compressed gradient are of an unknown matrix",
             seen=f"matrix {part.matrix}",
             expected=f"one of {len(columns)}, with a column or more",
         )

@@ -40,7 +40,7 @@ class RecordLog:
         index = version - self._trimmed - 1
         if not 0 <= index < len(self._records):
             raise InternalError(
-                "a push is to be told to a backup that is not kept any more",
+                "a push is to be sent to a backup that is no longer kept",
                 seen=f"version {version}",
                 expected=f"above {self._trimmed}, {len(self._records)} are kept",
             )

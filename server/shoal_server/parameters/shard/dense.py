@@ -209,7 +209,7 @@ def dense_from_image(image: Image) -> DenseShard:
     values = image.tensors.get(VALUES)
     if image.kind != DenseBody.kind or values is None or values.numel() != num_elements:
         raise InternalError(
-            f"the image of shard {image.shard_id} is not that of a dense shard",
+            f"the image of shard {image.shard_id} does not belong to a dense shard",
             seen=f"{image.kind!r}, {0 if values is None else values.numel()} values",
             expected=f"{DenseBody.kind!r}, {num_elements} values",
         )

@@ -17,7 +17,7 @@ def restore(image: Image) -> AnyShard:
     if image.kind == TableBody.kind:
         return table_from_image(image)
     raise MalformedMessage(
-        f"shard {image.shard_id} is of a kind that this server does not know",
+        f"shard {image.shard_id} is of a kind unknown to this server",
         seen=repr(image.kind),
         expected="dense or table",
         fix="Run the same version of Shoal on every server.",

@@ -186,7 +186,7 @@ def table_from_image(image: Image) -> TableShard:
         lengths, told = image.tensors["answer_lengths"], image.tensors["answers"]
     except (KeyError, DecodeError) as error:
         raise InternalError(
-            f"the image of shard {image.shard_id} is not that of a table's shard",
+            f"the image of shard {image.shard_id} does not belong to a table's shard",
             seen=repr(error),
             expected=f"kind {TableBody.kind!r} and all its tensors",
         ) from error

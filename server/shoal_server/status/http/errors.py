@@ -117,7 +117,7 @@ def install(app: FastAPI, body_s: float) -> None:
             what = f"there is nothing at {request.url.path}"
         else:
             what = f"{request.method} {request.url.path}: {error.detail}"
-        refusal = RefusedError(what, fix="GET /openapi.json lists what there is.")
+        refusal = RefusedError(what, fix="GET /openapi.json lists all paths.")
         return answer(refusal, error.status_code, error.headers)
 
     @app.exception_handler(Exception)

@@ -231,7 +231,7 @@ class RegisteredState:
                     f"{name!r} has a tensor on the meta device",
                     seen=path,
                     expected="tensors with memory, as far as state is registered",
-                    fix="Make it of a model on the host, or behind session.distribute(...).",
+                    fix="Make it from a model on the host, or after session.distribute(...).",
                 )
         tensors |= {f"{name}/{path}": tensor for path, tensor in own.items()}
 
@@ -245,7 +245,7 @@ class RegisteredState:
                     f"a tensor in the state of {name!r} has changed its shape or dtype, or is gone",
                     seen=f"{path}: {'nothing' if now is None else _outline(now)}",
                     expected=_outline(before),
-                    fix="Make it as large as it is to become, or a list of numbers.",
+                    fix="Create it with its final size, or use a list of numbers.",
                 )
 
     def _load(self, captured: Captured) -> None:

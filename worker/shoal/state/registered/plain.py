@@ -44,7 +44,7 @@ def put_together(values: Json, tensors: Mapping[str, Tensor]) -> Any:
         return _together(values, tensors)
     except (TypeError, ValueError, LookupError, RecursionError) as error:
         raise MalformedMessage(
-            "what was kept of registered state cannot be read",
+            "the stored registered state cannot be read",
             seen=f"{type(error).__name__}: {str(error)[:200]}",
             expected="what a member of the same version of Shoal keeps",
         ) from error

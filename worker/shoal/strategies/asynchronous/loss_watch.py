@@ -151,7 +151,7 @@ class LossMonitor:
             return
         if must_fall or not last.is_finite:
             raise TrainingFailed(
-                "all samples were trained on, and the loss is not what it should be",
+                "all samples were trained on, and the loss is not as it should be",
                 seen=str(last),
                 expected="a loss that is lower than at first" if must_fall else "a finite loss",
                 fix=FIX,

@@ -52,7 +52,7 @@ class FSDPTensor(FSDP):
             raise InvalidSpec(
                 "strategy 'fsdp-tensor' has no option to say that an optimizer is elementwise",
                 seen="elementwise_optimizer=True",
-                expected="an optimizer of torch's own that treats each element by itself",
+                expected="one of torch's own optimizers that treats each element separately",
                 fix="Use 'fsdp' or 'tensor', which take it.",
             )
         if options.get("cpu_offload"):

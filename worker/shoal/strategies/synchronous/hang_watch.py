@@ -182,7 +182,7 @@ class HangWatch:
             self._blocked = None
             self._hung(
                 generation,
-                f"nothing came of a collective for {waited_s:.3g} s; expected the other members in"
+                f"a collective did not finish for {waited_s:.3g} s; expected the other members in"
                 f" it within {self._config.limit_s:g} s (collective_s)",
             )
 

@@ -132,8 +132,8 @@ class ScriptPosition:
             self.num_calls, self.unconfirmed = confirmed, False
         elif repeated and not (is_front and self.in_call):
             raise AmidACall(
-                "the other members are in the midst of a call between two steps, such as"
-                " session.evaluate, that this member's script is not in"
+                "the other members are in a call between two steps, such as session.evaluate, "
+                "and this member's script is not"
             )
         else:
             self.num_calls = confirmed + int(returned and not repeated)
