@@ -9,7 +9,7 @@ __all__ = ["crc32", "verify"]
 
 
 def verify(what: str, checksum: int | None, *buffers: Buffer) -> None:
-    """Raise ChecksumMismatch, which says that `what` changed on the way, if the bytes of these
+    """Raise ChecksumMismatch, which says that `what` changed in transit, if the bytes of these
     buffers, one after the other, do not have that sum. None: their sender has not summed them up,
     since they lie in memory that it shares with the receiver."""
     if checksum is None:
@@ -20,7 +20,7 @@ def verify(what: str, checksum: int | None, *buffers: Buffer) -> None:
         num_bytes += memoryview(buffer).nbytes
     if seen != checksum:
         raise ChecksumMismatch(
-            f"{what} changed on the way",
+            f"{what} changed in transit",
             seen=f"CRC-32 {seen:#010x} of {num_bytes} bytes",
             expected=f"{checksum:#010x}",
         )

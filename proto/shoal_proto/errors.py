@@ -267,7 +267,7 @@ class CorruptError(ShoalError):
 
 
 class ChecksumMismatch(CorruptError):
-    """Bytes changed on the way."""
+    """Bytes changed in transit."""
 
 
 class SnapshotDamaged(CorruptError):
