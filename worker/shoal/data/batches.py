@@ -75,7 +75,7 @@ class Batch:
         by one sample at most; where a share has fewer samples than there are parts, some parts are
         empty: they hold one sample all the same, which gets weight 0.
 
-        Raises InvalidSpec outside of a step, for fewer than one part or more than a global batch
+        Raises InvalidSpec outside a step, for fewer than one part or more than a global batch
         has samples, and where a part has no backward pass or more than one.
         """
         return of_step().parts(self, num_parts)

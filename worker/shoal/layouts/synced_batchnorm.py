@@ -145,7 +145,7 @@ def _wide(of_channels: Tensor, values: Tensor) -> Tensor:
 def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
     members = _members_of(self)
     if members is None or not self.training:
-        # By itself: outside of a step nobody else is there.
+        # By itself: outside a step nobody else is there.
         return nn.BatchNorm1d.forward(self, input)
     self._check_input_dim(input)
     output, mean, variance, count = _Normalise.apply(

@@ -206,7 +206,7 @@ class Steps:
 
     def _open(self, call: str) -> Step:
         if self._newest is None or not self._newest.is_open:
-            raise InvalidSpec(f"{call} outside of a step", expected="with session.step(): ...")
+            raise InvalidSpec(f"{call} outside a step", expected="with session.step(): ...")
         return self._newest
 
     def backward(
