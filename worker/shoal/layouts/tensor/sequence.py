@@ -82,9 +82,17 @@ def _sum_and_scatter(summand: Tensor, cut: Cut) -> Tensor:
     padded = rows.new_zeros((n, widest, *rows.shape[1:]))
     for place, part in zip(padded, torch.split(rows, list(cut.sizes)), strict=True):
         place[: len(part)].copy_(part)
-    own = torch.empty_like(padded[0])
-    message = _reduce_scatter(own, padded.flatten(0, 1), group=cut.group, async_op=True)
-    wait_abortable(message, cut.group)
+    whole = padded.flatten(0, 1)
+    if whole.device.type == "cpu":
+        # Gloo's own sums up a copy of the whole on every rank, and cannot be waited for abortably.
+        parts = torch.empty_like(whole)
+        wait_abortable(
+            dist.all_to_all_single(parts, whole, group=cut.group, async_op=True), cut.group
+        )
+        own = parts.view_as(padded).sum(0)
+    else:
+        own = torch.empty_like(padded[0])
+        wait_abortable(_reduce_scatter(own, whole, group=cut.group, async_op=True), cut.group)
     return own[: cut.size].movedim(0, DIM).contiguous()
 
 
