@@ -23,12 +23,15 @@ class Links:
         """`on_lost` is called once, by a thread, with the reason; it is held weakly, so that
         whoever forgets to close this leaves nothing behind."""
         self._connections = tuple(connections)
-        self._finalizer = weakref.finalize(self, _leave, self._connections)
+        # One who has heard of it ends its own connection at once: all are told before any is closed
+        # for that. Taken anew by the same thread where the collector runs the finalizer in it.
+        leaving = threading.RLock()
+        self._finalizer = weakref.finalize(self, _leave, self._connections, leaving)
         for connection in self._connections:
             connection.settimeout(None)
         threading.Thread(
             target=_watch,
-            args=(self._connections, weakref.WeakMethod(on_lost)),
+            args=(self._connections, weakref.WeakMethod(on_lost), leaving),
             name="shoal-links",
             daemon=True,
         ).start()
@@ -44,13 +47,16 @@ class Links:
 
 
 def _watch(
-    connections: Sequence[socket.socket], on_lost: "weakref.WeakMethod[Callable[[str], None]]"
+    connections: Sequence[socket.socket],
+    on_lost: "weakref.WeakMethod[Callable[[str], None]]",
+    leaving: threading.RLock,
 ) -> None:
     """Until nobody is left to watch; then the connections, which others may still refer to, are
     closed."""
     _await_lost(connections, on_lost)
-    for connection in connections:
-        connection.close()
+    with leaving:
+        for connection in connections:
+            connection.close()
 
 
 def _await_lost(
@@ -75,13 +81,14 @@ def _await_lost(
                 return
 
 
-def _leave(connections: Sequence[socket.socket]) -> None:
-    for connection in connections:
-        try:
-            connection.send(LEAVING)
-        except OSError:
-            continue  # It was faster.
-    _shut(connections)
+def _leave(connections: Sequence[socket.socket], leaving: threading.RLock) -> None:
+    with leaving:
+        for connection in connections:
+            try:
+                connection.send(LEAVING)
+            except OSError:
+                continue  # It was faster.
+        _shut(connections)
 
 
 def _shut(connections: Sequence[socket.socket]) -> None:
