@@ -17,13 +17,24 @@ from shoal_server.serving.access.roles import MAY_CALL
 MAX_DEPTH = 3
 """How deep in a request a job is named: header, token, job."""
 
+_RESUMED = b"true"
+
 Path = tuple[str, ...]
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
     """Who is at the other end of a call over TLS. Raises CertificateRefused for a certificate that
-    says nothing of a role."""
+    says nothing of a role, and for one that was not looked at when its holder connected."""
     found = context.auth_context()
+    # gRPC gives out tickets that are good for two days, and takes them without another look at the
+    # certificate: it may have expired since. No client of Shoal's uses them.
+    if _RESUMED in found.get("ssl_session_reused", ()):
+        raise CertificateRefused(
+            "the connection goes on with an earlier TLS session",
+            seen="a session ticket in place of a certificate",
+            expected="a handshake of its own for each connection",
+            fix="Turn the client's TLS session cache off.",
+        )
     names = [*found.get("x509_subject_alternative_name", ())]
     caller = caller_among(names)
     if caller is None:

@@ -7,7 +7,7 @@ certificate stands in the way.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from google.protobuf.message import Message
+from grpc.experimental.session_cache import ssl_session_cache_lru
 from grpc_health.v1 import health_pb2
 from support.clusters.tls_world import PAST, TlsWorld, credentials
 from support.members.scripted_member import HOST, ScriptedMember
@@ -92,13 +93,18 @@ def filled(kind: Descriptor, token: Token, depth: int = 3) -> Message:
 class Caught:
     """One who calls, with a channel to the coordinator and one to the parameter server."""
 
-    def __init__(self, world: TlsWorld, using: grpc.ChannelCredentials | None) -> None:
+    def __init__(
+        self,
+        world: TlsWorld,
+        using: grpc.ChannelCredentials | None,
+        further: Sequence[tuple[str, Any]] = (),
+    ) -> None:
         self._channels = {}
         for name, address in (
             (COORDINATOR_NAME, world.cluster.coordinator),
             (SERVER_NAME, world.cluster.parameter_servers[0]),
         ):
-            options = (("grpc.ssl_target_name_override", name),)
+            options = (("grpc.ssl_target_name_override", name), *further)
             self._channels[name] = (
                 grpc.insecure_channel(address)
                 if using is None
@@ -265,6 +271,26 @@ def test_nobody_gets_in_without_a_certificate_that_counts(
             if error is None or error.code() is not grpc.StatusCode.UNAVAILABLE:
                 answered.append((method, error))
     assert answered == []
+    assert state(world) == before and standing(world) == told and member.failure is None
+
+
+def test_a_session_ticket_is_no_certificate(world: TlsWorld, member: ScriptedMember) -> None:
+    """gRPC gives out tickets that outlive the certificate, and looks at that no more."""
+    before, token, told = state(world), member.token(), standing(world)
+    # With a cache, gRPC's client goes on with the session of an earlier connection to that name.
+    cache = (("grpc.ssl_session_cache", ssl_session_cache_lru(16)),)
+    using = credentials(world.files(Role.OPERATOR))
+    asked = ("/shoal.v1.Membership/GetCluster", "/shoal.v1.Parameters/Describe")
+    with closing(Caught(world, using, cache)) as caller:
+        first = [caller.call(method, token) for method in asked]
+    assert [error for error in first if error and error.code() in REFUSED] == []
+    taken = []
+    with closing(Caught(world, using, cache)) as caller:
+        for method in MAY_CALL:
+            error = caller.call(method, token)
+            if error is None or not isinstance(from_rpc_error(error, method), CertificateRefused):
+                taken.append((method, error))
+    assert taken == []
     assert state(world) == before and standing(world) == told and member.failure is None
 
 
