@@ -111,7 +111,7 @@ class Retention:
 
     def _due(self, actor: JobActor) -> Due:
         job = actor.job
-        if self._registry.actor_if_known(job.spec.job) is not actor:
+        if not self._is_known(actor):
             return Due.NOTHING  # it was taken away, or begun anew, meanwhile
         age = JobAge(
             ended_s=job.state.stage.since_s if job.phase in OVER else None,
@@ -120,6 +120,9 @@ class Retention:
             is_cleared=job.tally.is_cleared,
         )
         return due(age, self._limits, self._clock())
+
+    def _is_known(self, actor: JobActor) -> bool:
+        return self._registry.actor_if_known(actor.job.spec.job) is actor
 
     async def _do(self, what: Due, actor: JobActor) -> None:
         name = actor.job.spec.job
@@ -143,6 +146,8 @@ class Retention:
         except JobQuarantined as error:
             log.warning("samples_not_counted", job=name, reason=str(error))
             counts = None
+        if not self._is_known(actor):
+            return  # it was taken away while its samples were counted
         found = self._result_of(name)
         if counts is not None:
             found = replace(found, num_samples=counts.completed)

@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
+import structlog
 from support.clusters.coordinator_world import Served, entered, served
 
 from shoal_client.membership.member_session import MemberSession
@@ -16,6 +18,7 @@ from shoal_server.coordinator.retention import Retention
 from shoal_server.coordinator.retention_policy import DAY_S, HOUR_S, RetentionPolicy
 from shoal_server.core.membership.phases import Phase
 from shoal_server.core.retention import RetentionLimits
+from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Delete, Operation, Put, TransactionResult, value_is
 from shoal_server.etcd.memory import MemoryStore
@@ -303,3 +306,29 @@ def test_a_bad_policy_is_refused(policy: dict[str, float], told: str) -> None:
 def test_the_limits_are_those_of_the_options() -> None:
     policy = RetentionPolicy(abandon_after_s=1.0, records_s=2.0, summary_s=3.0)
     assert policy.limits == RetentionLimits(abandon_after_s=1.0, records_s=2.0, summary_s=3.0)
+
+
+async def test_a_job_that_is_taken_away_while_its_samples_are_counted_is_no_trouble() -> None:
+    """Whoever removes a job just then finds it gone, and nothing is said of a fault."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (a,) = await world.training("a")
+        await train_on_samples(world, a)
+        sweeper, coordinator = Sweeper(world), world.coordinator
+        counts = coordinator.samples.counts
+
+        async def counts_and_loses_it(job: str) -> LedgerCounts | None:
+            found = await counts(job)
+            if coordinator.registry.actor_if_known(job) is not None:
+                await coordinator.resetting.reset(job)
+            return found
+
+        with (
+            patch.object(coordinator.samples, "counts", counts_and_loses_it),
+            structlog.testing.capture_logs() as logs,
+        ):
+            # The coordinator sweeps as well, as soon as the job is over: one of both comes first.
+            await leave([a], completed=True)
+            await sweeper.after(0.0)
+        assert coordinator.registry.actor_if_known("j") is None
+        assert [entry for entry in logs if entry["event"] == "not_swept"] == []
