@@ -16,6 +16,17 @@ STREAM = "/api/v1/stream"
 ANYWHERE = (400, 408, 413, 414, 421, 431, 503)
 """What any request may be answered with, whatever is documented."""
 
+HEADERS = ("origin", "cookie", "authorization")
+"""What is read of a request beside its target and body."""
+URLS = (
+    "http://[",
+    "http://evil.example",
+    "null",
+    "http://127.0.0.1",
+    "shoal_session=x",
+    "Bearer x",
+)
+
 
 class HttpFuzzer:
     """`document`: the API's OpenAPI. `known`: values of path parameters that there are."""
@@ -53,6 +64,9 @@ class HttpFuzzer:
         headers = {"host": "127.0.0.1", "connection": "close", **self._headers}
         if body or method == "post":
             headers |= {"content-type": "application/json", "content-length": str(len(body))}
+        for name in HEADERS:
+            if self._draw.random() < 0.1:
+                headers[name] = str(self._draw.choice((*TEXTS, *URLS)))[:3000]
         head = f"{method.upper()} {target} HTTP/1.1\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         data = head.encode() + b"\r\n" + body

@@ -55,6 +55,9 @@ class StatusServer:
             self._app,
             lifespan="off",
             log_config=None,
+            # It would tell of each bad request, and strangers decide how many come. The app itself
+            # logs what fails.
+            log_level="critical",
             access_log=False,
             server_header=False,
             http="h11",

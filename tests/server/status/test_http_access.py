@@ -168,6 +168,7 @@ async def test_a_page_of_another_site_cannot_act(world: World, tmp_path: Path) -
         for origin, status in (
             ("http://evil.example", 403),
             ("null", 403),
+            ("http://[", 403),  # no URL at all
             (served.server.url, 204),
         ):
             answer = await served.http.post(

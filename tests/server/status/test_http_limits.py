@@ -148,13 +148,24 @@ async def test_a_page_of_another_site_is_not_served(world: World) -> None:
         serving(world, HttpLimits(), "shoal.example.org") as (server, _),
         httpx.AsyncClient(trust_env=False, base_url=server.url) as http,
     ):
-        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::1].evil", ""):
             answer = await http.get("/api/v1/jobs", headers={"host": host})
             assert (answer.status_code, answer.json()["kind"]) == (421, "AccessDenied"), host
         good = ("127.0.0.1", "[::1]:7780", "localhost:7780", "coordinator:7780")
         for host in (*good, "coordinator.shoal.svc", "Shoal.example.org", socket.gethostname()):
             answer = await http.get("/api/v1/jobs", headers={"host": host})
             assert answer.status_code == 200, host
+
+
+async def test_what_is_no_http_fills_no_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Strangers decide how much of it comes."""
+    async with serving(world, HttpLimits()) as (server, _):
+        for said in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"x" * 100_000):
+            reader, writer = await opened(server)
+            writer.write(said)
+            assert (await reader.read(13)).startswith(b"HTTP/1.1 400")
+            writer.close()
+    assert [record.message for record in caplog.records if record.name != "asyncio"] == []
 
 
 async def test_any_host_where_an_operator_says_so(world: World) -> None:

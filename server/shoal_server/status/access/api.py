@@ -117,7 +117,11 @@ def _add_session(api: APIRouter, guard: Guard, *, has_operations: bool) -> None:
         secret = guard.sessions.begin(holder)
         return _with_cookie(secret, request)
 
-    @api.delete("/session", summary="Log out", tags=["access"], status_code=204)
+    other_site: dict[int | str, dict[str, Any]] = {403: REFUSED[403]}
+
+    @api.delete(
+        "/session", summary="Log out", tags=["access"], status_code=204, responses=other_site
+    )
     async def log_out(request: Request) -> Response:
         """End the session."""
         if guard.sessions is not None:

@@ -115,7 +115,7 @@ class AccessControl:
         path, method = scope["path"], scope["method"]
         # A browser says whose page asks. A cookie or a loopback address proves nothing of that.
         origin = header(scope, b"origin")
-        if acts and origin and urlsplit(origin).netloc != header(scope, b"host"):
+        if acts and origin and _netloc(origin) != header(scope, b"host"):
             expected = "a page of this server, or no browser"
             return AccessDenied("that page may not act", seen=origin, expected=expected), 403
         if path in OPEN or REPORT.fullmatch(path) or holder is NOBODY:
@@ -126,6 +126,14 @@ class AccessControl:
             seen = f"the token of {holder.name}, a {holder.role.value}"
             return AccessDenied(f"{method} {path} is for operators", seen=seen), 403
         return None
+
+
+def _netloc(origin: str) -> str:
+    """HOST:PORT of an Origin header; empty: it is no URL of a page."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _unknown(path: str) -> AccessDenied:

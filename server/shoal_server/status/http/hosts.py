@@ -37,7 +37,8 @@ class AllowedHosts:
 
 def _without_port(host: str) -> str:
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        address, _, rest = host[1:].partition("]")
+        return address if not rest or rest.startswith(":") else host
     return host.partition(":")[0]
 
 
