@@ -14,6 +14,7 @@ from cyclopts.help import DefaultFormatter, PanelSpec
 from rich import box
 
 from shoal_proto.errors import ShoalError
+from shoal_proto.terminal.printable import printable
 from shoal_proto.tls import identity
 from shoal_proto.tls.options import TlsOptions
 from shoal_proto.traces import tracing
@@ -122,7 +123,8 @@ def _carry_out(given: Sequence[str]) -> int:
         return run()
     except ShoalError as error:
         # The name leads to its section in docs/troubleshooting.md.
-        print(f"shoal: {error} [{type(error).__name__}]", file=sys.stderr)
+        told = printable(str(error), lines=True)
+        print(f"shoal: {told} [{type(error).__name__}]", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
+from shoal_proto.terminal.printable import printable, printable_event
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.parameters.config import ParameterServerConfig
 
@@ -51,7 +52,7 @@ def _run(command: str, work: Coroutine[Any, Any, None]) -> int:
     _configure_logging()
     refusal, code = asyncio.run(_refusal_of(work))
     if refusal:
-        print(f"shoal {command}: {refusal}", file=sys.stderr)
+        print(f"shoal {command}: {printable(refusal, lines=True)}", file=sys.stderr)
     return code
 
 
@@ -89,6 +90,7 @@ def _configure_logging() -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            *((printable_event,) if terminal else ()),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),

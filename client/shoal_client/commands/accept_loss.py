@@ -15,6 +15,7 @@ from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.terminal.printable import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1.shards_pb2 import (
     SAMPLES_AFTER_LOSS_ANEW,
@@ -92,7 +93,8 @@ def accept_loss(config: AcceptLossConfig) -> int:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(shard.accepted_unix_s))
         again = ", before" if shard.before else ""
         print(
-            f"loss of {_in_short(shard)} of job {config.job} accepted by {shard.by} at {at}{again}"
+            f"loss of {_in_short(shard)} of job {config.job} accepted by {printable(shard.by)}"
+            f" at {at}{again}"
         )
     if any(not shard.before for shard in reply.shards):
         print(_samples_in_words(reply))

@@ -21,6 +21,7 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.terminal.printable import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -131,7 +132,7 @@ def stop(config: StopConfig) -> int:
         print(f"job {config.job} is being stopped; still there: {left or 'nobody'}")
         return 0 if config.wait_s == 0 else 1
     what = "is stopped" if standing.phase == "stopped" else f"was over already: {standing.phase}"
-    print(f"job {config.job} {what} ({standing.reason})")
+    print(f"job {config.job} {what} ({printable(standing.reason)})")
     return 0
 
 
@@ -187,7 +188,7 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
     if standing.phase in ("stopped", "failed"):
         was = "was stopped" if standing.phase == "stopped" else "has failed"
         raise JobStopped(
-            f"job {job} {was} ({standing.reason})",
+            f"job {job} {was} ({printable(standing.reason)})",
             fix=f"`shoal retry {job}` lets it be joined again, from where its state is; --fresh"
             " starts it over.",
         )

@@ -12,6 +12,7 @@ from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.terminal.printable import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import repair_pb2 as pb
 from shoal_proto.v1.repair_pb2_grpc import RepairsStub
@@ -64,7 +65,8 @@ def repair(config: RepairConfig) -> int:
         reply = coordinators.call(_repair, request, timeout_s=ANSWER_WITHIN_S)
     finally:
         coordinators.close()
-    print("\n".join(told(config.job, reply)))
+    for line in told(config.job, reply):
+        print(printable(line))
     return 0 if reply.goes_on else BROKEN
 
 

@@ -21,6 +21,7 @@ from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.tls_refusals import explained
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.status import from_rpc_error
+from shoal_proto.terminal.printable import printable
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1.snapshots_pb2 import (
@@ -113,12 +114,13 @@ def take(config: TakeConfig) -> int:
     if _printed(config.call, taken):
         return 0
     print(
-        f"snapshot {taken.number} of job {taken.job} at {taken.url}: {taken.num_shards} shards,"
-        f" {_mib(taken.num_bytes)}, of which {_mib(taken.num_new_bytes)} are new;"
+        f"snapshot {taken.number} of job {taken.job} at {printable(taken.url)}:"
+        f" {taken.num_shards} shards, {_mib(taken.num_bytes)},"
+        f" of which {_mib(taken.num_new_bytes)} are new;"
         f" new pushes waited {1000 * taken.pause_s:.0f} ms"
     )
     for step in taken.partial_steps:
-        print(f"not whole: {step}")
+        print(f"not whole: {printable(step)}")
     return 0
 
 
@@ -131,11 +133,11 @@ def show(config: SnapshotListConfig) -> int:
         return 0
     console = Console(highlight=False)
     if not reply.snapshots:
-        console.print(f"no snapshots of job {config.job} at {reply.url}", markup=False)
+        console.print(f"no snapshots of job {config.job} at {printable(reply.url)}", markup=False)
     else:
         console.print(_table(reply))
     for what in reply.damaged:
-        print(f"damaged: {what}", file=sys.stderr)
+        print(f"damaged: {printable(what)}", file=sys.stderr)
     if reply.every_s:
         console.print(f"one every {reply.every_s:g} s, {reply.num_kept} are kept")
     return 0

@@ -24,6 +24,7 @@ from shoal_proto.errors import (
     Unavailable,
     UnknownJob,
 )
+from shoal_proto.terminal.printable import printable_json
 from shoal_proto.tls import identity
 from shoal_proto.tls.names import COORDINATOR_NAME
 
@@ -92,7 +93,8 @@ def _token() -> str:
 
 class StatusClient:
     """Reads the HTTP API of the coordinator that leads, of those at the URLs (with commas between
-    them); raises the class of error that the server names."""
+    them); raises the class of error that the server names. What a terminal would obey in the texts
+    of an answer is escaped."""
 
     def __init__(self, urls: str) -> None:
         self._urls = [_whole(url.strip().rstrip("/")) for url in urls.split(",")]
@@ -170,7 +172,7 @@ class StatusClient:
                 fix="Give it with --http URL or $SHOAL_HTTP; `shoal up` prints it.",
             ) from error
         try:
-            body = response.json()
+            body = printable_json(response.json())
         except ValueError:
             body = None
         if (response.is_success or response.status_code in known) and body is not None:

@@ -1,15 +1,18 @@
 """`shoal status` and `shoal why` against a real status endpoint."""
 
 import json
+import os
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 from support.clusters import status_world
 from support.clusters.status_world import World
 
-from shoal_client.cli import parse
+from shoal_client.cli import main, parse
 from shoal_proto.errors import Unavailable, UnknownJob, UnknownMember
+from shoal_proto.health import CourseFigures
 
 
 @pytest.fixture(autouse=True)
@@ -184,3 +187,54 @@ def test_why_of_a_job_says_what_its_members_wait_for(
         "w0 waits for: nothing: it has been in your code for 54 s",
         f"w1, w2 wait for: {away}",
     ]
+
+
+FORGED = "\x1b[2J\x1b]0;mine\x07\n12:00:00 generation 9: all is well\u202e"
+"""It clears the screen, names the window, begins a line and turns the next text around."""
+
+
+@pytest.mark.parametrize(
+    ("command", "columns"),
+    [("status", "80"), ("status", "200"), ("top", "200")]
+    + [(name, "80") for name in ("why", "why-member", "events", "top", "jobs")],
+)
+def test_no_text_of_others_is_an_order_to_the_terminal(
+    world: World,
+    url: str,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    command: str,
+    columns: str,
+) -> None:
+    """A host, a reason, an error, a device, a name that was logged: whoever joins a job may send
+    what it likes there."""
+    os.environ["COLUMNS"] = columns
+    first = status_world.member("w0", 0, waiting_for=FORGED, state="collecting")
+    first = replace(first, process=replace(first.process, host=FORGED))
+    world.change("digits", reason=FORGED, members=(first,))
+    logged = CourseFigures(logged={FORGED: (3, 0.5)})
+    told = status_world.health("w0", last_error=FORGED, device=FORGED, course=logged)
+    world.board.report("digits", "w0", told)
+    world.board.event("digits", "member_lost", FORGED)
+    arguments = {
+        "why": ["why", "digits"],
+        "why-member": ["why", "w0", "--job", "digits"],
+        "events": ["events", "digits"],
+        "top": ["top", "digits", "--once"],
+    }.get(command, [command])
+    assert shoal(*arguments, "--http", url) == 0
+    shown = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
+    lines = [line for line in shown.splitlines() if line.startswith("12:00:00 generation 9")]
+    # Of the traceback of an error each line stands below the one before.
+    assert len(lines) == (command == "why-member")
+
+
+def test_an_error_of_others_is_no_order_to_the_terminal(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither is what an argument had in it that the error repeats."""
+    assert main(["status", "--http", url, "--job", FORGED]) == 1
+    told = capsys.readouterr().err
+    assert "UnknownJob" in told
+    assert not {"\x1b", "\x07", "\u202e"} & set(told)

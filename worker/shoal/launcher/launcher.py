@@ -34,6 +34,7 @@ from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
 from shoal_proto.secrets import LAUNCH_VARIABLE
+from shoal_proto.terminal.printable import printable
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 
 OUTPUT_S = 2.0
@@ -363,7 +364,8 @@ class Launcher:
 
     def _say(self, text: str) -> None:
         with self._output:
-            print(f"shoal run: {text}", file=sys.stderr, flush=True)
+            told = printable(text, lines=True)
+            print(f"shoal run: {told}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _lifelines(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from shoal.membership.validators import Validator
 from shoal.session.session import Session
 from shoal.tracking.tracker import Tracker
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.terminal.printable import printable_event
 from shoal_proto.tls import identity
 from shoal_proto.tls.identity import from_environment
 from shoal_proto.traces import tracing
@@ -87,7 +88,12 @@ def _set_log_level(environment: Mapping[str, str]) -> None:
             "SHOAL_LOG_LEVEL is no level", seen=name, expected="debug, info, warning or error"
         )
     if not structlog.is_configured():
-        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
+        # The reasons of others are among what is told, and by default a terminal shows it.
+        *processors, renderer = structlog.get_config()["processors"]
+        structlog.configure(
+            processors=[*processors, printable_event, renderer],
+            wrapper_class=structlog.make_filtering_bound_logger(level),
+        )
 
 
 def _check_not_imported_by_a_child() -> None:

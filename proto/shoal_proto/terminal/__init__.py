@@ -1,0 +1,1 @@
+"""Texts of others on a terminal."""

@@ -1,0 +1,60 @@
+"""What others wrote is shown by a terminal, and obeyed by none."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from shoal_proto.terminal.printable import printable, printable_json
+
+LOGS = """
+import structlog
+{configure}
+log = structlog.get_logger()
+log.info("member_joined", host="\\x1b[2J", reason="a\\x1b[2J\\n2026-11-25 [info] forged")
+"""
+OF_A_SERVER = "from shoal_server.serve_commands import _configure_logging; _configure_logging()"
+OF_A_WORKER = "from shoal.session.joining import _set_log_level; _set_log_level({})"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "of_lines"),
+    [
+        ("plain \u00e9 \u6f22 \U0001f41f\ttab", "plain \u00e9 \u6f22 \U0001f41f\ttab", None),
+        ("\x1b[31m", "\\x1b[31m", None),
+        ("\x9b31m\x7f\x00\r", "\\x9b31m\\x7f\\x00\\r", None),
+        ("user\u202egnp.exe", "user\\u202egnp.exe", None),
+        ("one\ntwo", "one\\ntwo", "one\ntwo"),
+        ("one\u2028two", "one\\u2028two", None),
+    ],
+)
+def test_what_a_terminal_obeys_is_escaped(text: str, shown: str, of_lines: str | None) -> None:
+    assert printable(text) == shown
+    assert printable(text, lines=True) == (of_lines or shown)
+
+
+def test_all_texts_of_an_answer_are() -> None:
+    """Keys too; lines stay where an error has some."""
+    given = {"a\x1b": ["\n", 1, None, {"last_error": "x\ny\x1b"}], "b": 0.5}
+    assert printable_json(given) == {
+        "a\\x1b": ["\\n", 1, None, {"last_error": "x\ny\\x1b"}],
+        "b": 0.5,
+    }
+
+
+@pytest.mark.parametrize("configure", [OF_A_SERVER, OF_A_WORKER])
+def test_a_line_of_the_log_on_a_terminal_is_one(configure: str) -> None:
+    ours, theirs = pty.openpty()
+    script = LOGS.format(configure=configure)
+    with os.fdopen(ours, "rb", buffering=0) as shown:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=theirs, stderr=theirs, timeout=120, check=False
+        )
+        told = shown.read(65536).decode()
+        os.close(theirs)
+    assert done.returncode == 0, told
+    (line,) = (each for each in told.splitlines() if "forged" in each)
+    assert "member_joined" in line
+    assert "\x1b[2J" not in told
