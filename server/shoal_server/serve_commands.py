@@ -15,6 +15,9 @@ from shoal_proto.terminal.printable import printable, printable_event
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.parameters.config import ParameterServerConfig
 
+OTHERS = 0o077
+"""The rights of everybody but the user of a process."""
+
 
 def coordinator(config: CoordinatorConfig) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT."""
@@ -49,6 +52,8 @@ def _lacks(command: str, *modules: str, extra: str = "") -> bool:
 
 
 def _run(command: str, work: Coroutine[Any, Any, None]) -> int:
+    # Journals and snapshots are all that a job has learnt: other users of the machine read none.
+    os.umask(os.umask(OTHERS) | OTHERS)
     _configure_logging()
     refusal, code = asyncio.run(_refusal_of(work))
     if refusal:

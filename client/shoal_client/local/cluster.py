@@ -133,7 +133,7 @@ class LocalCluster:
         self._etcd_serves = threading.Event()
 
     def __enter__(self) -> "LocalCluster":
-        self._config.directory.mkdir(parents=True, exist_ok=True)
+        self._config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._supervisor.__enter__()
         try:
             self._start()

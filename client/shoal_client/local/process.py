@@ -235,7 +235,8 @@ class Supervisor:
         output: int | IO[bytes] | None = subprocess.PIPE if command.sink is not None else None
         log = None
         if command.log_path is not None:
-            log = output = command.log_path.open("ab", buffering=0)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            log = output = os.fdopen(os.open(command.log_path, flags, 0o600), "ab", buffering=0)
         try:
             popen = subprocess.Popen(
                 [*guard, *command.arguments],

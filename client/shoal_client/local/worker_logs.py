@@ -1,6 +1,7 @@
 """What workers printed, where their launcher keeps it on its host: the newest of it, in two files a
 worker at most."""
 
+import errno
 import os
 import tempfile
 from collections.abc import Mapping
@@ -52,13 +53,20 @@ class WorkerLog:
 
     def _open(self) -> None:
         self.close()
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for directory in (self.path.parent.parent, self.path.parent):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size + 1024 > MAX_BYTES:
             self.path.replace(older(self.path))
         # Nobody else's to read, and no link of somebody else's to follow.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self.path, flags, 0o600)
-        self._num_bytes = os.fstat(self._file).st_size
+        found = os.fstat(self._file)
+        # Who made the directory before us may have made the file as well, and would read it.
+        if found.st_uid != os.geteuid() or found.st_nlink != 1:
+            self.close()
+            raise PermissionError(errno.EPERM, "it is another user's, or has another name as well")
+        os.fchmod(self._file, 0o600)
+        self._num_bytes = found.st_size
 
     def close(self) -> None:
         """Let the file go."""

@@ -1,5 +1,6 @@
 """`shoal logs`: what workers printed, as their launcher keeps it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,38 @@ def test_a_worker_that_prints_for_ever_fills_no_disk(
     assert sum(path.stat().st_size for path in files) <= 2 * 4096
     assert files[0].read_text().endswith("line 1999\n")
     assert (files[0].stat().st_mode & 0o777, kept.problem) == (0o600, "")
+
+
+def test_nothing_is_written_to_a_file_that_another_laid_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory's name can be guessed, so another user may be there first: a file of theirs, a
+    link, one more name of a file. Their own is told by its owner, here as if this user were
+    another."""
+    path = log_path(tmp_path / "guessed", "digits", "w0")
+    path.parent.mkdir(parents=True)
+    target = tmp_path / "target"
+    target.write_text("as it was\n")
+    for lay in (path.symlink_to, path.hardlink_to):
+        lay(target)
+        kept = WorkerLog(path)
+        kept.write("a secret")
+        assert kept.problem and target.read_text() == "as it was\n"
+        path.unlink()
+    path.write_text("")
+    monkeypatch.setattr(worker_logs.os, "geteuid", lambda: os.getuid() + 1)
+    kept = WorkerLog(path)
+    kept.write("a secret")
+    assert "another user's" in kept.problem and path.read_text() == ""
+
+
+def test_all_directories_of_logs_are_private(tmp_path: Path) -> None:
+    path = log_path(tmp_path / "root", "digits", "w0")
+    kept = WorkerLog(path)
+    kept.write("a line")
+    kept.close()
+    modes = {each.stat().st_mode & 0o777 for each in (path.parent, path.parent.parent)}
+    assert (modes, kept.problem) == ({0o700}, "")
 
 
 def test_what_is_printed_is_followed_into_the_next_file(tmp_path: Path) -> None:
