@@ -2,6 +2,7 @@
 
     make bench NAME=tls
     .venv/bin/python bench/tls.py 16    # kills instead of the default
+    .venv/bin/python bench/tls.py --only kills    # a part of it: steps, exchanges, kills
 
 - `step_overhead_tls`: median step of DDP, two ranks on Gloo in processes of their own, with a
   cluster that speaks TLS over that with one that does not; by turns, the median of the ratios.
@@ -10,9 +11,9 @@
 - `ddp_kill_recovery_tls`: as `ddp_kill_recovery` of bench/recovery.py, with TLS on.
 """
 
+import argparse
 import os
 import signal
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -105,14 +106,21 @@ def kills(place: Path, certificates: Path, num_kills: int) -> list[Row]:
 
 
 def main() -> None:
-    num_kills = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_KILLS
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kills", nargs="?", type=int, default=NUM_KILLS)
+    parser.add_argument("--only", choices=("steps", "exchanges", "kills"))
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         folder = CertificateFolder(place / "certs")
         folder.init()
-        rows = steps(place / "steps", folder.path)
-        rows += exchanges(folder.path)
-        rows += kills(place / "kills", folder.path, num_kills)
+        parts = {
+            "steps": lambda: steps(place / "steps", folder.path),
+            "exchanges": lambda: exchanges(folder.path),
+            "kills": lambda: kills(place / "kills", folder.path, arguments.kills),
+        }
+        wanted = [arguments.only] if arguments.only else list(parts)
+        rows = [row for name in wanted for row in parts[name]()]
     publish("tls", rows)
 
 
