@@ -13,8 +13,9 @@ from fuzzing.messages import TEXTS, spoilt
 
 ANSWER_S = 2.0
 STREAM = "/api/v1/stream"
-ANYWHERE = (400, 408, 413, 414, 421, 431, 503)
-"""What any request may be answered with, whatever is documented."""
+ANYWHERE = (400, 403, 408, 413, 414, 421, 431, 503)
+"""What any request may be answered with, whatever is documented: 403 where its `Origin` is another
+site, before it is looked at what is asked."""
 
 HEADERS = ("origin", "cookie", "authorization")
 """What is read of a request beside its target and body."""
