@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +35,18 @@ RECORD_ROUNDS = 25
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     findings: Findings
-    num_depositions: int
+    depositions: Sequence[str]
+    """What the log says of each."""
     rss_growth_bytes: int
     """Of a coordinator or parameter server, since its first rounds were over."""
 
     @property
     def num_inputs(self) -> int:
         return self.findings.num_inputs.total()
+
+    @property
+    def num_depositions(self) -> int:
+        return len(self.depositions)
 
 
 class Campaign:
@@ -127,7 +132,7 @@ def run(
             cluster.await_served()
             return Outcome(
                 findings=campaign.findings,
-                num_depositions=cluster.num_depositions(),
+                depositions=cluster.depositions(),
                 rss_growth_bytes=memory.growth_bytes,
             )
         finally:
@@ -181,6 +186,8 @@ def tell(outcome: Outcome) -> None:
     kinds = dict.fromkeys(what[:2000] for _, what in findings.unhandled)
     for what in list(kinds)[:20]:
         print(f"NOT FORESEEN: {what}")
+    for line in outcome.depositions:
+        print(f"DEPOSED: {line[:2000]}")
     print(
         f"fuzz_inputs {outcome.num_inputs}, fuzz_unhandled {len(findings.unhandled)},"
         f" fuzz_depositions {outcome.num_depositions},"

@@ -207,10 +207,11 @@ class FuzzedCluster:
                 found.append(f"{process.name} has died")
         return found
 
-    def num_depositions(self) -> int:
-        """Terms that ended while their coordinator ran."""
-        logs = self._directory.glob("coordinator-*.log")
-        return sum(path.read_text(errors="replace").count('"event": "deposed"') for path in logs)
+    def depositions(self) -> Sequence[str]:
+        """A line of the log for each term that ended while its coordinator ran."""
+        logs = sorted(self._directory.glob("coordinator-*.log"))
+        lines = [line for path in logs for line in path.read_text(errors="replace").splitlines()]
+        return [line for line in lines if '"event": "deposed"' in line]
 
     def rss_bytes(self) -> Mapping[int, int]:
         """Of the coordinator and the parameter server that run now, by process id."""
