@@ -48,10 +48,17 @@ class Net(nn.Module):
         return outputs
 
 
-def _trained(name: str, compiled: str) -> tuple[list[int], dict[str, Tensor]]:
+def chain() -> nn.Module:
+    """A model whose own class is torch's."""
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 5))
+
+
+def _trained(
+    make: Callable[[], nn.Module], name: str, compiled: str
+) -> tuple[list[int], dict[str, Tensor]]:
     """How many graphs were compiled by the end of each of three generations; the weights then."""
     torch.manual_seed(0)
-    model, compiler, strategy = Net(), CountingCompiler(), STRATEGIES[name]()
+    model, compiler, strategy = make(), CountingCompiler(), STRATEGIES[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     over_the_run(strategy)
     given: Any = torch.compile(model, backend=compiler) if compiled == "before" else model
@@ -81,20 +88,25 @@ def _trained(name: str, compiled: str) -> tuple[list[int], dict[str, Tensor]]:
     return found, weights
 
 
-@pytest.mark.sampled("name", "compiled")
+@pytest.mark.sampled("name", "compiled", "make")
+@pytest.mark.parametrize("make", [Net, chain])
 @pytest.mark.parametrize("compiled", ["before", "behind", "in place"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_later_generation_compiles_nothing(name: str, compiled: str) -> None:
+def test_a_later_generation_compiles_nothing(
+    name: str, compiled: str, make: Callable[[], nn.Module]
+) -> None:
+    if name == "fsdp" and make is chain:
+        pytest.skip("torch compiles nothing around what fully_shard hooks on to classes of its own")
     torch.compiler.reset()
-    ((found, weights),) = run_in_memory(_trained, 1, name, compiled)
+    ((found, weights),) = run_in_memory(_trained, 1, make, name, compiled)
     # The first one has batches of both sizes.
     assert found[0] > 0
     assert found[1:] == [found[0]] * 2
-    ((_, expected),) = run_in_memory(_trained, 1, name, "no")
+    ((_, expected),) = run_in_memory(_trained, 1, make, name, "no")
     assert max(float((weights[k] - expected[k]).abs().max()) for k in expected) < 1e-6
 
 
-CASES = [("ddp", "behind"), ("fsdp", "before"), ("fsdp", "behind"), ("tensor", "behind")]
+CASES = [("ddp", "behind"), ("fsdp", "before")]
 
 
 @pytest.mark.sampled()
@@ -114,6 +126,7 @@ def test_changes_of_members_compile_nothing_anew(
         options=options,
         optimizer="adamw",
         compiled=compiled,
+        model="gpt",
     )
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=5)

@@ -42,7 +42,9 @@ class ModuleProxy(nn.Module):
 
     def compile(self, *arguments: Any, **options: Any) -> None:
         """As torch's: compile calls of the module, and of those that take its place later on."""
-        self.__dict__["_module"].compile(*arguments, **options)
+        module = shown(self)
+        module.compile(*arguments, **options)
+        compile_alike(module, module)
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("_module")

@@ -31,7 +31,7 @@ def compiled_in_place(model: Any) -> nn.Module:
     """The module itself, compiled as the wrapper around it is: what `module.compile()` does. Its
     parameters have no prefix, and it may be wrapped anew without being compiled anew."""
     original: nn.Module = model._orig_mod
-    original._compiled_call_impl = model.dynamo_ctx(original._call_impl)
+    original._compiled_call_impl = model.dynamo_ctx(_call_of(original))
     return original
 
 
@@ -44,7 +44,17 @@ def compile_alike(compiled: nn.Module, module: Any) -> None:
     """Compile `module` in place by the very compiler, and with the options, of one that is. What
     was compiled is found again for modules of the same class, shapes and settings."""
     call: Any = compiled.__dict__[_IN_PLACE]
-    module._compiled_call_impl = _compiler_of(call)(module._call_impl)
+    module._compiled_call_impl = _compiler_of(call)(_call_of(module))
+
+
+def _call_of(module: Any) -> Callable[..., Any]:
+    """What is to be compiled of a module. Of torch's own, such as nn.Sequential, torch compiles
+    nothing but what is within another function."""
+    dynamo = sys.modules["torch._dynamo"]
+    call: Callable[..., Any] = module._call_impl
+    if dynamo.trace_rules.check(module.forward):
+        call = dynamo.external_utils.wrap_inline(call)
+    return call
 
 
 def _compiler_of(call: Any) -> Callable[[Any], Any]:
@@ -113,11 +123,11 @@ def call_compiling(module: Any, args: Any, kwargs: Any) -> Any:
     if not callback:
         return module(*args, **kwargs)
     if not isinstance(module, DistributedDataParallel):
-        return _compiling(callback, module)(*args, **kwargs)
+        return _compiling(callback, _call_of(module))(*args, **kwargs)
     inner: Any = module.module
     if is_compiled_in_place(inner):
         return module(*args, **kwargs)
-    inner._compiled_call_impl = _compiling(callback, inner._call_impl)
+    inner._compiled_call_impl = _compiling(callback, _call_of(inner))
     try:
         return module(*args, **kwargs)
     finally:
