@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from shoal_client.certificates.authority import Holder
+from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CA_KEY_FILE, CertificateFolder
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls.identity import CA_FILE
@@ -89,7 +89,7 @@ def make(
     authority.mkdir(mode=0o700, exist_ok=True, parents=True)
     wanted = {
         "shoal": [
-            Holder(
+            CertificateHolder(
                 caller=Caller(role, role.value),
                 hosts=hosts if role is Role.COORDINATOR else (),
                 valid=valid,
@@ -98,8 +98,8 @@ def make(
         ],
         # Names of roles mean nothing to etcd: it lets in whoever its own authority signed for.
         "etcd": [
-            Holder(caller=Caller(Role.SERVER, "etcd"), hosts=etcd_hosts, valid=valid),
-            Holder(caller=Caller(Role.OPERATOR, "etcd-client"), valid=valid),
+            CertificateHolder(caller=Caller(Role.SERVER, "etcd"), hosts=etcd_hosts, valid=valid),
+            CertificateHolder(caller=Caller(Role.OPERATOR, "etcd-client"), valid=valid),
         ],
     }
     for name, holders in wanted.items():

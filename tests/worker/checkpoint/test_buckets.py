@@ -149,7 +149,7 @@ def test_what_else_lies_at_its_path_is_left_alone(place: str) -> None:
     (located(f"{place}/step-00000001") / "notes.txt").write_bytes(b"mine")
     checkpoints = Checkpoints(place, every_steps=1)
     checkpoints.offer(at(1))
-    with pytest.raises(InvalidSpec, match=r"is no checkpoint; saw notes\.txt"):
+    with pytest.raises(InvalidSpec, match=r"is not a checkpoint; saw notes\.txt"):
         checkpoints.close()
     assert paths_in(place) == ["step-00000001/notes.txt"]
 
@@ -288,5 +288,7 @@ def test_a_job_goes_on_from_a_bucket_with_the_same_samples(
 def test_a_bucket_that_is_not_there_is_refused_before_training(
     cluster: LocalCluster, s3: str
 ) -> None:
-    with pytest.raises(InvalidSpec, match=r"cannot be kept at s3://nowhere/runs.*bucket is there"):
+    with pytest.raises(
+        InvalidSpec, match=r"cannot be kept at s3://nowhere/runs.*the bucket exists"
+    ):
         steps_taken(cluster, f"{s3.replace('shoal-test', 'nowhere')}/runs")

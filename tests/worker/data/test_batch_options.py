@@ -92,7 +92,7 @@ def test_a_tuple_of_tensors_is_loaded_by_processes_as_it_is_without() -> None:
 )
 def test_a_tuple_of_something_else_is_no_dataset(dataset: Any, seen: str) -> None:
     """Not as many samples as it has parts."""
-    with pytest.raises(InvalidSpec, match=f"something else than tensors; saw {seen};"):
+    with pytest.raises(InvalidSpec, match=f"something other than tensors; saw {seen};"):
         order_of(dataset, global_batch_size=2)
 
 

@@ -197,8 +197,9 @@ class BatchLoader:
                 raise _ProcessEnded(f"process {', '.join(map(str, ended))} has ended")
             with raising_at_their_end(self._iterator):
                 return next(self._iterator)
-        except RuntimeError as error:
-            # Nothing of a dataset's own is raised here: that is a FailedSample.
+        except (RuntimeError, OSError, EOFError) as error:
+            # Nothing of a dataset's own is raised here: that is a FailedSample. A batch is fetched
+            # from the process that loaded it, which may end in the midst of that.
             ended = ended_processes_of(self._iterator)
             self.close()
             if ended:

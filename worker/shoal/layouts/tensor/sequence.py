@@ -21,6 +21,7 @@ from shoal.layouts.tensor.plan import Role, SequenceEntry, part_sizes
 from shoal.model.local_parts import local_part
 from shoal.randomness.dropout import draw
 from shoal.torch_private.compiling import eager
+from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -222,7 +223,7 @@ def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> fro
         module = model.get_submodule(entry.module)
         if entry.role == Role.NORM:
             found |= {f"{entry.module}.{name}" for name, _ in module.named_parameters()}
-        elif entry.role == Role.ROW and module._parameters.get("bias") is not None:
+        elif entry.role == Role.ROW and parameter_table(module).get("bias") is not None:
             found.add(f"{entry.module}.bias")
     return frozenset(found)
 

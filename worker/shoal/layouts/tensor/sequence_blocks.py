@@ -22,6 +22,7 @@ from shoal.layouts.tensor.regions import (
     is_elementwise_node,
     traces,
 )
+from shoal.torch_private.modules import has_hooks, parameter_table
 from shoal_proto.errors import InvalidSpec
 
 _TORCH: Mapping[type[nn.Module], Mapping[str, tuple[int | str, ...]]] = {
@@ -64,15 +65,15 @@ def _shared(model: nn.Module) -> frozenset[int]:
     """Ids of modules and parameters that stand in several places: what is changed in one place is
     changed in the others."""
     modules = [module for _, module in model.named_modules(remove_duplicate=False)]
-    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    parameters = [
+        p for module in modules for p in parameter_table(module).values() if p is not None
+    ]
     places = Counter(id(each) for each in (*modules, *parameters))
     return frozenset(each for each, count in places.items() if count > 1)
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules()
-    )
+    return any(has_hooks(each) for each in module.modules())
 
 
 class _Kind(Enum):
