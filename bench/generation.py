@@ -2,8 +2,9 @@
 
     make bench NAME=generation           # 10,000 members
     .venv/bin/python bench/generation.py 2000
-    .venv/bin/python bench/generation.py 1000 packed    # what Gloo's ranks read of each other
-    .venv/bin/python bench/generation.py 300 plain      # the same as sent to earlier releases
+    .venv/bin/python bench/generation.py 10000 compact  # what Gloo's ranks set and read
+    .venv/bin/python bench/generation.py 1000 packed    # the same where each rank reads for itself
+    .venv/bin/python bench/generation.py 300 plain      # and as sent to earlier releases
 
 `generation_10000`: from the Propose call of the last member until all hold the committed record,
 which is checked to be the same. `generation_10000_rss`: the coordinator's resident memory then.
@@ -81,7 +82,11 @@ def measure_rendezvous(num_members: int, form: str) -> tuple[float, float]:
         used_s = cpu_s(running.pid) - before_s
         size_mb = sum(each["num_bytes"] for each in done) / 1e6
         took_s = max(each["ended_s"] for each in done) - started_s
-        print(f"{num_members} ranks, {form}: {size_mb:.1f} MB, {took_s:.2f} s, CPU {used_s:.2f} s")
+        set_mb = sum(each["set_bytes"] for each in done) / 1e6
+        print(
+            f"{num_members} ranks, {form}: set {set_mb:.1f} MB, read {size_mb:.1f} MB,"
+            f" {took_s:.2f} s, CPU {used_s:.2f} s"
+        )
         return size_mb, used_s
 
 

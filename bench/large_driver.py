@@ -14,6 +14,7 @@ import time
 from light_member import LightMember, Rosters
 from member_driver import CALL_S, Driver, Played, Share, serve
 
+from shoal.backends.network.compact_addresses import compact
 from shoal_client.membership import member_events as ev
 from shoal_proto.packing.packed_values import unpack
 from shoal_proto.v1 import membership_pb2 as pb
@@ -85,22 +86,28 @@ class LargeDriver(Driver):
         return {"started_s": started_s}
 
     async def rendezvous(self, form: str, world_size: str) -> dict[str, float]:
-        """All set what Gloo's ranks set, and read what all have set: bytes of the answers, and when
-        the last one had them. `form`: "packed", or "plain" as earlier releases ask."""
-        size, num_bytes = int(world_size), 0
+        """All set what Gloo's ranks set, and read what all have set: bytes of what they set and of
+        the answers, and when the last one had them. `form`: "compact", read once a host; "packed",
+        read by each rank; "plain", as earlier releases ask."""
+        size, num_bytes, set_bytes = int(world_size), 0, 0
+        readers = {players[0].member_id for players in self._hosts.values()}
         packed: set[bytes] = set()
         numbers = struct.pack(f"<{size}q", *range(size))
         keys = [f"{form}/{rank}" for rank in range(size)]
 
         async def one(rank: int, player: Played) -> None:
-            nonlocal num_bytes
+            nonlocal num_bytes, set_bytes
             stub = RendezvousStub(player.channel)
             value = os.urandom(ADDRESS_BYTES // 8).ljust(ADDRESS_BYTES, b"\0") + numbers
+            value = compact(value) if form == "compact" else value
+            set_bytes += len(value)
             pair = rendezvous_pb2.StorePair(key=keys[rank], value=value)
             token = player.core.token
             await stub.Set(rendezvous_pb2.StoreSetRequest(token=token, pairs=[pair]))
+            if form == "compact" and player.member_id not in readers:
+                return
             asks = rendezvous_pb2.StoreGetRequest(
-                token=token, keys=keys, timeout_s=CALL_S, takes_packed=form == "packed"
+                token=token, keys=keys, timeout_s=CALL_S, takes_packed=form != "plain"
             )
             reply = await stub.Get(asks)
             num_bytes += reply.ByteSize()
@@ -114,7 +121,7 @@ class LargeDriver(Driver):
 
         first = self._share.first
         await asyncio.gather(*(one(first + n, player) for n, player in enumerate(self.players)))
-        return {"num_bytes": num_bytes, "ended_s": time.monotonic()}
+        return {"num_bytes": num_bytes, "set_bytes": set_bytes, "ended_s": time.monotonic()}
 
     async def fetched(self) -> dict[str, int]:
         """Bytes of chunks that all hosts asked for since the last time."""

@@ -10,6 +10,7 @@ import enum
 from shoal.membership.generation import Generation
 from shoal.torch_private.c10d import Store
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1 import membership_pb2 as pb
 
 FIELD = "step_messages"
 """Of the proposal, where members of the earlier form are refused."""
@@ -24,6 +25,12 @@ class StepMessages(enum.IntEnum):
     EARLIER = 1
     """That of release 0.1.0."""
     PRESENT = 2
+
+
+def all_know_present(roster: pb.Roster) -> bool:
+    """Whether no member is of release 0.1.0, by the word of a coordinator that knows: before any
+    member has said so itself."""
+    return roster.step_messages >= StepMessages.PRESENT
 
 
 class FormFinding:

@@ -153,8 +153,9 @@ class GlooGroup:
         timer.daemon = True
         timer.start()
         was_connecting, self._connecting = self._connecting, True
+        addresses = AddressStore(store, rank, world_size, is_compact=seat.tells_compactly)
         try:
-            gloo = make(AddressStore(store, rank, world_size), rank, world_size, options)
+            gloo = make(addresses, rank, world_size, options)
         except RuntimeError:
             self._raise_if_cut()
             raise

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from shoal.backends.network.compact_addresses import compact, expand
 from shoal.torch_private.c10d import Store
 from shoal_proto.errors import GenerationBroken
 
-MAX_ANNOUNCED_BYTES = 1 << 16
+MAX_ANNOUNCED_BYTES = 1 << 20
 """A longer value in the store is no Gloo address."""
 
 
@@ -103,18 +104,37 @@ class AddressStore(AnnouncingStore):
     call. Keys of another form go through as they are.
     """
 
-    def __init__(self, inner: Any, rank: int, world_size: int) -> None:
+    def __init__(self, inner: Any, rank: int, world_size: int, *, is_compact: bool) -> None:
+        """`is_compact`: all ranks tell their addresses in the form of `compact_addresses`."""
         super().__init__(inner)
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._is_compact = rank, world_size, is_compact
         self._awaited: list[str] = []
+        self._prefixes: set[str] = set()
         self._there = False
 
     def set(self, key: str, value: Any) -> None:
-        super().set(key, value)
         prefix, _, last = key.rpartition("/")
-        if last == str(self._rank):
-            self._awaited = [f"{prefix}/{rank}" for rank in range(self._world_size)]
-            self._there = False
+        if last != str(self._rank):
+            super().set(key, value)
+            return
+        kept = self._keep(value)
+        self._inner.set(key, compact(kept) if self._is_compact else kept)
+        self._prefixes.add(prefix)
+        self._awaited = [f"{prefix}/{rank}" for rank in range(self._world_size)]
+        self._there = False
+
+    def get(self, key: str) -> bytes:
+        return self._keep(self._address(key, self._inner.get(key)))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        values = self._inner.multi_get(keys)
+        return [self._keep(self._address(*each)) for each in zip(keys, values, strict=True)]
+
+    def _address(self, key: str, value: bytes) -> bytes:
+        """As Gloo wrote it."""
+        prefix, _, last = key.rpartition("/")
+        is_compact = self._is_compact and prefix in self._prefixes and last.isdigit()
+        return expand(bytes(value)) if is_compact else value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         own = set(keys) <= set(self._awaited)

@@ -10,6 +10,7 @@ from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Se
 from shoal.membership.alone import LoneStore
 from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
+from shoal.membership.step_messages import all_know_present
 from shoal_client.connection.coordinators import Coordinators
 
 log = structlog.get_logger(__name__)
@@ -53,6 +54,7 @@ class GenerationGroup:
             address=LOOPBACK if one_host else me.address,
             bring_up_s=LONGEST_S if watched else limits.bring_up_s,
             collective_s=LONGEST_S if watched else limits.collective_s,
+            tells_compactly=all_know_present(generation.record.roster),
         )
         store = (
             LoneStore()

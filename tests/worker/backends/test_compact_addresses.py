@@ -1,0 +1,112 @@
+"""Addresses of Gloo's ranks in a form that is as short for thousands of ranks as for a few."""
+
+import threading
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.backends.network.compact_addresses import MAX_WORDS, compact, expand
+from shoal.backends.network.stores import AddressStore
+from shoal.torch_private.c10d import ProcessGroupGloo, Store, gloo_options
+from shoal_proto.errors import MalformedMessage
+
+HEAD = bytes(range(154))
+
+
+def address(world_size: int, rank: int, first: int = 7) -> bytes:
+    """As Gloo writes it: the listener, then the numbers of the pairs, -1 where there is none."""
+    numbers = np.arange(first, first + world_size)
+    numbers[rank:] -= 1
+    numbers[rank] = -1
+    return HEAD + numbers.astype("<i8").tobytes()
+
+
+@given(st.binary(max_size=200))
+def test_every_value_comes_back(value: bytes) -> None:
+    told = compact(value)
+    assert expand(told) == value
+    assert len(told) <= len(value) + 1
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.binary(max_size=7), st.integers(1, 300))
+def test_runs_of_any_numbers_come_back(numbers: list[int], rest: bytes, times: int) -> None:
+    value = rest + np.repeat(np.array(numbers, dtype="<i8"), times).tobytes()
+    assert expand(compact(value)) == value
+
+
+@pytest.mark.parametrize("world_size", [100, 10_000])
+@pytest.mark.parametrize("rank", [0, 41, 99])
+def test_an_address_is_no_longer_for_more_ranks(world_size: int, rank: int) -> None:
+    value = address(world_size, rank)
+    assert expand(compact(value)) == value
+    assert len(compact(value)) < 400
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"",
+        b"\1",
+        b"\2abc",
+        b"\1\x08" + bytes(8),
+        b"\1\x03ab",
+        b"\1\0" + bytes(11),
+        b"\1\0" + np.array([(1, MAX_WORDS), (1, 1)], dtype="<i8,<u4").tobytes(),
+    ],
+)
+def test_what_is_no_address_is_refused(told: bytes) -> None:
+    with pytest.raises(MalformedMessage, match="address"):
+        expand(told)
+
+
+class Seen(Store):
+    """A store in which the test sees what ranks have set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._store = dist.HashStore()
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = bytes(value)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(list(keys), timedelta(seconds=60))
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("is_compact", [True, False])
+def test_gloo_connects_by_them(is_compact: bool) -> None:
+    """Five ranks in threads; what lies in the store is what they have announced."""
+    seen, sums, alive = Seen(), [], []
+
+    def rank_of(rank: int) -> None:
+        store = AddressStore(seen, rank, 5, is_compact=is_compact)
+        options = gloo_options("127.0.0.1", timeout_s=60.0)
+        group = ProcessGroupGloo(store, rank, 5, options)
+        value = torch.tensor([float(rank)])
+        group.allreduce([value]).wait()
+        sums.append(float(value))
+        alive.append((group, store))
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == [10.0] * 5
+    announced = [expand(value) if is_compact else value for value in seen.values.values()]
+    assert all(store.announced(b"\x7f\0\0\1") for _, store in alive)
+    assert len(announced) == 5
+    assert {len(value) for value in announced} == {len(announced[0])}
