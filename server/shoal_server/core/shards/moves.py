@@ -26,7 +26,7 @@ def told(
     gained: Counter[str] = Counter()
     for old, new in _pairs(before, after):
         from_id, to_id = old.primary.server_id, new.primary.server_id
-        if old.primary != new.primary and old.primary not in present:
+        if old.primary != new.primary and not _was_handed_over(old, new, present):
             promoted.setdefault(from_id, Counter())[to_id] += 1
         for holder in old.backups:
             if holder not in new.holders and holder not in present:
@@ -46,12 +46,21 @@ def told(
 
 
 def moved(before: JobAssignments, after: JobAssignments, present: Collection[Holder]) -> Moves:
-    """Shards that another server leads now, though the one before is there."""
+    """Shards that the server before has handed over to another one."""
     return Counter(
         (old.primary.server_id, new.primary.server_id)
         for old, new in _pairs(before, after)
-        if old.primary != new.primary and old.primary in present
+        if old.primary != new.primary and _was_handed_over(old, new, present)
     )
+
+
+def _was_handed_over(
+    old: ShardAssignment, new: ShardAssignment, present: Collection[Holder]
+) -> bool:
+    """Whether the primary before has gone on as a backup, or was to hand the shard over to the one
+    that leads now. A backup that takes over leads without it, while a killed server still counts as
+    present for the seconds that its lease lasts."""
+    return old.primary in present and (new.holds(old.primary) or old.successor == new.primary)
 
 
 def told_of_moves(moves: Moves) -> list[str]:
