@@ -133,7 +133,14 @@ class LocalCluster:
         self._etcd_serves = threading.Event()
 
     def __enter__(self) -> "LocalCluster":
-        self._config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidSpec(
+                "the cluster's directory cannot be made",
+                seen=f"{self._config.directory}: {error.strerror}",
+                expected="a directory that this user may make, or one that exists",
+            ) from error
         self._supervisor.__enter__()
         try:
             self._start()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shoal_client.liveness.beat_board import BeatSlot
 from shoal_client.membership.identity import Identity
+from shoal_client.membership.member_core import ADMISSION_S
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
 
@@ -27,6 +28,8 @@ class Member:
     """See `shoal_proto.secrets`; empty: the job has none."""
     shared_directory: Path | None = None
     """Where the members of this host keep what they have in common. Without it each fetches it."""
+    admission_s: float = ADMISSION_S
+    """How long a coordinator may take to admit it: a wrong address is told of by then."""
 
     @property
     def identity(self) -> Identity:

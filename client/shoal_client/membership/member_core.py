@@ -31,8 +31,8 @@ from shoal_proto.errors import (
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
-JOIN_TIMEOUT_S = 10.0
-"""How long a coordinator may take to admit a member."""
+ADMISSION_S = 10.0
+"""How long a coordinator may take to admit a member, where nothing else is said."""
 UNCHANGING = frozenset({"admitted", "pauses", "drain"})
 """Kinds of notice after which who stood by still does."""
 
@@ -472,7 +472,7 @@ class MemberCore:
         if record is not None:
             return ev.BringUp(record=record)
         if limit_s is None:
-            limit_s = self.limits.join_s + JOIN_TIMEOUT_S
+            limit_s = self.limits.join_s + ADMISSION_S
             give_up_s = self.clock.give_up_s(since_s, limit_s, now_s)
         else:
             give_up_s = since_s + limit_s

@@ -23,7 +23,7 @@ from shoal_client.membership import calls
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.held_stream import HeldStream
 from shoal_client.membership.member import Member
-from shoal_client.membership.member_core import JOIN_TIMEOUT_S, MemberCore
+from shoal_client.membership.member_core import MemberCore
 from shoal_client.membership.named_rosters import NamedRosters
 from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.status import from_detail
@@ -107,12 +107,14 @@ class MemberSession:
 
     # --- joining ---
 
-    def join(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+    def join(self, timeout_s: float | None = None) -> None:
         """Become a member.
 
-        Raises Unavailable if no coordinator answers within `timeout_s`, and what the coordinator
-        refuses with: JobFinished, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch.
+        Raises DeadlineExceeded if no coordinator admits it within `timeout_s`, by itself the
+        member's `admission_s`, and what the coordinator refuses with: JobFinished, StateLost,
+        InvalidSpec, ProposalConflict, ProtocolMismatch.
         """
+        timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
         self._threads.start("shoal-member", self._listen)
         with self._changed:

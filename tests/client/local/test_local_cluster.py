@@ -286,3 +286,10 @@ def test_an_orphan_does_not_get_out_of_sight() -> None:
         check=False,
     )
     assert done.stdout == "swept\n", done.stderr
+
+
+def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = LocalClusterConfig(directory=tmp_path / "file" / "below", num_parameter_servers=0)
+    with pytest.raises(InvalidSpec, match=r"cannot be made; saw .*below: Not a directory"):
+        LocalCluster(config).__enter__()

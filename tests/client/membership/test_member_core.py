@@ -8,7 +8,7 @@ import pytest
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
-from shoal_client.membership.member_core import JOIN_TIMEOUT_S, MemberCore
+from shoal_client.membership.member_core import ADMISSION_S, MemberCore
 from shoal_proto.digest import roster_digest
 from shoal_proto.errors import (
     CertificateRefused,
@@ -471,7 +471,7 @@ def test_a_refusal_on_the_stream_ends_the_membership() -> None:
 def test_a_wait_for_a_generation_ends_with_the_reason() -> None:
     member = a_member()
     member.hears(pb.Notice(reason="2 of 3 members are there"))
-    limit_s = LIMITS.join_s + JOIN_TIMEOUT_S
+    limit_s = LIMITS.join_s + ADMISSION_S
     assert member.core.next_generation(0, 0, 1) == ev.WaitUntil(until_s=limit_s)
     decision = member.core.next_generation(0, 0, limit_s)
     assert isinstance(decision, ev.Raise)
@@ -487,7 +487,7 @@ def test_who_stands_by_does_so_for_as_long_as_the_job_goes_on() -> None:
     assert member.core.next_generation(0, 0, 1e6) == ev.WaitUntil(until_s=math.inf)
     member.now_s = 1e6
     member.hears(aborted(1, "a", "b"))
-    until_s = 1e6 + LIMITS.join_s + JOIN_TIMEOUT_S
+    until_s = 1e6 + LIMITS.join_s + ADMISSION_S
     assert member.core.next_generation(0, 0, 1e6) == ev.WaitUntil(until_s=until_s)
 
 

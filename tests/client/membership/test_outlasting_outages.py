@@ -78,7 +78,7 @@ async def test_what_a_trainer_has_to_say_is_said_when_a_coordinator_is_back() ->
 
 @pytest.mark.long
 async def test_a_wait_for_the_next_generation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_core, "JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(member_core, "ADMISSION_S", 0.1)
     store = MemoryStore()
     async with served(store, LIMITS) as world:
         client = await world.joined("a", desired=2, low=2)

@@ -15,7 +15,7 @@ from support.sim.virtual_time import Box, Process, Steps, Wait, sleep
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
-from shoal_client.membership.member_core import JOIN_TIMEOUT_S
+from shoal_client.membership.member_core import ADMISSION_S
 from shoal_proto.errors import DeadlineExceeded, GenerationBroken, MemberDrained, ShoalError
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
@@ -195,7 +195,7 @@ class SimMember:
     def _train(self) -> Steps[None]:
         core = self.core
         try:
-            yield Wait(lambda: core.admitted or core.failure is not None, JOIN_TIMEOUT_S)
+            yield Wait(lambda: core.admitted or core.failure is not None, ADMISSION_S)
             if core.failure is not None or not core.admitted:
                 raise core.failure or DeadlineExceeded("no coordinator admitted it")
             proposal = pb.Proposal(

@@ -228,9 +228,12 @@ first, again = (pathlib.Path({str(tmp_path)!r}) / name for name in ("first", "ag
 if os.environ["SHOAL_MEMBER_ID"].endswith("-0"):
     again.read_text()
 elif not first.exists():
+    assert "SHOAL_ADMISSION_S" not in os.environ
     first.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 else:
+    # The job may train on without a coordinator: whoever comes back waits for one.
+    assert os.environ["SHOAL_ADMISSION_S"] == "86400"
     again.write_text("here")
 print("done")
 """

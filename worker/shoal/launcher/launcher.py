@@ -27,6 +27,7 @@ from types import FrameType
 from shoal.launcher import metrics
 from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
+from shoal.membership.join_config import ADMISSION_VARIABLE
 from shoal_client.host.beats import HostBeats
 from shoal_client.host.reports import HostReporter
 from shoal_client.liveness.beat_board import BeatBoard, Ending
@@ -39,6 +40,8 @@ from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 
 OUTPUT_S = 2.0
 """Time for the last lines of a worker that exited."""
+AGAIN_ADMISSION_S = 24 * 3600
+"""How long a worker that is started again waits for a coordinator."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -149,6 +152,9 @@ class Launcher:
         environment["SHOAL_BEATS"] = board.address(slot.index)
         environment["SHOAL_SHARED_DIRECTORY"] = board.shared_directory
         environment[LAUNCH_VARIABLE] = slot.launch_secret
+        if slot.exits:
+            # The others train on without a coordinator, and so this one waits for it.
+            environment.setdefault(ADMISSION_VARIABLE, str(AGAIN_ADMISSION_S))
         slot.process = supervisor.spawn(
             Command(
                 name=slot.member_id,

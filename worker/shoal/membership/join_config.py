@@ -16,6 +16,7 @@ from shoal.membership.step_messages import StepMessages
 from shoal_client.connection.reach import CHOICES
 from shoal_client.liveness.beat_board import BeatSlot
 from shoal_client.membership.member import Member
+from shoal_client.membership.member_core import ADMISSION_S
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.names import NAME_RULE, is_name
@@ -25,6 +26,7 @@ from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 
 log = structlog.get_logger(__name__)
 
+ADMISSION_VARIABLE = "SHOAL_ADMISSION_S"
 MAX_MEMBERS = 1024
 """The upper bound of a job that states none."""
 
@@ -67,6 +69,9 @@ class JoinConfig:
     """How many workers the launcher runs on this host."""
     num_ranks: int = 1
     """How many processes the launcher that started this one has started, where it says so."""
+    admission_s: int = int(ADMISSION_S)
+    """Seconds that a coordinator may take to admit this member. `shoal run` gives a worker that it
+    starts again a day: the job trains on while no coordinator is there, and so it is waited for."""
     beat_slot: str = ""
     """Where the launcher looks for whom to beat; empty: this member beats by itself."""
     secrets: MemberSecrets = field(default_factory=MemberSecrets)
@@ -96,6 +101,12 @@ class JoinConfig:
                 raise InvalidSpec(
                     "a coordinator's address is malformed", seen=repr(address), expected="host:port"
                 )
+        if self.admission_s < 1:
+            raise InvalidSpec(
+                f"{ADMISSION_VARIABLE} is too short",
+                seen=f"{self.admission_s} s",
+                expected="at least 1 s",
+            )
         desired = self.desired_members or self.min_members
         if not 1 <= self.min_members <= desired <= self.max_members:
             raise InvalidSpec(
@@ -151,6 +162,7 @@ class JoinConfig:
                 step_messages=StepMessages.PRESENT,
             ),
             job_secret=self.secrets.job,
+            admission_s=float(self.admission_s),
             beat_slot=_beat_slot(self.beat_slot),
             shared_directory=Path(self.shared_directory) if self.shared_directory else None,
         )
@@ -194,6 +206,7 @@ def read_config(
             "local_world_size", "SHOAL_LOCAL_WORLD_SIZE", number("", "LOCAL_WORLD_SIZE", 1)
         ),
         num_ranks=max(number("", each, 1) for each in _NUM_RANKS),
+        admission_s=number("", ADMISSION_VARIABLE, int(ADMISSION_S)),
         beat_slot=text("beat_slot", "SHOAL_BEATS"),
         shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
         secrets=member_secrets(environment),

@@ -9,7 +9,7 @@ import structlog
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from shoal.membership.join_config import JoinConfig
-from shoal_client.membership.member_core import JOIN_TIMEOUT_S
+from shoal_client.membership.member_core import ADMISSION_S
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.secrets import member_secrets
 from shoal_proto.tls import identity
@@ -47,7 +47,7 @@ class NodeConfig:
     as long as the coordinator says."""
     close_timeout_s: float = 30.0
     """How long to try to tell the coordinator that this node leaves."""
-    connect_timeout_s: float = JOIN_TIMEOUT_S
+    connect_timeout_s: float = ADMISSION_S
     """The node does not start if no coordinator answers within this time."""
 
     @classmethod

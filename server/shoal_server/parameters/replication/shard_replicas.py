@@ -275,6 +275,8 @@ class ShardReplicas:
         return await replica.in_turn(self._run, replica.state.memory_bytes, replica.state.cut)
 
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
+        if replica.log is None:
+            return  # Let go of while it was written: another may be led by its name.
         self._driver.tell(ev.OnDisk((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:

@@ -286,7 +286,7 @@ class ServerCopies:
             disk.shards[copy.key] = OnDiskCopy(
                 copy.run, copy.epoch, tuple(copy.updates[:version]), chain
             )
-            self._server.post(ev.OnDisk(copy.key, version))
+            self._server.post(ev.OnDisk(copy.key, version), copy)
 
         self._server.process.act(self._chance.random() * FLUSH_S, flush)
 

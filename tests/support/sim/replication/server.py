@@ -9,7 +9,7 @@ from support.sim.replication.machine import SimProcess
 from support.sim.replication.peers import ServerPeers
 from support.sim.replication.registration import ServerRegistration
 from support.sim.replication.setting import Setting
-from support.sim.replication.shard import Disk, Update
+from support.sim.replication.shard import Copy, Disk, Update
 
 from shoal_server.core.replication.backing.disowning import Disowning
 from shoal_server.core.replication.protocol import effects as fx
@@ -52,7 +52,7 @@ class SimServer:
         self._disowning = Disowning(me, setting.limits)
         self._records = self.registration.records
         self._wakes_at_s = float("inf")
-        self._posted: deque[ev.Event] = deque()
+        self._posted: deque[tuple[ev.Event, Copy | None]] = deque()
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             fx.Write: lambda effect: self._write(effect.key),
             fx.Refresh: lambda effect: self._refresh(effect.key),
@@ -101,19 +101,22 @@ class SimServer:
 
         self.process.act(self.process.in_s(wakes_s) + 1e-6, wake)
 
-    def post(self, event: ev.Event) -> None:
-        """From another thread: told in the order in which they were posted."""
+    def post(self, event: ev.Event, of: Copy | None = None) -> None:
+        """From another thread: told in the order in which they were posted. `of`: the copy that
+        tells it, and once it is gone tells nothing."""
         if not self._posted and self.setting.chance.random() < 0.8:
             self.tell(event)
             return
-        self._posted.append(event)
+        self._posted.append((event, of))
         self.process.act(self.setting.chance.random() * 0.01, self._tell_posted)
 
     def _tell_posted(self) -> None:
-        event = self._posted.popleft()
-        # A copy that is gone tells nothing.
-        if not isinstance(event, ev.Applied) or event.key in self.copies.found:
+        event, copy = self._posted.popleft()
+        if copy is None or self.copies.found.get(copy.key) is copy:
             self.tell(event)
+        elif isinstance(event, ev.Asked) and event.token in self.waiting:
+            *_, answer = self.waiting.pop(event.token)
+            answer("not here")
 
     # --- pushes and pulls ---
 
@@ -146,16 +149,16 @@ class SimServer:
                 if not version:
                     version = copy.num_applied = copy.add(update)
                     self.copies.on_applied(copy)
-                    self.post(ev.Applied(key, version))
-            self._ask(token, key, epoch, version, level=level, answer=answer)
+                    self.post(ev.Applied(key, version), copy)
+            self._ask(token, copy, epoch, version, level=level, answer=answer)
 
         copy.lane.put(self.setting.chance.random() * 0.003, apply)
 
     def _ask(
-        self, token: Any, key: Key, epoch: int, version: int, *, level: Level, answer: Answer
+        self, token: Any, copy: Copy, epoch: int, version: int, *, level: Level, answer: Answer
     ) -> None:
-        self.waiting[token] = key, epoch, version, level, answer
-        self.post(ev.Asked(token, key, epoch, version, level))
+        self.waiting[token] = copy.key, epoch, version, level, answer
+        self.post(ev.Asked(token, copy.key, epoch, version, level), copy)
 
     def disk_taken(self) -> None:
         """Another process has it from here on."""

@@ -1,0 +1,51 @@
+"""Who waits for an acknowledgement is answered for the copy that its push was applied to."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import pytest
+
+from shoal_proto.errors import WrongEpoch
+from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_APPLIED
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.replication.protocol.effects import Acknowledge
+from shoal_server.core.replication.protocol.events import Asked
+from shoal_server.parameters.replication.acknowledgements import Acknowledgements
+from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.record_log import RecordLog
+from shoal_server.parameters.shard.dense import new_dense_shard
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
+
+
+class Agreeing:
+    """A driver whose core acknowledges whatever it is asked for."""
+
+    def __init__(self) -> None:
+        self.acknowledge: Callable[[Acknowledge], None] | None = None
+
+    def carry_out(self, handlers: Mapping[type, Callable[[Any], None]]) -> None:
+        self.acknowledge = handlers[Acknowledge]
+
+    def tell(self, event: object) -> None:
+        assert isinstance(event, Asked) and self.acknowledge is not None
+        self.acknowledge(Acknowledge(event.token))
+
+
+def led() -> ShardReplica:
+    blocks = [Block(parameter="w", num_elements=1)]
+    spec = Shard(shard_id=0, epoch=1, dtype="float32", blocks=blocks)
+    sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1)])
+    replica = ShardReplica("job", new_dense_shard(spec, sgd, bytearray(4)), ReplicaRole.PRIMARY, 1)
+    replica.log = RecordLog(1)
+    return replica
+
+
+async def test_a_push_to_a_shard_that_is_let_go_of_is_not_acknowledged_by_its_successor() -> None:
+    """A job that is started over has shards of the same names and epochs."""
+    acknowledgements = Acknowledgements(cast(CoreDriver, Agreeing()))
+    replica = led()
+    await acknowledgements.wait(replica, 1, ACKNOWLEDGEMENT_APPLIED)
+    replica.log = None
+    with pytest.raises(WrongEpoch):
+        await acknowledgements.wait(replica, 1, ACKNOWLEDGEMENT_APPLIED)
