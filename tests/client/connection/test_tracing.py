@@ -88,7 +88,8 @@ def test_calls_and_pushes_are_traces_to_etcd(spans: Spans, tmp_path: Path) -> No
     assert any(path[-1].startswith("etcd") for path in placing), paths
     [push] = spans.named("Push")
     [served_push] = spans.named("Parameters/Push")
-    assert push.start_time <= served_push.start_time <= served_push.end_time <= push.end_time
+    # The last word to the caller leaves before the server has put the push away.
+    assert push.start_time <= served_push.start_time <= push.end_time
 
 
 async def test_a_join_is_one_trace_to_etcd(spans: Spans, tmp_path: Path) -> None:

@@ -36,6 +36,27 @@ _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
+class FromLauncher:
+    """What `shoal run` tells the workers that it starts; by itself a process has none of it."""
+
+    shared_directory: str = ""
+    """Where the workers of this host's launcher keep what they have in common; empty: nowhere."""
+    beat_slot: str = ""
+    """Where the launcher looks for whom to beat; empty: this member beats by itself."""
+    admission_s: int = int(ADMISSION_S)
+    """Seconds that a coordinator may take to admit this member. A worker that is started again has
+    a day: the job trains on while no coordinator is there, and so it is waited for."""
+
+    def __post_init__(self) -> None:
+        if self.admission_s < 1:
+            raise InvalidSpec(
+                f"{ADMISSION_VARIABLE} is too short",
+                seen=f"{self.admission_s} s",
+                expected="at least 1 s",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class JoinConfig:
     """What `shoal.join` needs to know. Checked at construction."""
 
@@ -60,8 +81,6 @@ class JoinConfig:
     backend: str = ""
     """What carries collectives: "gloo", "nccl", "in-memory"; empty: NCCL for a model on CUDA,
     otherwise Gloo."""
-    shared_directory: str = ""
-    """Where the workers of this host's launcher keep what they have in common; empty: nowhere."""
     local_rank: int = 0
     """Place of this worker among those of its launcher on this host; its GPU is the one with this
     number, if it sees several."""
@@ -69,11 +88,8 @@ class JoinConfig:
     """How many workers the launcher runs on this host."""
     num_ranks: int = 1
     """How many processes the launcher that started this one has started, where it says so."""
-    admission_s: int = int(ADMISSION_S)
-    """Seconds that a coordinator may take to admit this member. `shoal run` gives a worker that it
-    starts again a day: the job trains on while no coordinator is there, and so it is waited for."""
-    beat_slot: str = ""
-    """Where the launcher looks for whom to beat; empty: this member beats by itself."""
+    launcher: FromLauncher = field(default_factory=FromLauncher)
+    """What this host's launcher has for its workers."""
     secrets: MemberSecrets = field(default_factory=MemberSecrets)
     """Of the job, and of the launcher."""
 
@@ -101,12 +117,6 @@ class JoinConfig:
                 raise InvalidSpec(
                     "a coordinator's address is malformed", seen=repr(address), expected="host:port"
                 )
-        if self.admission_s < 1:
-            raise InvalidSpec(
-                f"{ADMISSION_VARIABLE} is too short",
-                seen=f"{self.admission_s} s",
-                expected="at least 1 s",
-            )
         desired = self.desired_members or self.min_members
         if not 1 <= self.min_members <= desired <= self.max_members:
             raise InvalidSpec(
@@ -137,7 +147,7 @@ class JoinConfig:
     def member(self) -> Member:
         """This process as a member, with an incarnation of its own."""
         incarnation = new_incarnation()
-        host = socket.gethostname()
+        host, directory = socket.gethostname(), self.launcher.shared_directory
         made_up = f"{_as_name(host)}-{os.getpid()}-{incarnation[-8:]}"
         return Member(
             coordinators=self.coordinators,
@@ -162,9 +172,9 @@ class JoinConfig:
                 step_messages=StepMessages.PRESENT,
             ),
             job_secret=self.secrets.job,
-            admission_s=float(self.admission_s),
-            beat_slot=_beat_slot(self.beat_slot),
-            shared_directory=Path(self.shared_directory) if self.shared_directory else None,
+            admission_s=float(self.launcher.admission_s),
+            beat_slot=_beat_slot(self.launcher.beat_slot),
+            shared_directory=Path(directory) if directory else None,
         )
 
 
@@ -206,9 +216,11 @@ def read_config(
             "local_world_size", "SHOAL_LOCAL_WORLD_SIZE", number("", "LOCAL_WORLD_SIZE", 1)
         ),
         num_ranks=max(number("", each, 1) for each in _NUM_RANKS),
-        admission_s=number("", ADMISSION_VARIABLE, int(ADMISSION_S)),
-        beat_slot=text("beat_slot", "SHOAL_BEATS"),
-        shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
+        launcher=FromLauncher(
+            shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
+            beat_slot=text("beat_slot", "SHOAL_BEATS"),
+            admission_s=number("", ADMISSION_VARIABLE, int(ADMISSION_S)),
+        ),
         secrets=member_secrets(environment),
     )
 
