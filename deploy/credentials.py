@@ -278,8 +278,9 @@ def run(options: argparse.Namespace, wait: Callable[[float], bool]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    if options.every:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
     return run(options, stop.wait)
 
 
