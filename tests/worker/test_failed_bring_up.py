@@ -62,6 +62,7 @@ def test_one_that_gets_through_at_the_second_try_trains_with_the_others(
         assert c.expect("stepped")["step"] > 1
 
 
+@pytest.mark.long
 def test_one_that_stops_amid_the_exchange_of_state_holds_nobody_up(cluster: LocalCluster) -> None:
     """The others wait for it where no connection of the group's ends, in memory that they share,
     and go on without it."""

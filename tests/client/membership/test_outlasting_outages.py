@@ -64,6 +64,7 @@ async def outlasts(waiting: "asyncio.Future[Any]", come_back: Callable[[], Await
         return await waiting
 
 
+@pytest.mark.long
 async def test_what_a_trainer_has_to_say_is_said_when_a_coordinator_is_back() -> None:
     store = MemoryStore()
     async with served(store, LIMITS) as world:

@@ -101,6 +101,7 @@ def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
     small.close()
 
 
+@pytest.mark.long
 def test_a_refused_copy_is_taken_once_there_is_room(servers: ParameterServers) -> None:
     """Another job's shards took it before."""
     servers.add("ps-0", timeouts=PATIENCE)

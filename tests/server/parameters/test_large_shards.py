@@ -163,6 +163,7 @@ def test_a_copy_that_takes_long_is_waited_for(
         assert set(values["w"].cast("f")) == {float(job.num_pushes)}
 
 
+@pytest.mark.long
 def test_an_image_that_fails_is_sent_again_alone(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

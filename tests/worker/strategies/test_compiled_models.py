@@ -109,6 +109,7 @@ def test_a_later_generation_compiles_nothing(
 CASES = [("ddp", "behind"), ("fsdp", "before")]
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_changes_of_members_compile_nothing_anew(

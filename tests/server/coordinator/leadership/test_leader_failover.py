@@ -57,6 +57,7 @@ def health(process: CoordinatorProcess, service: str) -> int:
         return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=30).status)
 
 
+@pytest.mark.long
 def test_a_killed_leader_is_succeeded_long_before_its_lease_ends(tmp_path: Path) -> None:
     """Its process is gone, which the kernel says at once; and probes are told who leads."""
     serving = health_pb2.HealthCheckResponse.SERVING

@@ -120,6 +120,7 @@ def compare_all(work: StepWork, reader: StepClient) -> None:
     compare_parameters(work, dense, reader.parameters())
 
 
+@pytest.mark.long
 def test_servers_that_come_and_go_meanwhile_tear_no_step(opened: ExitStack, tmp_path: Path) -> None:
     """A snapshot may fail then; one that is there is whole."""
     servers, snapshots = start(opened, tmp_path, num_servers=3)
