@@ -123,8 +123,8 @@ def count_member(coordinator: str, strategy: str, model: nn.Module) -> tuple[flo
             with session.step():
                 session.forward_backward(batch, mse_loss)
             moved = sum(count.bytes for count in counts().values())
-        rounds: Any = session.strategy
-        agreed = [*rounds._rounds.agreed.tensors.values(), *rounds._rounds._velocity.values()]
+        strategy_run: Any = session.strategy
+        agreed = strategy_run._outer_loop.outgoing().tensors.values()
         gradients = storages(p.grad for p in model.parameters() if p.grad is not None)
         return moved / EVERY_STEPS, held(model, optimizer, gradients, agreed)
 
