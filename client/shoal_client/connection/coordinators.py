@@ -135,23 +135,26 @@ class Coordinators:
         request: Any,
         *,
         timeout_s: float,
+        gives_up: Callable[[], bool] = lambda: False,
     ) -> Reply_co:
         """Call until it succeeds, is refused, or `timeout_s` has passed.
 
-        Raises what the server raised; a RetryError only once the time is over.
+        Raises what the server raised; a RetryError only once the time is over, or `gives_up()` says
+        after an attempt that nobody waits for the answer any more.
         """
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
                 if (token := getattr(request, "token", None)) is not None:
                     tracing.mark(token)
-                return self._call(method_of, request, timeout_s)
-        return self._call(method_of, request, timeout_s)
+                return self._call(method_of, request, timeout_s, gives_up)
+        return self._call(method_of, request, timeout_s, gives_up)
 
     def _call(
         self,
         method_of: Callable[[grpc.Channel], Method[Reply_co]],
         request: Any,
         timeout_s: float,
+        gives_up: Callable[[], bool],
     ) -> Reply_co:
         give_up_s = time.monotonic() + timeout_s
         back_off = BackOff()
@@ -167,7 +170,8 @@ class Coordinators:
                 if not isinstance(error, RetryError) or isinstance(error, DeadlineExceeded):
                     raise error from None
                 pause_s = back_off.pause_s(chance())
-                if time.monotonic() + pause_s >= give_up_s or self._closed.is_set():
+                is_late = time.monotonic() + pause_s >= give_up_s
+                if is_late or self._closed.is_set() or gives_up():
                     raise error from None
                 self.move_on(address, error)
             self._closed.wait(pause_s)

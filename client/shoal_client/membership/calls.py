@@ -36,16 +36,19 @@ def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
     return MembershipStub(channel).Heartbeat
 
 
-def made(coordinators: Coordinators, call: ev.Call) -> ev.CallEnded | ev.HeartbeatRefused:
-    """What came of the call, once it is made."""
-    request = call.request
+def made(
+    coordinators: Coordinators, call: ev.Call, gives_up: Callable[[], bool] = lambda: False
+) -> ev.CallEnded | ev.HeartbeatRefused:
+    """What came of the call, once it is made. `gives_up`: see `Coordinators.call`."""
+    request, within_s = call.request, call.timeout_s
     try:
         if isinstance(request, pb.HeartbeatRequest):
-            reply = coordinators.call(heartbeat, request, timeout_s=call.timeout_s)
+            reply = coordinators.call(heartbeat, request, timeout_s=within_s, gives_up=gives_up)
             if reply.replies and reply.replies[0].HasField("error"):
                 return ev.HeartbeatRefused(error=from_detail(reply.replies[0].error))
         else:
-            coordinators.call(METHODS[type(request)], request, timeout_s=call.timeout_s)
+            method = METHODS[type(request)]
+            coordinators.call(method, request, timeout_s=within_s, gives_up=gives_up)
     except ShoalError as error:
         return ev.CallEnded(call=call, error=error, chance=chance())
     return ev.CallEnded(call=call)

@@ -6,6 +6,8 @@ from shoal_client.membership import member_events as ev
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 
+ADMISSION_TOLD_AFTER_S = 1.0
+"""A member that waits so long to be admitted says so."""
 _NOT_TOLD = {
     pb.PauseRequest: "pause_not_told",
     pb.DrainRequest: "drain_not_taken",
@@ -21,6 +23,9 @@ class MemberCalls:
         self._member_id = member_id
         self._heard = True
         """Whether the last heartbeat was answered."""
+        self._joined_s = self._joins_within_s = 0.0
+        self._is_awaited = False
+        """Whether the log says that this member waits to be admitted."""
 
     def new(
         self,
@@ -37,6 +42,28 @@ class MemberCalls:
             since_s=now_s,
             give_up_s=give_up_s,
         )
+
+    def joins(self, now_s: float, within_s: float) -> None:
+        """The member wants to be admitted, by then."""
+        self._joined_s, self._joins_within_s = now_s, within_s
+
+    def not_admitted(self, error: ShoalError | None, now_s: float) -> list[ev.Effect]:
+        """A coordinator has not admitted it yet. That is told once it is no change of leaders."""
+        if self._is_awaited or error is None or now_s - self._joined_s < ADMISSION_TOLD_AFTER_S:
+            return []
+        self._is_awaited = True
+        fields = {
+            "waits_for": "admission",
+            "waits_s": round(self._joins_within_s),
+            "reason": str(error),
+        }
+        return [ev.Log(event="coordinator_away", fields=fields, is_warning=True)]
+
+    def admitted(self, now_s: float) -> list[ev.Effect]:
+        if not self._is_awaited:
+            return []
+        fields = {"waits_for": "admission", "away_s": round(now_s - self._joined_s, 1)}
+        return [ev.Log(event="coordinator_back", fields=fields)]
 
     def answered(self, call: ev.Call, now_s: float) -> list[ev.Effect]:
         if isinstance(call.request, pb.HeartbeatRequest):

@@ -82,6 +82,10 @@ class MemberCore:
         """The fencing token as of the generation that the trainer was last sent into."""
         return self.identity.token(self.track.generation)
 
+    def is_idle(self, call: ev.Call) -> bool:
+        """Whether nothing follows from the call's answer any more: the membership has ended."""
+        return call.persistence in ev.FOR_MEMBERS and self.failure is not None
+
     def is_over(self, generation: int) -> bool:
         """Whether the generation broke or has a successor, or the membership ended."""
         return bool(
@@ -103,6 +107,7 @@ class MemberCore:
             case ev.CallEnded():
                 effects = self._call_ended(event, now_s)
             case ev.JoinWished():
+                self._calls.joins(now_s, event.within_s)
                 effects = [ev.OpenStream(request=self._attend_request())]
             case ev.StreamEnded():
                 effects = self._stream_ended(event, now_s)
@@ -186,7 +191,7 @@ class MemberCore:
             )
         ]
         if not again:
-            return effects
+            return effects + self._calls.admitted(now_s)
         if self.leaving.reason:
             effects.append(ev.AskDrain(reason=self.leaving.reason))
         # A new leader knows the roster from etcd, not what each member has said since.
@@ -257,7 +262,7 @@ class MemberCore:
         is_news = not self._certificate.is_on
         if error is not None and not self._outlasts(error, now_s):
             return self._fail(error)
-        found: Effects = []
+        found = [] if self.admitted else self._calls.not_admitted(error, now_s)
         if error is not None:
             self.waiting_for = str(error)
         if isinstance(error, CertificateRefused) and is_news:

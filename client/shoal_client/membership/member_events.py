@@ -74,9 +74,10 @@ class HeartbeatRefused:
 # --- what the trainer wishes, and says ---
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JoinWished:
-    pass
+    within_s: float = 0.0
+    """How long it waits to be admitted, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +172,9 @@ class Persistence(enum.Enum):
     LAST = enum.auto()
     """The word that this member leaves; who does not hear it finds out by itself."""
 
+
+FOR_MEMBERS = (Persistence.UNTIL_ANSWERED, Persistence.WITH_STREAM)
+"""What only a member says: once the membership has ended it need not be heard."""
 
 Request = (
     pb.ProposeRequest

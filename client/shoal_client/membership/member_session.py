@@ -116,7 +116,9 @@ class MemberSession:
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
-        self._threads.start("shoal-member", self._listen)
+        # It holds one stream after another, until the membership ends.
+        wished = ev.JoinWished(within_s=timeout_s)
+        self._threads.start("shoal-member", lambda: self._do(wished))
         with self._changed:
             self._changed.wait_for(lambda: core.admitted or core.failure, timeout=timeout_s)
             failure, admitted = core.failure, core.admitted
@@ -126,7 +128,8 @@ class MemberSession:
                 f"no coordinator admitted this member within {timeout_s:g} s",
                 seen=core.waiting_for,
                 expected=f"one of {', '.join(self._member.coordinators)} to answer",
-                fix="Check that the coordinator and its etcd run: see its /readyz.",
+                fix="Check that the coordinator and its etcd run: see its /readyz. With"
+                " SHOAL_ADMISSION_S a worker waits longer.",
             )
         self._threads.start("shoal-heartbeat", self._beat)
         self._threads.start("shoal-drain", self._ask_for_drain)
@@ -416,10 +419,11 @@ class MemberSession:
     def _call(self, call: ev.Call) -> ev.Event:
         if call.after_s:
             self._threads.closing.wait(call.after_s)
+        core = self._core
         if isinstance(call.request, pb.HeartbeatRequest):
-            return calls.made(self._coordinators, call)
+            return calls.made(self._coordinators, call, lambda: core.closed)
         with self._joining.within():
-            return calls.made(self._coordinators, call)
+            return calls.made(self._coordinators, call, lambda: core.closed or core.is_idle(call))
 
     def _judge(self, effect: ev.Judge) -> ev.Judged:
         hooks, prepare = self._hooks, effect.prepare
@@ -449,10 +453,6 @@ class MemberSession:
                 self._slot.end(Ending.of(effect.error))
 
     # --- threads ---
-
-    def _listen(self) -> None:
-        """Hold one stream after another, until the membership ends."""
-        self._do(ev.JoinWished())
 
     def _hold_stream(self, opening: ev.OpenStream) -> ev.StreamEnded | None:
         """Until the stream ends, or what follows from a notice does not get through."""

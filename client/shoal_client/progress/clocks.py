@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators
-from shoal_proto.errors import DeadlineExceeded
+from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
 from shoal_proto.v1.identity_pb2 import Token
@@ -37,13 +37,16 @@ class Clock:
         *,
         bound: int,
         wait_s: float = 60.0,
+        ended: Callable[[], ShoalError | None] = lambda: None,
     ) -> None:
         """`wait_s`: how long a wait for others may take while a coordinator is there, which takes
-        out whoever holds the others up for too long."""
+        out whoever holds the others up for too long. `ended`: what ended the membership, if
+        something did; no wait outlasts that."""
         self._coordinators = coordinators
         self._token = token
         self._bound = bound
         self._wait_s = wait_s
+        self._ended = ended
         self._round = 0
         self._slowest = 0
         self._enters = True
@@ -64,7 +67,7 @@ class Clock:
 
         The values in hand will do where all that they must hold was known to be applied before
         they were received. While no coordinator is there it waits for one. Raises DeadlineExceeded,
-        which says for whom it waited, and Fenced.
+        which says for whom it waited, and what ended the membership.
         """
         known = self._slowest
         if self._enters or known < self._round - self._bound:
@@ -138,7 +141,16 @@ class Clock:
             reply = self._call(wait_s, wait_s + ANSWER_WITHIN_S, pulled=pulled)
             return reply, time.monotonic() - asked_s
 
-        return self._coordinators.persist(ask, waits_for="the others' clocks")
+        try:
+            return self._coordinators.persist(
+                ask, waits_for="the others' clocks", gives_up=self._is_over
+            )
+        except OUTLASTED as error:
+            # It was asked to leave, say, and nobody is there to let it go.
+            raise self._ended() or error from None
+
+    def _is_over(self) -> bool:
+        return self._ended() is not None
 
     def _call(
         self, wait_s: float, timeout_s: float, *, pulled: bool = False, begins: bool = False
@@ -153,7 +165,10 @@ class Clock:
             wait_s=wait_s,
         )
         return self._coordinators.call(
-            lambda channel: ClocksStub(channel).Advance, request, timeout_s=timeout_s
+            lambda channel: ClocksStub(channel).Advance,
+            request,
+            timeout_s=timeout_s,
+            gives_up=self._is_over,
         )
 
     def _adopt(self, reply: pb.AdvanceReply) -> None:

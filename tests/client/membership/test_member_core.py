@@ -339,6 +339,21 @@ def test_the_pauses_between_attempts_to_attend_grow_and_begin_anew() -> None:
     assert opening.request.token.generation == 1
 
 
+def test_a_member_that_nobody_admits_says_once_that_it_waits() -> None:
+    """What for, how long, and why. Not while a change of leaders is all that it is."""
+    member = Member()
+    assert member.does(ev.JoinWished(within_s=600.0)) == ["OpenStream"]
+    told_at = {}
+    for at_s in (0.02, 0.5, 1.5, 3.0):
+        effects = member.core.step(ev.StreamEnded(error=NOBODY), at_s)
+        told_at[at_s] = [effect for effect in effects if isinstance(effect, ev.Log)]
+    assert [len(each) for each in told_at.values()] == [0, 0, 1, 0]
+    (line,) = told_at[1.5]
+    assert line.event == "coordinator_away" and line.is_warning
+    assert line.fields == {"waits_for": "admission", "waits_s": 600, "reason": str(NOBODY)}
+    assert member.hears(ADMITTED) == ["Claim", "coordinator_back"]
+
+
 # --- calls ---
 
 
@@ -351,6 +366,19 @@ def test_what_a_trainer_says_is_said_until_it_is_heard() -> None:
         call = the_call(member.core.step(ended(call, NOBODY), 100.0 * failure))
     assert call.after_s > 0
     assert [told(effect) for effect in member.core.step(ended(call), 1000)] == ["coordinator_back"]
+
+
+def test_what_a_member_says_is_in_vain_once_its_membership_has_ended() -> None:
+    """A call that nobody answers is given up then; that it leaves is said all the same."""
+    member = training()
+    said = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
+    assert not member.core.is_idle(said)
+    member.core.step(ev.HeartbeatRefused(error=Fenced("lost")), 0)
+    assert member.core.is_idle(said)
+    drained = training()
+    drained.hears(pb.Notice(drain=pb.Drain(now=True)))
+    leaving = drained.core.step(ev.LeaveWished(completed=False, reason="", timeout_s=3.0), 0)
+    assert not drained.core.is_idle(the_call(leaving))
 
 
 @pytest.mark.parametrize("over", [ev.Closed(), ev.HeartbeatRefused(error=Fenced("lost"))])

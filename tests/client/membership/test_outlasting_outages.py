@@ -16,7 +16,7 @@ from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import member_core
 from shoal_client.progress.clocks import Clock
 from shoal_client.progress.samples import Reserve, SampleLease, SampleRange, joined
-from shoal_proto.errors import Fenced, Unavailable
+from shoal_proto.errors import Fenced, MemberDrained, Unavailable
 from shoal_proto.v1 import clocks_pb2
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.limits import Limits
@@ -212,7 +212,7 @@ class AwayClocks(Coordinators):
         super().__init__(["127.0.0.1:1"])
         self.left = num_silent
 
-    def call(self, method_of: Any, request: Any, *, timeout_s: float) -> Any:
+    def call(self, method_of: Any, request: Any, *, timeout_s: float, **kwargs: Any) -> Any:
         self.left -= 1
         if self.left >= 0:
             raise Unavailable("nobody is there")
@@ -236,3 +236,34 @@ def test_a_closed_connection_ends_every_wait() -> None:
     with pytest.raises(Unavailable):
         clock.begin()
     closing.join()
+
+
+def test_who_is_to_leave_does_not_wait_for_clocks_that_nobody_keeps() -> None:
+    """A member of `ssp` or `bsp` whose coordinator is gone for good: its drain is over first."""
+    coordinators = AwayClocks(10**9)
+    drained = MemberDrained("a leaves job j", seen="SIGTERM")
+    ended: list[MemberDrained] = []
+    clock = Clock(coordinators, Token, bound=1, ended=lambda: ended[-1] if ended else None)
+    leaving = threading.Timer(0.1, ended.append, [drained])
+    leaving.start()
+    with pytest.raises(MemberDrained, match="SIGTERM"):
+        clock.begin()
+    leaving.join()
+
+
+async def test_who_is_to_leave_says_nothing_more_to_a_coordinator_that_is_gone() -> None:
+    """SIGTERM to the coordinators and the workers of a job at once: a collective fails, and nobody
+    is there to hear of it. The trainer's call is over once the drain's time is, not the call's."""
+    limits = Limits(heartbeat_s=0.05, collective_s=10.0, join_s=60.0)
+    async with served(MemoryStore(), limits) as world:
+        (a,) = await world.training("a")
+        a.limits.drain_s = 0.2
+        await world.coordinator.step_down()
+        await world.server.stop(None)
+        said = asyncio.ensure_future(asyncio.to_thread(a.report_broken, "b is gone"))
+        a.drain("SIGTERM")
+        async with asyncio.timeout(limits.join_s / 2):
+            with pytest.raises(MemberDrained, match="SIGTERM"):
+                await said
+            left = asyncio.to_thread(a.leave, completed=False, reason="drained", timeout_s=0.1)
+            assert not await left, "nobody took note"

@@ -190,6 +190,10 @@ class LoneMember:
         return ""
 
     @property
+    def failure(self) -> ShoalError | None:
+        return None
+
+    @property
     def waiting_for(self) -> str:
         return ""
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from shoal_client.liveness.beat_board import Doing
-from shoal_proto.errors import InternalError
+from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, RosterEntry
 
@@ -27,6 +27,8 @@ class Context:
     """Up to when no limit of a wait for others ran, by `time.monotonic`. Any thread."""
     is_away: Callable[[], bool] = lambda: False
     """Whether no coordinator is there at the moment. Any thread."""
+    ended: Callable[[], ShoalError | None] = lambda: None
+    """What ended the membership, if something did. Free to call; any thread."""
     shared_directory: Path | None = None
     """Of the workers of this host, if their launcher made one."""
     does: Callable[[Doing], None] = lambda doing: None

@@ -94,6 +94,7 @@ class ElasticController:
                 limits=self.membership.limits,
                 held_until_s=lambda: self.membership.held_until_s,
                 is_away=lambda: self.membership.is_away,
+                ended=lambda: self.membership.failure,
                 shared_directory=self.member.shared_directory,
                 does=self.membership.does,
             )

@@ -12,6 +12,7 @@ A member that is lost, drained or without samples is waited for by nobody.
 
 from collections.abc import Mapping
 
+from shoal.membership.draining import drained
 from shoal.membership.generation import Context
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.progress.clocks import Clock
@@ -58,7 +59,11 @@ class StalenessClock:
         limit_s = context.limits.collective_s or 60.0
         # Whoever holds the others up for that long is taken out; then it goes on.
         self._clock = Clock(
-            self._coordinators, context.token, bound=self._bound, wait_s=3 * limit_s
+            self._coordinators,
+            context.token,
+            bound=self._bound,
+            wait_s=3 * limit_s,
+            ended=context.ended,
         )
 
     @property
@@ -67,13 +72,16 @@ class StalenessClock:
         return self._consistency != "bsp"
 
     def begin(self) -> bool:
-        """Return once a step may begin; whether newer values must be pulled for it."""
-        return self._clock.begin() if self._clock is not None else False
+        """Return once a step may begin; whether newer values must be pulled for it. Raises Drained
+        where the wait outlasts the membership."""
+        with drained():
+            return self._clock.begin() if self._clock is not None else False
 
     def before_push(self) -> None:
-        """Return once a push of this step may be applied."""
+        """Return once a push of this step may be applied. Raises Drained as `begin`."""
         if self._clock is not None and self._consistency == "bsp":
-            self._clock.await_pulled()
+            with drained():
+                self._clock.await_pulled()
 
     def pushed(self) -> None:
         """The step's push is acknowledged."""
