@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -43,8 +43,13 @@ CALL_TIMEOUT_S = 2.0
 REPORT_LIMIT_S = 10.0
 """A report that nobody has taken after so long is dropped: the member's lease has told by then."""
 MIN_ASKED_S = 0.1
+SILENT_S = 5.0
+"""A coordinator that accepts a connection and says nothing for so long does not answer."""
 OTHERS_WITHIN_S = 0.5
 """For the others, once one coordinator has said that nobody leads yet."""
+OVER = frozenset({"lost", "stopped", "failed"})
+"""Phases of a job that nobody can join until an operator says so. That others have finished it is
+for a worker to find out, as the job was completed then."""
 MAX_REPORTS = 1000
 """So many may wait for a coordinator to come back."""
 
@@ -54,20 +59,34 @@ def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
 
     All are asked at once, so that nobody waits for one whose host is gone. Replicas that answer
     while nobody leads yet are asked again. Raises Unavailable with every address and what was seen
-    there: at once if none answers at all, else when `timeout_s` is over.
+    there: at once if nobody listens at any, after SILENT_S if none answers, else when `timeout_s`
+    is over.
     """
     give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
     while True:
-        failures = _ask_all(coordinators, max(give_up_s - time.monotonic(), MIN_ASKED_S))
+        left_s = max(give_up_s - time.monotonic(), MIN_ASKED_S)
+        failures = _ask_all(coordinators, min(left_s, SILENT_S))
         if failures is None:
             return
         elected_soon = any(isinstance(each, NotLeader) for each in failures.values())
         if not elected_soon or time.monotonic() >= give_up_s:
             break
         time.sleep(back_off.pause_s(chance()))
-    raise Unavailable(
+    raise _nobody(coordinators, failures)
+
+
+def _nobody(coordinators: Sequence[str], failures: Mapping[str, ShoalError]) -> Unavailable:
+    seen = "; ".join(f"{address}: {e.seen or e.what}" for address, e in failures.items())
+    if any(isinstance(each, NotLeader) for each in failures.values()):
+        return Unavailable(
+            f"no coordinator leads at {', '.join(coordinators)}",
+            seen=seen,
+            expected="one of them to lead, which needs etcd",
+            fix="`/readyz` of its status page says what keeps it from leading.",
+        )
+    return Unavailable(
         f"no coordinator answers at {', '.join(coordinators)}",
-        seen="; ".join(f"{address}: {e.seen or e.what}" for address, e in failures.items()),
+        seen=seen,
         expected="a Shoal coordinator listening there",
         fix="Start one with `shoal up` or `shoal coordinator`, or name another --coordinator.",
     )
@@ -128,16 +147,19 @@ Report = ReportExitRequest | ReportHaltRequest
 class HostReporter:
     """Tells the coordinators what became of this host's workers, in order, from its own thread.
 
-    A report goes to one coordinator after the other until one takes it; none is worth stopping the
-    launcher for, so a report that nobody takes is logged and dropped.
+    A report goes to one coordinator after the other until one takes it, first to the one that took
+    the last; none is worth stopping the launcher for, so a report that nobody takes is logged and
+    dropped.
     """
 
     def __init__(self, coordinators: Sequence[str]) -> None:
-        self._coordinators = tuple(coordinators)
+        self._coordinators = list(coordinators)
         self._reports: queue.Queue[Report | threading.Event | None] = queue.Queue()
         self._closing = threading.Event()
         self.lost: ShoalError | None = None
         """StateLost, once an answer has said so of the job."""
+        self.over = ""
+        """The job's phase as of the newest answer, if nobody can join it any more."""
         self._thread = threading.Thread(target=self._send_all, name="shoal-reports", daemon=True)
 
     def __enter__(self) -> "HostReporter":
@@ -183,11 +205,13 @@ class HostReporter:
         deadline_s = time.monotonic() + REPORT_LIMIT_S
         failure: ShoalError | None = None
         while time.monotonic() < deadline_s:
-            for address in self._coordinators:
+            for address in tuple(self._coordinators):
                 try:
                     ack = _call(MembershipStub(channels.to(address)), request)
-                    if ack.HasField("lost"):
-                        self.lost = from_detail(ack.lost)
+                    self._take(ack)
+                    # One that hangs is not waited for with each report.
+                    self._coordinators.remove(address)
+                    self._coordinators.insert(0, address)
                     return
                 except grpc.RpcError as error:
                     failure = explained(from_rpc_error(error, address), address, COORDINATOR_NAME)
@@ -206,6 +230,11 @@ class HostReporter:
         log.warning(
             "host_report_dropped", report=told, member=request.member_id, reason=str(failure)
         )
+
+    def _take(self, ack: Ack) -> None:
+        if ack.HasField("lost"):
+            self.lost = from_detail(ack.lost)
+        self.over = ack.phase if ack.phase in OVER else ""
 
 
 class _Channels:

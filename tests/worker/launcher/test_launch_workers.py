@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
+from shoal.membership.join_config import admission_s
 from shoal_proto.errors import (
     Fenced,
     InvalidSpec,
@@ -60,12 +62,14 @@ class ExitBook(MembershipServicer):
         """Of each call, the steps of each member."""
         self.lost: ShoalError | None = None
         """What became of the job, if its state is lost."""
+        self.phase = "running"
 
     def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
         self.reports.put(request)
         self.secrets.put(request.launch_secret)
         self.told.put(f"{request.pid} {request.exit_code}")
-        return Ack(lost=to_detail(self.lost) if self.lost is not None else None)
+        lost = to_detail(self.lost) if self.lost is not None else None
+        return Ack(phase=self.phase, lost=lost)
 
     def ReportHalt(self, request: ReportHaltRequest, context: grpc.ServicerContext) -> Ack:
         assert request.host == socket.gethostname()
@@ -93,15 +97,22 @@ def book() -> ExitBook:
     return ExitBook()
 
 
-@pytest.fixture
-def coordinator(book: ExitBook) -> Iterator[str]:
+@contextmanager
+def serving(book: ExitBook, port: int = 0) -> Iterator[str]:
+    """The address of a coordinator that keeps the book."""
     with futures.ThreadPoolExecutor(2) as answering:
         server = grpc.server(answering)
         add_MembershipServicer_to_server(book, server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
         server.start()
         yield f"127.0.0.1:{port}"
         server.stop(0).wait()
+
+
+@pytest.fixture
+def coordinator(book: ExitBook) -> Iterator[str]:
+    with serving(book) as address:
+        yield address
 
 
 Run = Callable[..., "subprocess.Popen[str]"]
@@ -173,6 +184,8 @@ keys = ("COORDINATOR", "JOB", "MEMBER_ID", "MIN_MEMBERS", "MAX_MEMBERS", "DESIRE
 print(*(os.environ["SHOAL_" + key] for key in keys), *sys.argv[1:], sep="|")
 print("threads", os.environ["OMP_NUM_THREADS"])
 print("kept", os.environ["MALLOC_TRIM_THRESHOLD_"])
+# The launcher has found a coordinator: one that is away since then is waited for.
+assert os.environ["SHOAL_ADMISSION_S"] == "86400"
 """
 
 WAIT = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
@@ -228,12 +241,9 @@ first, again = (pathlib.Path({str(tmp_path)!r}) / name for name in ("first", "ag
 if os.environ["SHOAL_MEMBER_ID"].endswith("-0"):
     again.read_text()
 elif not first.exists():
-    assert "SHOAL_ADMISSION_S" not in os.environ
     first.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 else:
-    # The job may train on without a coordinator: whoever comes back waits for one.
-    assert os.environ["SHOAL_ADMISSION_S"] == "86400"
     again.write_text("here")
 print("done")
 """
@@ -275,11 +285,26 @@ def test_nobody_is_started_again_for_a_job_whose_state_is_lost(
 ) -> None:
     """It would only hear the same. The reason is the last line, and the run has failed."""
     book.lost = StateLost("the state of job j is lost", seen="nobody", fix="Run it with --fresh.")
+    book.phase = "lost"
     script = "import sys; print('tried'); sys.exit(1)"
     code, output = finish(shoal_run(script, "-n", "2", "--restart-on", "failure"))
     assert code == 1, output
     assert output.count("tried") == 2
     assert output.splitlines()[-1] == f"shoal run: {book.lost}"
+
+
+@pytest.mark.parametrize("phase", ["lost", "stopped", "failed"])
+def test_a_worker_that_was_killed_is_not_started_again_for_a_job_that_is_over(
+    shoal_run: Run, book: ExitBook, phase: str
+) -> None:
+    """The preempted worker's report is answered with what became of the job meanwhile."""
+    book.phase = phase
+    script = "import os, signal; print('tried', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    code, output = finish(shoal_run(script, "-n", "1", "--job", "j"))
+    assert code == 128 + signal.SIGKILL, output
+    assert output.count("tried") == 1
+    assert f"-0 was killed by SIGKILL; job j is {phase}\n" in output
+    assert "started again" not in output
 
 
 def test_an_error_in_one_worker_is_the_runs_code(shoal_run: Run) -> None:
@@ -555,6 +580,30 @@ def test_a_missing_script() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 2
     assert "no such script; saw /no/such.py" in done.stderr
+
+
+def test_a_run_waits_for_a_coordinator_as_long_as_it_is_told_to(
+    shoal_run: Run, book: ExitBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says at once that nobody is there, and for how long it waits; then it begins."""
+    monkeypatch.setenv("SHOAL_ADMISSION_S", "600")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        process = shoal_run("print('ran')", "--coordinator", f"127.0.0.1:{port}")
+        told = read_until(process, "Waiting for one for up to")[-1]
+        assert "for up to 600 s (SHOAL_ADMISSION_S)." in told
+        assert f"no coordinator answers at 127.0.0.1:{port}" in told
+    with serving(book, port):
+        code, output = finish(process)
+    assert code == 0, output
+    assert "a coordinator is there" in output and "] ran" in output
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "1e400", "9" * 5000])
+def test_a_bad_time_to_wait_for_a_coordinator_is_refused(given: str) -> None:
+    with pytest.raises(InvalidSpec, match=r"bad SHOAL_ADMISSION_S.*1 to 31536000"):
+        admission_s(given)
 
 
 def test_an_unreachable_coordinator(shoal_run: Run) -> None:

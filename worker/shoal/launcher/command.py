@@ -3,6 +3,7 @@
 import signal
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,17 @@ from typing import NoReturn
 
 from shoal.launcher.launcher import Launcher
 from shoal.launcher.run_config import RunConfig, threads_per_worker
+from shoal.membership.join_config import ADMISSION_VARIABLE, admission_s
 from shoal_client.commands.jobs import check_not_finished, reset_job
+from shoal_client.connection.back_off import BackOff
+from shoal_client.connection.coordinators import chance
 from shoal_client.host.reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
+from shoal_proto.errors import Unavailable
 from shoal_proto.secrets import job_secret
+from shoal_proto.terminal.printable import printable
 from shoal_proto.tls import identity
 from shoal_proto.tls.options import LauncherTls
 
@@ -37,7 +43,7 @@ def run(config: RunConfig) -> int:
         _say(f"OMP_NUM_THREADS={threads} for each worker; set it yourself for another number")
     with ExitStack() as stack:
         if config.coordinators:
-            check_reachable(config.coordinators, REACH_TIMEOUT_S)
+            _await_coordinator(config)
             _say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
             _check_job(config)
             return Launcher(config).run()
@@ -57,6 +63,29 @@ def run(config: RunConfig) -> int:
         )
         cluster.when_given_up(launcher.give_up)
         return launcher.run()
+
+
+def _await_coordinator(config: RunConfig) -> None:
+    """Return once one of the coordinators leads, or knows who does. Raises Unavailable: at once, or
+    where SHOAL_ADMISSION_S is set, which is told then, once these seconds are over."""
+    text = config.environment.get(ADMISSION_VARIABLE, "")
+    give_up_s, back_off = time.monotonic() + (admission_s(text) if text else 0.0), BackOff()
+    is_told = False
+    while True:
+        try:
+            check_reachable(config.coordinators, REACH_TIMEOUT_S)
+        except Unavailable as error:
+            left_s = give_up_s - time.monotonic()
+            if left_s <= 0:
+                raise
+            if not is_told:
+                _say(f"{error} Waiting for one for up to {left_s:.0f} s ({ADMISSION_VARIABLE}).")
+            is_told = True
+            time.sleep(min(left_s, back_off.pause_s(chance())))
+            continue
+        if is_told:
+            _say("a coordinator is there")
+        return
 
 
 def _check_job(config: RunConfig) -> None:
@@ -90,4 +119,4 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    print(f"shoal run: {text}", file=sys.stderr, flush=True)
+    print(f"shoal run: {printable(text, lines=True)}", file=sys.stderr, flush=True)

@@ -29,7 +29,7 @@ from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
 from shoal.membership.join_config import ADMISSION_VARIABLE
 from shoal_client.host.beats import HostBeats
-from shoal_client.host.reports import HostReporter
+from shoal_client.host.reports import CALL_TIMEOUT_S, HostReporter
 from shoal_client.liveness.beat_board import BeatBoard, Ending
 from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Command, Process, Supervisor
@@ -40,8 +40,12 @@ from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 
 OUTPUT_S = 2.0
 """Time for the last lines of a worker that exited."""
-AGAIN_ADMISSION_S = 24 * 3600
-"""How long a worker that is started again waits for a coordinator."""
+KILLED_ANSWER_S = 0.5
+"""Before a worker that was killed is started again: for the coordinator, which may be away, to say
+that there is nothing left to join."""
+WORKER_ADMISSION_S = 24 * 3600
+"""How long a worker waits for a coordinator to admit it: one was there when the run began, so the
+address is right, and the others train on while there is none."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -152,9 +156,7 @@ class Launcher:
         environment["SHOAL_BEATS"] = board.address(slot.index)
         environment["SHOAL_SHARED_DIRECTORY"] = board.shared_directory
         environment[LAUNCH_VARIABLE] = slot.launch_secret
-        if slot.exits:
-            # The others train on without a coordinator, and so this one waits for it.
-            environment.setdefault(ADMISSION_VARIABLE, str(AGAIN_ADMISSION_S))
+        environment.setdefault(ADMISSION_VARIABLE, str(WORKER_ADMISSION_S))
         slot.process = supervisor.spawn(
             Command(
                 name=slot.member_id,
@@ -232,7 +234,8 @@ class Launcher:
             self._say(f"{slot.member_id} {exited}; {again} ({tries})")
             return
         self._ended.append(exited)
-        self._say(f"{slot.member_id} {exited}")
+        over = f"; job {self._config.job} is {self._over}" if self._over else ""
+        self._say(f"{slot.member_id} {exited}{over}")
         self._end_if_starved()
 
     def _may_restart(self, slot: WorkerSlot) -> bool:
@@ -243,19 +246,21 @@ class Launcher:
             return False
         if last.code > 0 and not last.fenced and self._config.restart.restart_on == "signal":
             return False
-        if last.code > 0 and self._is_lost():
-            return False
-        return len(slot.exits) <= self._config.restart.max_restarts
+        # What the answer to the report of this exit says of the job.
+        self._reporter.flush(KILLED_ANSWER_S if last.code < 0 else CALL_TIMEOUT_S)
+        return not self._over and len(slot.exits) <= self._config.restart.max_restarts
 
     @property
     def _ends(self) -> bool:
         """Whether nobody is to be started any more."""
-        return bool(self._interrupted or self._starved or self._given_up or self._completed)
+        if self._interrupted or self._starved or self._given_up:
+            return True
+        return self._completed or bool(self._over)
 
-    def _is_lost(self) -> bool:
-        """Whether the job's state is lost, as the answer to the newest report of an exit says."""
-        self._reporter.flush()
-        return self._lost
+    @property
+    def _over(self) -> str:
+        """The job's phase if nobody can join it any more, as far as this launcher was told."""
+        return "" if self._completed else self._reporter.over
 
     @property
     def _lost(self) -> bool:

@@ -27,6 +27,7 @@ from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 log = structlog.get_logger(__name__)
 
 ADMISSION_VARIABLE = "SHOAL_ADMISSION_S"
+MAX_ADMISSION_S = 365 * 24 * 3600
 MAX_MEMBERS = 1024
 """The upper bound of a job that states none."""
 
@@ -43,17 +44,9 @@ class FromLauncher:
     """Where the workers of this host's launcher keep what they have in common; empty: nowhere."""
     beat_slot: str = ""
     """Where the launcher looks for whom to beat; empty: this member beats by itself."""
-    admission_s: int = int(ADMISSION_S)
-    """Seconds that a coordinator may take to admit this member. A worker that is started again has
-    a day: the job trains on while no coordinator is there, and so it is waited for."""
-
-    def __post_init__(self) -> None:
-        if self.admission_s < 1:
-            raise InvalidSpec(
-                f"{ADMISSION_VARIABLE} is too short",
-                seen=f"{self.admission_s} s",
-                expected="at least 1 s",
-            )
+    admission_s: float = ADMISSION_S
+    """Seconds that a coordinator may take to admit this member. A worker of `shoal run` has a day:
+    there was a coordinator at that address, and the job trains on while it is away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +165,7 @@ class JoinConfig:
                 step_messages=StepMessages.PRESENT,
             ),
             job_secret=self.secrets.job,
-            admission_s=float(self.launcher.admission_s),
+            admission_s=self.launcher.admission_s,
             beat_slot=_beat_slot(self.launcher.beat_slot),
             shared_directory=Path(directory) if directory else None,
         )
@@ -219,9 +212,22 @@ def read_config(
         launcher=FromLauncher(
             shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
             beat_slot=text("beat_slot", "SHOAL_BEATS"),
-            admission_s=number("", ADMISSION_VARIABLE, int(ADMISSION_S)),
+            admission_s=admission_s(environment.get(ADMISSION_VARIABLE, "")),
         ),
         secrets=member_secrets(environment),
+    )
+
+
+def admission_s(text: str) -> float:
+    """What SHOAL_ADMISSION_S says, in seconds. Raises InvalidSpec."""
+    if not text:
+        return ADMISSION_S
+    if re.fullmatch("[0-9]{1,9}", text) and 1 <= int(text) <= MAX_ADMISSION_S:
+        return float(text)
+    raise InvalidSpec(
+        f"bad {ADMISSION_VARIABLE}",
+        seen=repr(text[:40]),
+        expected=f"whole seconds, 1 to {MAX_ADMISSION_S} (a year)",
     )
 
 

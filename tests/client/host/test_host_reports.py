@@ -1,0 +1,75 @@
+"""What a launcher tells of its workers reaches whichever coordinator takes it."""
+
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+from support.processes.load import unhurried
+
+from shoal_client.host import reports
+from shoal_client.host.reports import HostReporter
+from shoal_proto.v1.membership_pb2 import Ack, ReportExitRequest
+from shoal_proto.v1.membership_pb2_grpc import MembershipServicer, add_MembershipServicer_to_server
+
+SILENT_S = 0.5
+NUM_REPORTS = 8
+
+
+class Coordinator(MembershipServicer):
+    def __init__(self) -> None:
+        self.phase = "running"
+        self.told: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
+        self.told.put(request.pid)
+        return Ack(phase=self.phase)
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator()
+
+
+@pytest.fixture
+def address(coordinator: Coordinator) -> Iterator[str]:
+    with futures.ThreadPoolExecutor(2) as answering:
+        server = grpc.server(answering)
+        add_MembershipServicer_to_server(coordinator, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(0).wait()
+
+
+def test_a_coordinator_that_hangs_is_waited_for_once(
+    coordinator: Coordinator, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host whose workers all end tells of them at once, not one every two seconds."""
+    monkeypatch.setattr(reports, "CALL_TIMEOUT_S", SILENT_S)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        silent = f"127.0.0.1:{hung.getsockname()[1]}"
+        with HostReporter([silent, address]) as reporter:
+            begun_s = time.monotonic()
+            for pid in range(NUM_REPORTS):
+                reporter.report(ReportExitRequest(job="j", pid=pid))
+            assert reporter.flush(unhurried(60.0))
+            took_s = time.monotonic() - begun_s
+    assert [coordinator.told.get_nowait() for _ in range(NUM_REPORTS)] == list(range(NUM_REPORTS))
+    assert took_s < unhurried(3 * SILENT_S)
+
+
+@pytest.mark.parametrize("phase", ["lost", "stopped", "failed"])
+def test_the_answer_to_a_report_says_that_nobody_can_join_any_more(
+    coordinator: Coordinator, address: str, phase: str
+) -> None:
+    """Until an operator lets the job be joined again, which the next answer shows."""
+    with HostReporter([address]) as reporter:
+        for told, known in ((phase, phase), ("running", ""), ("finished", "")):
+            coordinator.phase = told
+            reporter.report(ReportExitRequest(job="j", pid=1))
+            assert reporter.flush(unhurried(30.0))
+            assert reporter.over == known
