@@ -37,6 +37,13 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def check_name(name: str, what: str) -> None:
+    """Raise InvalidSpec unless `name` may be that of a `what`: a job, a member."""
+    if not is_name(name):
+        seen = repr(name[: 2 * MAX_NAME_LENGTH])
+        raise InvalidSpec(f"bad name of a {what}", seen=seen, expected=NAME_RULE)
+
+
 def check_prefix(prefix: str) -> None:
     """Raise InvalidSpec unless the keys of a cluster may begin with `prefix` (--prefix)."""
     expected = ""

@@ -3,14 +3,17 @@
 import dataclasses
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 from cyclopts import Parameter
+from support.processes.load import unhurried
 
 from shoal.launcher.run_config import RunConfig
 from shoal_client.cli import build_app, installed_commands, main, parse
@@ -110,6 +113,25 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
         (["up", "--ps", "-1"], "bad --ps; saw -1; expected 0 or more"),
         (["up", "--http-port", "99999"], "bad --http-port; saw 99999; expected 0 to 65535"),
         (["rm", "a b"], "bad name of a job"),
+        *[
+            ([command, "../x"], "bad name of a job; saw '../x'; expected 1 to 128 letters")
+            for command in (
+                *("accept-loss", "events", "repair", "restore", "retry", "rm", "snapshot"),
+                *("snapshots", "stop", "top", "why"),
+            )
+        ],
+        *[
+            ([command, "../x", "--job", "j"], "bad name of a member; saw '../x'")
+            for command in ("drain", "logs", "why")
+        ],
+        *[
+            ([command, *member, "--job", "../x"], "bad name of a job; saw '../x'")
+            for command, member in (
+                *((name, ["m"]) for name in ("drain", "logs", "why")),
+                ("status", []),
+            )
+        ],
+        (["why", "x" * 200], "bad name of a job"),
         (["drain", "m", "--job", "j", "--timeout", "0"], "bad --timeout; saw 0; expected above 0"),
         (["snapshot", "j", "--timeout", "-1"], "bad --timeout"),
         (["restore", "j", "--number", "-1"], "bad --number"),
@@ -253,3 +275,36 @@ def test_a_server_whose_packages_are_not_installed_names_the_extra(
     )
     assert main([command]) == 1
     assert f"pip install 'shoal[{extra}]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            [command, "j"]
+            for command in (
+                *("events", "repair", "restore", "retry", "rm", "snapshot", "snapshots"),
+                *("stop", "top", "why"),
+            )
+        ),
+        ["accept-loss", "j", "--yes"],
+        ["drain", "m", "--job", "j"],
+        ["jobs"],
+        ["status"],
+        ["why", "m", "--job", "j"],
+    ],
+    ids=lambda arguments: "-".join(arguments[:1] + arguments[2:3]),
+)
+def test_a_command_says_at_once_that_nobody_listens(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where, and what to do. Nothing is tried again and again behind a user's back."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    begun_s = time.monotonic()
+    assert main([*arguments, "--coordinator", address]) == 1
+    took_s = time.monotonic() - begun_s
+    told = capsys.readouterr().err
+    assert f"no coordinator answers at {address}" in told
+    assert "`shoal up`" in told and "[Unavailable]" in told
+    assert took_s < unhurried(2.0)

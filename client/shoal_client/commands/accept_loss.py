@@ -14,7 +14,7 @@ from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorA
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.names import check_name
 from shoal_proto.terminal.printable import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1.shards_pb2 import (
@@ -54,8 +54,7 @@ class AcceptLossConfig:
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
-        if not is_name(self.job):
-            raise InvalidSpec("bad name of a job", seen=repr(self.job), expected=NAME_RULE)
+        check_name(self.job, "job")
         if any(not 0 <= shard < 2**32 for shard in self.shards):
             raise InvalidSpec(
                 "bad --shard", seen=str(list(self.shards)), expected="ids of shards, from 0"

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from shoal_client.connection.addresses import CoordinatorAddresses
 from shoal_client.connection.coordinators import Coordinators, Method
+from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.tls.options import TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
@@ -48,6 +49,7 @@ def http_url_of(coordinators: Sequence[str]) -> str:
     not say."""
     if not coordinators:
         return ""
+    check_reachable(coordinators, ASK_WITHIN_S)
     connection = Coordinators(coordinators)
     try:
         found = connection.call(_get_cluster, pb.GetClusterRequest(), timeout_s=ASK_WITHIN_S)

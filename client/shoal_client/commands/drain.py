@@ -6,12 +6,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from shoal_client.commands.address import StatusAddress
+from shoal_client.commands.address import ASK_WITHIN_S, StatusAddress
 from shoal_client.commands.status import Json, StatusClient, grpc_address_of
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.job_secret import JobSecretFile, secret_in
 from shoal_client.membership import calls as membership_calls
-from shoal_proto.errors import DeadlineExceeded, InvalidSpec, Unavailable
+from shoal_proto.errors import DeadlineExceeded, InvalidSpec, NotLeader, RetryError
+from shoal_proto.names import check_name
 from shoal_proto.v1.membership_pb2 import DrainRequest
 
 ANSWER_WITHIN_S = 10.0
@@ -36,6 +37,8 @@ class DrainConfig:
     job_secret: JobSecretFile = None
 
     def __post_init__(self) -> None:
+        check_name(self.member, "member")
+        check_name(self.job, "job")
         if not self.timeout_s > 0:
             raise InvalidSpec("bad --timeout", seen=f"{self.timeout_s:g}", expected="above 0")
 
@@ -49,7 +52,7 @@ def drain(config: DrainConfig) -> int:
     try:
         with StatusClient(urls) as status:
             # Of this process: one that comes after it under the same name is to stay.
-            process = status.member(job, member_id)["member"]["public_id"]
+            process = _process_of(status, job, member_id, started_s + config.timeout_s)
             request = DrainRequest(
                 job=job,
                 member_id=member_id,
@@ -63,6 +66,18 @@ def drain(config: DrainConfig) -> int:
     took_s = time.monotonic() - started_s
     print(f"{member_id} left job {job} after {took_s:.1f} s; {_what_runs(detail)}")
     return 0
+
+
+def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float) -> str:
+    """The public id of the member's process. Asks again for a moment while nobody leads yet."""
+    give_up_s = min(give_up_s, time.monotonic() + ASK_WITHIN_S)
+    while True:
+        try:
+            return str(status.member(job, member_id)["member"]["public_id"])
+        except NotLeader:
+            if time.monotonic() >= give_up_s:
+                raise
+        time.sleep(POLL_S)
 
 
 def _drained(
@@ -81,7 +96,7 @@ def _drained(
                 )
                 asked = True
             detail = status.job(request.job)
-        except Unavailable as error:
+        except RetryError as error:
             # Whoever leads next has not heard of it.
             seen, asked = str(error), False
         else:

@@ -13,6 +13,7 @@ from rich.text import Text
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.status import Json, StatusClient
 from shoal_proto.errors import NotLeader, Unavailable
+from shoal_proto.names import check_name
 
 ASK_EACH_S = 0.5
 MAX_EVENTS = 1000
@@ -43,6 +44,7 @@ class EventsConfig:
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
     def __post_init__(self) -> None:
+        check_name(self.job, "job")
         if not 0 <= self.number <= MAX_EVENTS:
             raise ValueError(f"bad -n; saw {self.number}; expected 0 to {MAX_EVENTS}")
 

@@ -20,7 +20,7 @@ from shoal_proto.errors import (
     StateLost,
     UnknownJob,
 )
-from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.names import check_name
 from shoal_proto.terminal.printable import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
@@ -33,11 +33,6 @@ OVER = ("finished", "failed", "stopped", "lost")
 ASK_AGAIN_S = 0.2
 MAX_WAIT_S = 86400.0
 MAX_SHOWN = 8
-
-
-def _check_name(job: str) -> None:
-    if not is_name(job):
-        raise InvalidSpec("bad name of a job", seen=repr(job), expected=NAME_RULE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +48,7 @@ class RemoveConfig:
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
-        _check_name(self.job)
+        check_name(self.job, "job")
 
 
 def remove(config: RemoveConfig) -> int:
@@ -82,7 +77,7 @@ class StopConfig:
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
-        _check_name(self.job)
+        check_name(self.job, "job")
         if not 0 <= self.wait_s <= MAX_WAIT_S:
             raise InvalidSpec(
                 "bad --wait-s", seen=f"{self.wait_s:g}", expected=f"0 to {MAX_WAIT_S:g}"
@@ -104,7 +99,7 @@ class RetryConfig:
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
-        _check_name(self.job)
+        check_name(self.job, "job")
 
 
 def stop(config: StopConfig) -> int:

@@ -14,7 +14,7 @@ from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.status import StatusClient
 from shoal_client.local.worker_logs import log_path, log_root, older
 from shoal_proto.errors import InvalidSpec, ShoalError, UnknownMember
-from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.names import check_name
 
 LOOK_EACH_S = 0.2
 
@@ -39,9 +39,8 @@ class LogsConfig:
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
     def __post_init__(self) -> None:
-        for name in (self.member, self.job):
-            if not is_name(name):
-                raise InvalidSpec("bad name", seen=repr(name), expected=NAME_RULE)
+        check_name(self.member, "member")
+        check_name(self.job, "job")
         if self.number < 0:
             raise InvalidSpec("bad -n", seen=str(self.number), expected="0 or more")
 

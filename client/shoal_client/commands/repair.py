@@ -11,7 +11,7 @@ from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorA
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.names import check_name
 from shoal_proto.terminal.printable import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import repair_pb2 as pb
@@ -43,8 +43,7 @@ class RepairConfig:
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
-        if not is_name(self.job):
-            raise InvalidSpec("bad name of a job", seen=repr(self.job), expected=NAME_RULE)
+        check_name(self.job, "job")
         bounds = (self.min_members, self.max_members, self.desired_members)
         if any(not 0 <= each < 2**31 for each in bounds):
             raise InvalidSpec("bad bounds of a job", seen=str(bounds), expected="0 to 2147483647")

@@ -19,7 +19,9 @@ from rich.table import Table
 from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.tls_refusals import explained
+from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import check_name
 from shoal_proto.status import from_rpc_error
 from shoal_proto.terminal.printable import printable
 from shoal_proto.tls.names import COORDINATOR_NAME
@@ -78,6 +80,9 @@ class TakeConfig:
     url: Annotated[str, _url("--to")] = ""
     call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
 
+    def __post_init__(self) -> None:
+        check_name(self.job, "job")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotListConfig:
@@ -87,6 +92,9 @@ class SnapshotListConfig:
     """Name of the job."""
     url: Annotated[str, _url("--at")] = ""
     call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
+
+    def __post_init__(self) -> None:
+        check_name(self.job, "job")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +110,7 @@ class RestoreConfig:
     call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
 
     def __post_init__(self) -> None:
+        check_name(self.job, "job")
         if self.number < 0:
             raise InvalidSpec("bad --number", seen=str(self.number), expected="0 or more")
 
@@ -166,6 +175,7 @@ Call = Callable[[Callable[[SnapshotsStub], Any], Message], Any]
 def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
     """Calls to the coordinator that leads. Each is made once: what it does takes long, and what
     fails is told at once."""
+    check_reachable(options.coordinators, min(ANSWER_WITHIN_S, options.timeout_s))
     coordinators = Coordinators(options.coordinators)
 
     def call(method: Callable[[SnapshotsStub], Any], request: Message) -> Any:

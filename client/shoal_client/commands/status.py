@@ -24,6 +24,7 @@ from shoal_proto.errors import (
     Unavailable,
     UnknownJob,
 )
+from shoal_proto.names import check_name
 from shoal_proto.terminal.printable import printable_json
 from shoal_proto.tls import identity
 from shoal_proto.tls.names import COORDINATOR_NAME
@@ -52,6 +53,10 @@ class StatusConfig:
     """Also show jobs that have ended. By default they are only counted."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
+    def __post_init__(self) -> None:
+        if self.job:
+            check_name(self.job, "job")
+
 
 @dataclass(frozen=True, kw_only=True)
 class WhyConfig:
@@ -65,6 +70,11 @@ class WhyConfig:
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
     as_json: Annotated[bool, Parameter(name="--json")] = False
     """Print JSON instead of text."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "member" if self.job else "job")
+        if self.job:
+            check_name(self.job, "job")
 
 
 def _whole(url: str) -> str:

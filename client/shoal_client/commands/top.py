@@ -15,6 +15,7 @@ from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.events import line_of
 from shoal_client.commands.status import Json, StatusClient, duration
 from shoal_proto.errors import NotLeader, Unavailable
+from shoal_proto.names import check_name
 
 MAX_EVENTS = 5
 NAME_WIDTH = 28
@@ -33,6 +34,8 @@ class TopConfig:
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
     def __post_init__(self) -> None:
+        if self.job:
+            check_name(self.job, "job")
         if not 0.1 <= self.every_s <= 3600:
             raise ValueError(f"bad --every-s; saw {self.every_s:g}; expected 0.1 to 3600 seconds")
 

@@ -9,11 +9,20 @@ from itertools import count
 
 import pytest
 from support.clusters.coordinator_world import Served, served
+from support.processes.load import unhurried
 
 from shoal_client.cli import parse
+from shoal_client.commands.drain import _drained
 from shoal_client.membership.member_session import MemberSession
-from shoal_proto.errors import DeadlineExceeded, Unavailable, UnknownJob, UnknownMember
-from shoal_proto.v1.membership_pb2 import GenerationRecord
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    NotLeader,
+    ShoalError,
+    Unavailable,
+    UnknownJob,
+    UnknownMember,
+)
+from shoal_proto.v1.membership_pb2 import DrainRequest, GenerationRecord
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.app import build_app
@@ -83,6 +92,38 @@ async def test_a_member_that_does_not_come_to_its_boundary() -> None:
         await at.members.training("a", "b")
         with pytest.raises(DeadlineExceeded, match="b has not left job j yet; saw it is "):
             await at.shoal_drain("b", "--job", "j", "--timeout", "0.3")
+
+
+class ChangingLeaders:
+    """Both ways to ask, each of which fails as it does while another coordinator takes over."""
+
+    def __init__(self, *failures: ShoalError) -> None:
+        self.failures = list(failures)
+        self.num_asked = 0
+
+    def call(self, method_of: object, request: object, *, timeout_s: float) -> None:
+        self._fail()
+        self.num_asked += 1
+
+    def job(self, job: str) -> dict[str, list[str]]:
+        self._fail()
+        return {"members": []}
+
+    def _fail(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+def test_a_change_of_leaders_does_not_end_the_wait() -> None:
+    """The next leader, which may have heard nothing of it, is asked to let it go as well."""
+    at = ChangingLeaders(
+        DeadlineExceeded("no answer in time"), NotLeader("a standby"), Unavailable("nobody leads")
+    )
+    request = DrainRequest(job="j", member_id="b")
+    give_up_s = time.monotonic() + unhurried(30.0)
+    detail = _drained(request, at, at, give_up_s)  # type: ignore[arg-type]
+    assert detail == {"members": []}
+    assert at.num_asked == 1 and not at.failures
 
 
 async def test_no_coordinator_is_a_clear_error() -> None:
