@@ -163,9 +163,20 @@ def conflict(job: str, conflicts: tuple[Conflict, ...]) -> Refusal:
         what=f"members of job {job} differ",
         seen="; ".join(str(c) for c in conflicts),
         expected="the same value in every member",
-        fix="Start all workers with the same script, model and settings.",
+        fix=next(
+            (_FIXES[each.field] for each in conflicts if each.field in _FIXES),
+            "Start all workers with the same script, model and settings.",
+        ),
         conflicts=conflicts,
     )
+
+
+_FIXES = {
+    # Only strategies that need it state it: release 0.1.0 states nothing.
+    "step_messages": "A worker that has '(absent)' there is of release 0.1.0, whose workers train"
+    " beside later ones with the strategy 'ddp' alone: upgrade it (docs/upgrades.md).",
+}
+"""What to do about a field in which members differ, where it is no setting of a script."""
 
 
 def bad_devices(member_id: str, problem: str) -> Refusal:
