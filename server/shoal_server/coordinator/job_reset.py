@@ -128,8 +128,8 @@ class JobReset:
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
     """The highest number that the job's keys name, however much else of them can be read."""
-    prefix = keys.generations(job)
-    found = [int(each.key.removeprefix(prefix)) for each in held if each.key.startswith(prefix)]
+    numbers = (keys.generation_number(job, each.key) for each in held)
+    found = [number for number in numbers if number is not None]
     for each in held:
         if each.key == keys.job_state(job):
             try:

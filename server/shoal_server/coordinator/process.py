@@ -15,6 +15,7 @@ from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.coordinator.jobs.operations import JobOperations
 from shoal_server.coordinator.leadership.health import HealthService
 from shoal_server.coordinator.leadership.leader_failover import end_when_gone
+from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.election import Election, Leadership
 from shoal_server.etcd.leader_key import Candidate, Leader
@@ -222,6 +223,10 @@ class LeaderLoop:
         known.note(leader.address if leader else "")
         if leader is None:
             known.why_nobody = "nobody leads: the next leader is being elected"
+        elif not leader.address:
+            known.why_nobody = (
+                f"nobody is known to lead: what lies at {keys.LEADER} in etcd cannot be read"
+            )
         elif not known.address:
             known.why_nobody = "this coordinator was elected, and reads what etcd holds of jobs"
         if leader is not None:

@@ -30,6 +30,7 @@ from shoal_server.etcd.leader_key import (
     RETRY_PAUSE_S,
     Candidate,
     Leader,
+    delete_unleased,
     end_term,
     follow,
 )
@@ -238,6 +239,7 @@ class Election:
                 if leader is None:
                     return
                 self.on_leader(leader)
+                await delete_unleased(self._store)
 
 
 async def _revoke(store: KeyValueStore, lease: LeaseId) -> None:

@@ -15,6 +15,8 @@ ENDED_SERVERS = ROOT + "ended_servers/"
 LAST_PROCESSES = ROOT + "last_processes/"
 SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
 """Below which URLs snapshots may lie, as the leading coordinator was told: {"urls": [...]}."""
+MAX_NUMBER_DIGITS = 15
+"""No job comes to a generation with more."""
 
 
 def server(server_id: str) -> str:
@@ -79,6 +81,16 @@ def generation(job: str, number: int) -> str:
     Of more than 500 members: {"format": 2, "generation": a StoredGeneration message in base64}.
     """
     return f"{JOBS}{job}/generations/{number:012d}"
+
+
+def generation_number(job: str, key: str) -> int | None:
+    """Of which generation of the job the key has the record; None if it is no such key."""
+    prefix = generations(job)
+    digits = key.removeprefix(prefix)
+    is_number = key.startswith(prefix) and digits.isascii() and digits.isdigit()
+    if not is_number or len(digits) > MAX_NUMBER_DIGITS:
+        return None
+    return int(digits)
 
 
 def roster_chunks(job: str) -> str:

@@ -11,12 +11,14 @@ import structlog
 from shoal_proto.errors import RetryError
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
+    NO_LEASE,
     Delete,
     KeyValueStore,
     LeaseId,
     Put,
     Revision,
     created_at,
+    unchanged_since,
 )
 from shoal_server.etcd.json_fields import Fields, Unreadable
 from shoal_server.etcd.mirror import follow_key
@@ -83,6 +85,17 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
             # Where the outcome is unknown, the second attempt finds the first one's.
             log.warning("term_not_ended", leader=leader.address, reason=str(error))
             await asyncio.sleep(RETRY_PAUSE_S)
+
+
+async def delete_unleased(store: KeyValueStore) -> None:
+    """Take the key away if it is under no lease: no candidate has written it, and it would be there
+    for ever. Whoever led under it has lost its term by that write. Raises what the store raises."""
+    found = await store.get(keys.LEADER)
+    if found is None or found.lease != NO_LEASE:
+        return
+    still = unchanged_since(keys.LEADER, found.mod_revision)
+    ended = (await store.transact((still,), (Delete(keys.LEADER),))).succeeded
+    log.error("leader_record_without_lease", value=found.value[:200], deleted=ended)
 
 
 def _parse(value: bytes, created: Revision) -> Leader:

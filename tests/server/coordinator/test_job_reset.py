@@ -65,6 +65,19 @@ async def test_a_finished_job_begins_anew() -> None:
         }
 
 
+@pytest.mark.parametrize("garbage", ["abc", "9" * 5000])
+async def test_a_job_begins_anew_whatever_lies_among_its_generations(garbage: str) -> None:
+    """Taking all of it away is the way out that is left, and finds the newest one by its key."""
+    store = MemoryStore()
+    async with served(store) as world:
+        await finished_job(world)
+        await store.put(keys.generations("j") + garbage, b"{}")
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+        assert await names(store) == {"resets/j"}
+        again = await world.training("a", "b")
+        assert {member.token.generation for member in again} == {2}
+
+
 @pytest.mark.parametrize("new_leader", [False, True])
 async def test_a_job_whose_state_is_lost_begins_anew(new_leader: bool) -> None:
     """Which nothing else lets it do, a change of leaders neither."""

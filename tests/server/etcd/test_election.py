@@ -189,8 +189,10 @@ async def test_a_cancelled_campaign_leaves_nothing(store: KeyValueStore) -> None
 
 
 async def test_a_record_that_is_not_ours(store: KeyValueStore) -> None:
-    """Garbage under the leader's key breaks no observer, and a campaign waits for its end."""
-    await store.put(keys.LEADER, b"\xff{")
+    """Garbage under the leader's key breaks no observer, and a campaign waits for its end, which
+    comes with its lease."""
+    lease = await store.grant(60)
+    await store.put(keys.LEADER, b"\xff{", lease)
     async with aclosing(Election(store, B).leaders()) as leaders:
         leader = await anext(leaders)
         assert leader is not None
@@ -204,6 +206,25 @@ async def test_a_record_that_is_not_ours(store: KeyValueStore) -> None:
                 continue
         assert leader.address == "a:1"
         await term.resign()
+
+
+@pytest.mark.parametrize("value", [b"\xff{", b'{"address": "a:1", "http_url": ""}'])
+async def test_a_leaders_key_without_a_lease_keeps_nobody_from_leading(
+    store: KeyValueStore, value: bytes
+) -> None:
+    """Written over a leader's: that one has lost its term, and the key would never end by itself.
+    No candidate writes such a one."""
+    async with leading(store) as old:
+        await store.put(keys.LEADER, value)
+        async with asyncio.timeout(unhurried(5)):
+            await old.lost.wait()
+        assert not old.held
+        async with leading(store, B) as new:
+            late = await store.transact((old.condition,), (Put(keys.job_state("j"), b"late"),))
+            assert not late.succeeded
+            assert new.held
+            await old.resign()
+            assert new.held
 
 
 async def test_the_successor_of_a_killed_leader(tmp_path: Path) -> None:

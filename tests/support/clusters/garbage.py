@@ -1,6 +1,7 @@
 """What nobody should ever write into etcd, by what it is to be taken for."""
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -107,8 +108,12 @@ def all_garbage() -> list[Garbage]:
         add(f"member: {name}", keys.MEMBERS + "{job}/w0", value)
         add(f"samples: {name}", keys.JOBS + "{job}/samples", value)
         add(f"reset: {name}", keys.RESETS + "{job}", value)
-        for family in ("shards", "lineage"):
+        for family in ("shards", "lineage", "history"):
             add(f"{family}: {name}", keys.JOBS + "{job}/" + family, value, is_fatal=False)
+        packed = zlib.compress(value)
+        add(f"history: packed {name}", keys.JOBS + "{job}/history", packed, is_fatal=False)
+        add(f"ended server: {name}", keys.ENDED_SERVERS + "{job}/x", value, is_fatal=False)
+        add(f"last process: {name}", keys.LAST_PROCESSES + "{job}", value, is_fatal=False)
         for record in ("head", "run/00000000"):
             key = keys.ASSIGNMENTS + "{job}/" + record
             add(f"assignments {record}: {name}", key, value, is_fatal=False)
@@ -131,6 +136,7 @@ def all_garbage() -> list[Garbage]:
         "a job with a space": keys.JOBS + "no {job}/state",
         "a job without a name": keys.JOBS + "/state",
         "a generation that is not a number": keys.JOBS + "{job}/generations/abc",
+        "a generation whose number is too long": keys.JOBS + "{job}/generations/" + "9" * 5000,
         "a key of a newer version": keys.JOBS + "{job}/generations/000000000001/chunk",
     }.items():
         add(name, template, b"{}", is_fatal=False)

@@ -47,6 +47,8 @@ log = structlog.get_logger(__name__)
 READS_AT_ONCE = 32
 STATES_A_READ = 64
 CHUNKS_A_READ = 8
+SHOWN_KEY = 200
+"""Characters of a key in the log."""
 RECORDS_A_READ = 8
 """A record may have a megabyte."""
 
@@ -215,11 +217,11 @@ class StoredJobs:
         prefix = keys.generations(job)
         numbers = []
         for key in await self._store.keys(prefix):
-            number = key.removeprefix(prefix)
-            if number.isascii() and number.isdigit():
-                numbers.append(int(number))
+            number = keys.generation_number(job, key)
+            if number is not None:
+                numbers.append(number)
             else:
-                log.warning("key_of_no_generation", key=key)
+                log.warning("key_of_no_generation", key=key[:SHOWN_KEY])
         left = sorted(numbers, reverse=True)
         while left and not _enough(reading.records):
             part, left = left[:RECORDS_A_READ], left[RECORDS_A_READ:]

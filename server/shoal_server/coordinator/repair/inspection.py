@@ -90,9 +90,7 @@ def kind_of(job: str, key: str) -> RecordKind | None:
         return RecordKind.ASSIGNMENT
     if key.startswith(keys.members(job)):
         return RecordKind.MEMBER if "/" not in key.removeprefix(keys.members(job)) else None
-    number = key.removeprefix(keys.generations(job))
-    is_number = key != number and number.isascii() and number.isdigit()
-    return RecordKind.GENERATION if is_number else None
+    return None if keys.generation_number(job, key) is None else RecordKind.GENERATION
 
 
 async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
@@ -126,7 +124,8 @@ def _read_samples(job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
 
 
 def _read_generation(job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
-    number = int(item.key.removeprefix(keys.generations(job)))
+    number = keys.generation_number(job, item.key)
+    assert number is not None, "by its kind"
     stored_chunks.read(job, number, item.value, stored_chunks.chunks_in(job, items))
 
 

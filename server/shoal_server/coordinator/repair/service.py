@@ -136,9 +136,9 @@ def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[R
     numbers, records = [], []
     chunks = stored_chunks.chunks_in(job, items)
     for item in items:
-        if inspection.kind_of(job, item.key) is not RecordKind.GENERATION:
+        number = keys.generation_number(job, item.key)
+        if number is None:
             continue
-        number = int(item.key.removeprefix(keys.generations(job)))
         numbers.append(number)
         try:
             records.append(stored_chunks.read(job, number, item.value, chunks))
