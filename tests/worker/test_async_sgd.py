@@ -18,7 +18,9 @@ from torch import nn
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 from shoal_proto.errors import (
     DtypeMismatch,
+    GenerationBroken,
     InvalidSpec,
+    MemberDrained,
     NonFiniteGradient,
     NoServers,
     ProposalConflict,
@@ -95,6 +97,27 @@ def test_a_member_waits_for_the_first_server() -> None:
     assert waiting["limit_s"] == 60.0
     assert re.fullmatch(r"\d\d:\d\d:\d\d", waiting["until"])
     assert logs_named(logs, "parameter_servers_found")
+
+
+def test_a_member_that_is_to_leave_waits_for_no_server() -> None:
+    """SIGTERM while there is none yet: the wait ends with the membership, not with its limit."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    patient = Limits(collective_s=20.0, bring_up_s=20.0, join_s=60.0)
+    ended: list[MemberDrained] = []
+    with ParameterServers(0) as servers, ThreadPoolExecutor(1) as pool, capture_logs() as logs:
+        starting = pool.submit(
+            start,
+            *(servers, model, optimizer),
+            limits=patient,
+            ended=lambda: ended[-1] if ended else None,
+        )
+        while not logs_named(logs, "waiting_for_parameter_servers"):
+            assert not starting.done()
+            time.sleep(0.02)
+        ended.append(MemberDrained("w0 leaves job job", seen="SIGTERM"))
+        with pytest.raises(GenerationBroken):
+            starting.result(20.0)
 
 
 def logs_named(logs: Sequence[MutableMapping[str, Any]], event: str) -> list[Mapping[str, Any]]:

@@ -1,7 +1,7 @@
 """Members at their own pace, without a session around them: a small model to train."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from support.clusters.parameter_servers import ParameterServers
@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.membership.generation import Context, Generation
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD
+from shoal_proto.errors import ShoalError
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, Roster, RosterEntry
 
 LIMITS = Limits(collective_s=20.0, bring_up_s=20.0)
@@ -50,13 +51,20 @@ def start(
     limits: Limits = LIMITS,
     strategy: AsyncSGD | None = None,
     job: str = "job",
+    ended: Callable[[], ShoalError | None] = lambda: None,
 ) -> AsyncSGD:
     """The strategy, plain without one given, once it has entered the first generation."""
     token = servers.admit(f"w{rank}", job=job, incarnation=f"i{rank}")
     strategy = strategy or AsyncSGD()
     strategy.distribute(model, optimizer)
     strategy.attach(
-        Context(job=job, coordinators=[servers.coordinator], token=lambda: token, limits=limits)
+        Context(
+            job=job,
+            coordinators=[servers.coordinator],
+            token=lambda: token,
+            limits=limits,
+            ended=ended,
+        )
     )
     entry = RosterEntry(member_id=f"w{rank}", rank=rank)
     record = GenerationRecord(roster=Roster(generation=1, entries=[entry]))

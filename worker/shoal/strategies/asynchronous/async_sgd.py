@@ -192,7 +192,8 @@ class AsyncSGD(Strategy):
         client = self._connected()
 
         def is_broken() -> bool:
-            return generation.number <= self._cut_generation
+            is_over = self.context.ended() is not None
+            return is_over or generation.number <= self._cut_generation
 
         await_servers(
             lambda: client.place(self._shared.values.schema, self._tables.specs),
