@@ -11,6 +11,7 @@ from dataclasses import replace
 import structlog
 
 from shoal_proto.errors import JobInUse, JobQuarantined, NotLeader, RetryError
+from shoal_server.coordinator.clock_mark import ClockMark
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.job_reset import WRITTEN_WITHIN_S, JobReset
 from shoal_server.coordinator.jobs.job_actor import JobActor
@@ -21,7 +22,7 @@ from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Result
 from shoal_server.core.membership.phases import OVER
-from shoal_server.core.retention import Due, JobAge, RetentionLimits, due
+from shoal_server.core.retention import REMOVES, Due, JobAge, RetentionLimits, due
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Operation, Put
 from shoal_server.etcd.leader_store import LeaderStore
@@ -57,6 +58,9 @@ class Retention:
         self._result_of = result_of
         self._limits = limits
         self._clock = clock or registry.clock
+        self._mark = ClockMark(store, self._clock)
+        self._may_remove = True
+        """Whether this coordinator's clock is trusted with what cannot be undone."""
         self._empty_since_s: dict[str, float] = {}
         """Jobs that are not over and were seen without members; forgotten with the term."""
         self._woken = asyncio.Event()
@@ -70,6 +74,7 @@ class Retention:
     async def run(self) -> None:
         """Sweep now and then, for as long as this coordinator leads."""
         self._empty_since_s.clear()
+        self._mark.begin()
         while True:
             self._woken.clear()
             await self.sweep()
@@ -81,6 +86,7 @@ class Retention:
 
     async def sweep(self) -> None:
         """Do what is due, of each job by itself: one's trouble is to harm no other."""
+        self._may_remove = await self._mark.look()
         await self._forget_runs()
         actors = self._registry.actors()
         self._note_empty(actors)
@@ -99,6 +105,8 @@ class Retention:
                     break
 
     async def _forget_runs(self) -> None:
+        if not self._may_remove:
+            return
         try:
             await self._resetting.forget_runs(self._clock() - self._limits.summary_s)
         except RetryError as error:
@@ -119,7 +127,8 @@ class Retention:
             has_result=job.tally.result is not None,
             is_cleared=job.tally.is_cleared,
         )
-        return due(age, self._limits, self._clock())
+        what = due(age, self._limits, self._clock())
+        return what if self._may_remove or what not in REMOVES else Due.NOTHING
 
     def _is_known(self, actor: JobActor) -> bool:
         return self._registry.actor_if_known(actor.job.spec.job) is actor

@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 from enum import Enum
 
+MAX_GAP_S = 3600.0
+"""So long nobody may have led, by the clocks of two leaders, before one of them is doubted."""
+MAX_HELD_S = 6 * 3600.0
+"""For so long at the most nothing is removed then: for people to look at the clocks."""
+
 
 class Due(Enum):
     """What is to be done about a job now."""
@@ -40,6 +45,14 @@ class JobAge:
     """Whether all but that record is gone."""
 
 
+def held_s(now_s: float, noted_s: float | None) -> float:
+    """For how long a leader removes nothing, by whose clock it is `now_s`, if the leader before
+    noted `noted_s` by its own last. None: nothing was noted. A clock that is behind removes late,
+    which does no harm."""
+    gap_s = 0.0 if noted_s is None else now_s - noted_s
+    return min(gap_s, MAX_HELD_S) if gap_s > MAX_GAP_S else 0.0
+
+
 def due(job: JobAge, limits: RetentionLimits, now_s: float) -> Due:
     """What is due first. Each is looked for again once it is done, so none waits for another."""
     if job.ended_s is None:
@@ -53,3 +66,7 @@ def due(job: JobAge, limits: RetentionLimits, now_s: float) -> Due:
     if over_s > limits.records_s and not job.is_cleared:
         return Due.CLEAR
     return Due.NOTHING
+
+
+REMOVES = frozenset({Due.CLEAR, Due.FORGET})
+"""What cannot be undone."""

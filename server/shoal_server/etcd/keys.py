@@ -13,6 +13,8 @@ ASSIGNMENTS = ROOT + "assignments/"
 RESETS = ROOT + "resets/"
 ENDED_SERVERS = ROOT + "ended_servers/"
 LAST_PROCESSES = ROOT + "last_processes/"
+CLOCK = ROOT + "clock"
+"""What time it was when somebody led last: {"unix_s": ...}."""
 SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
 """Below which URLs snapshots may lie, as the leading coordinator was told: {"urls": [...]}."""
 MAX_NUMBER_DIGITS = 15

@@ -66,7 +66,8 @@ class Sweeper:
 
 async def names(store: MemoryStore) -> set[str]:
     items = (await store.range(keys.ROOT)).items
-    return {item.key.removeprefix(keys.ROOT) for item in items if item.key != keys.SNAPSHOT_ROOTS}
+    of_no_job = (keys.SNAPSHOT_ROOTS, keys.CLOCK)
+    return {item.key.removeprefix(keys.ROOT) for item in items if item.key not in of_no_job}
 
 
 async def leave(members: Sequence[MemberSession], *, completed: bool) -> None:
@@ -116,6 +117,50 @@ async def test_a_finished_job_shrinks_to_its_result_and_then_its_name_is_free() 
         assert await names(store) == set()
         (again,) = await world.training("a")
         assert again.token.generation == 1
+
+
+@pytest.mark.parametrize("mark", [b"{garbage", b'{"unix_s": "late"}', None])
+async def test_a_leader_whose_clock_is_far_ahead_removes_nothing_for_a_while(
+    mark: bytes | None,
+) -> None:
+    """What was stopped an hour ago can still be gone on with; an outage of that length, which looks
+    the same, only makes it late."""
+    store = MemoryStore()
+    async with served(store) as world:
+        right = Sweeper(world)
+        await leave(await world.training("a", "b"), completed=True)
+        for _ in range(2):
+            await right.after(HOUR_S)  # it notes the time
+        if mark is not None:
+            await store.put(keys.CLOCK, mark)
+        kept = await names(store)
+        wrong = Sweeper(world)
+        with structlog.testing.capture_logs() as logs:
+            await wrong.after(40 * DAY_S)
+        if mark is not None:
+            assert await names(store) != kept, "there is nothing to compare with"
+            return
+        assert await names(store) == kept
+        (told,) = [line for line in logs if line["event"] == "clock_doubted"]
+        assert told["ahead_s"] > 39 * DAY_S and told["removes_nothing_for_s"] == 6 * HOUR_S
+        await wrong.after(5.9 * HOUR_S)
+        assert await names(store) == kept
+        await wrong.after(0.2 * HOUR_S)
+        assert "jobs/j/state" not in await names(store)
+
+
+async def test_what_a_leader_with_a_clock_ahead_has_ended_is_removed_in_time() -> None:
+    """The next one counts from when it took over, not from a day that is still to come."""
+    async with served(MemoryStore()) as world:
+        coordinator = world.coordinator
+        await leave(await world.training("a", "b"), completed=True)
+        with patch.object(coordinator.registry.find("j").job.state.stage, "since_s", 1e12):
+            await coordinator.registry.find("j").keep_result(coordinator._result_of("j"))
+        await coordinator.step_down()
+        await coordinator.lead(())
+        at = Sweeper(world)
+        await at.after(DAY_S + HOUR_S)
+        assert at.actor.job.tally.is_cleared
 
 
 async def test_a_name_that_was_removed_is_forgotten_in_time() -> None:

@@ -68,7 +68,8 @@ def restored(
     state.progress = saved.progress
     state.progress.tally = tally
     if saved.finished:
-        state.stage.since_s = saved.ended_s or now_s
+        # Not in the future: a leader with a wrong clock may have noted it.
+        state.stage.since_s = min(saved.ended_s or now_s, now_s)
     if saved.lost is not None:
         state.end.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
         state.end.completing = True

@@ -1,0 +1,82 @@
+"""What time it was when somebody led last: a leader whose clock is wrong removes nothing by it.
+
+How long a job is over is told by the clocks of whichever coordinators led. One whose clock is days
+ahead would take all that ended for old, and remove at its first look what cannot be had again. So
+each leader notes the time in etcd once a minute, and its successor compares. Whether a gap is an
+outage or a wrong clock is not known; in doubt nothing is removed for a while, and the log says so.
+"""
+
+import json
+from collections.abc import Callable
+
+import structlog
+
+from shoal_proto.errors import RetryError
+from shoal_server.core.retention import held_s
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Put
+from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.leader_store import LeaderStore
+
+log = structlog.get_logger(__name__)
+
+NOTE_EACH_S = 60.0
+
+
+class ClockMark:
+    """One coordinator's part in it, while it leads."""
+
+    def __init__(self, store: LeaderStore, clock: Callable[[], float]) -> None:
+        """`clock`: Unix seconds that never jump."""
+        self._store = store
+        self._clock = clock
+        self._is_read = False
+        self._note_at_s = self._held_until_s = 0.0
+
+    def begin(self) -> None:
+        """A term begins."""
+        self._is_read = False
+
+    async def look(self) -> bool:
+        """Note the time, if it is time; whether what is old by this clock may be removed.
+
+        False while etcd does not tell what was noted last.
+        """
+        try:
+            if not self._is_read:
+                await self._read()
+            now_s = self._clock()
+            if now_s < self._held_until_s:
+                return False
+            if now_s >= self._note_at_s:
+                mark = json.dumps({"unix_s": now_s}).encode()
+                await self._store.transact((), [Put(keys.CLOCK, mark)])
+                self._note_at_s = now_s + NOTE_EACH_S
+        except RetryError as error:
+            log.warning("clock_not_noted", reason=str(error))
+        return self._is_read
+
+    async def _read(self) -> None:
+        found = await self._store.get(keys.CLOCK)
+        noted_s = None if found is None else _noted(found.value)
+        now_s = self._clock()
+        self._is_read = True
+        self._note_at_s = now_s + NOTE_EACH_S
+        wait_s = held_s(now_s, noted_s)
+        self._held_until_s = now_s + wait_s
+        if wait_s and noted_s is not None:
+            log.error(
+                "clock_doubted",
+                ahead_s=round(now_s - noted_s),
+                removes_nothing_for_s=round(wait_s),
+                reason="nobody led for that long, or the clock of this coordinator or of the last"
+                " leader is wrong: check it",
+            )
+
+
+def _noted(value: bytes) -> float | None:
+    try:
+        return Fields.parsed(value).seconds("unix_s")
+    except Unreadable as error:
+        log.warning("clock_unreadable", key=keys.CLOCK, reason=str(error))
+        return None
