@@ -9,25 +9,23 @@ there: what is missing is the last half minute at the most.
 import asyncio
 import math
 import time
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import structlog
-from pydantic import TypeAdapter, ValidationError
 
 from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.incarnation import public_id
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.kept_history import MAX_BYTES, KeptHistory, read, written
 from shoal_server.core.generations.roster import Roster
 from shoal_server.core.membership.phases import OVER
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Put, unchanged_since
+from shoal_server.etcd.json_fields import Unreadable
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.serving.tasks import gather_bounded
 from shoal_server.status.board import StatusBoard
-from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.series import Reading
 from shoal_server.status.views import HealthView
 
@@ -40,22 +38,6 @@ MAX_SHARE = 0.02
 FRESH_S = 10.0
 """What a member said longer ago is not how it stands now."""
 AT_ONCE = 16
-MAX_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptHistory:
-    """A job's history as it lies in etcd. Fields are only ever added."""
-
-    begun_unix_s: float
-    """Of the run of the job that it is of."""
-    series: SeriesView
-    changes: tuple[ChangeView, ...] = ()
-    extra_s: float = 0.0
-    logged: tuple[LoggedView, ...] = ()
-
-
-_KEPT = TypeAdapter(KeptHistory)
 
 
 class HistoryKeeper:
@@ -114,8 +96,8 @@ class HistoryKeeper:
         if found is None:
             return
         try:
-            kept = _read(found.value)
-        except (zlib.error, ValidationError, ValueError) as error:
+            kept = read(found.value)
+        except Unreadable as error:
             # It is shown to people, and decides nothing: the job goes on without.
             log.warning("history_unreadable", job=job, key=found.key, reason=str(error)[:300])
             return
@@ -130,7 +112,7 @@ class HistoryKeeper:
         if known is None or is_over or job not in self._taken_up:
             return
         stories, series = known
-        value = _written(
+        value = written(
             KeptHistory(
                 begun_unix_s=actor.job.tally.begun_s,
                 series=series.view(),
@@ -146,25 +128,12 @@ class HistoryKeeper:
             if state is None:
                 return  # nothing of it is kept yet, or any more
             still = unchanged_since(state.key, state.mod_revision)
-            written = await self._store.transact([still], [Put(keys.history(job), value)])
+            result = await self._store.transact([still], [Put(keys.history(job), value)])
         except ShoalError as error:
             log.debug("history_not_kept", job=job, reason=str(error))
             return
-        if written.succeeded:
+        if result.succeeded:
             self._kept[job] = value
-
-
-def _written(kept: KeptHistory) -> bytes:
-    return zlib.compress(_KEPT.dump_json(kept), 6)
-
-
-def _read(value: bytes) -> KeptHistory:
-    """Raises zlib.error, ValueError."""
-    inflated = zlib.decompressobj()
-    data = inflated.decompress(value, 16 * MAX_BYTES)
-    if inflated.unconsumed_tail:
-        raise ValueError(f"more than {16 * MAX_BYTES} bytes")
-    return _KEPT.validate_json(data)
 
 
 def _reading(

@@ -1,12 +1,18 @@
 """What is charted of a job outlives the coordinator that led."""
 
+import json
+import math
 import time
+import zlib
 
+import pytest
+import structlog
 from support.clusters.coordinator_world import Served, served
 
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.incarnation import public_id
 from shoal_server.coordinator.history import HistoryKeeper
+from shoal_server.coordinator.kept_history import read
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put
 from shoal_server.etcd.memory import MemoryStore
@@ -54,12 +60,63 @@ async def test_what_members_say_is_charted_and_goes_on_under_the_next_leader() -
         assert [each.line for each in stories.changes] == ["generation 1: 2 begin"]
 
 
-async def test_a_record_that_cannot_be_read_costs_the_charts_alone() -> None:
+SERIES = {
+    "interval_s": 5.0,
+    "unix_s": [100.0, 105.0],
+    "generation": [1, 1],
+    "step": [1, 2],
+    **{name: [1.0, None] for name in ("loss", "samples_per_s", "step_s", "slowest_step_s")},
+    "staleness": [None, None],
+    "step_s_by_rank": [[0.1, 0.2]],
+}
+CHANGE = {"generation": 1, "unix_s": 1.0, "cause": "", "line": "", "num_members": 1}
+LOGGED = {"name": "x", "newest_step": 3, "newest": 1.0, "interval_steps": 1}
+
+
+def kept(**changed: object) -> bytes:
+    """A record of which something is not as it should be."""
+    record = {"begun_unix_s": 0.0, "series": SERIES, "changes": [CHANGE], "logged": [], **changed}
+    return zlib.compress(json.dumps(record).encode())
+
+
+def test_such_a_record_is_read_if_nothing_is_wrong_with_it() -> None:
+    points = {"steps": [0, 3], "values": [1.0, 2.0]}
+    found = read(kept(logged=[LOGGED | points], added_later={"x": 1}))
+    assert (found.series.step, found.logged[0].steps) == ((1, 2), (0, 3))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"no history",
+        zlib.compress(b"[" * 100_000),
+        zlib.compress(b" " * (17 << 20)),
+        kept(begun_unix_s=math.nan),
+        kept(extra_s="Infinity"),
+        kept(series=SERIES | {"step": [1]}),
+        kept(series=SERIES | {"step_s_by_rank": [[0.1]]}),
+        kept(series=SERIES | {"unix_s": [1e300, 1.1e300]}),
+        kept(series=SERIES | {"interval_s": "NaN"}),
+        kept(series=SERIES | {"generation": [1, 10**300]}),
+        kept(series={name: list(range(1000)) for name in SERIES} | {"interval_s": 1.0}),
+        kept(changes=[CHANGE] * 101),
+        kept(changes=[CHANGE | {"unix_s": 1e300}]),
+        kept(logged=[LOGGED] * 1000),
+        kept(logged=[LOGGED | {"steps": [1, 2], "values": [1.0]}]),
+        kept(logged=[LOGGED | {"newest_step": 10**300}]),
+    ],
+)
+async def test_a_record_that_cannot_be_read_costs_the_charts_alone(value: bytes) -> None:
+    """Those of its own job, which goes on; the others' are taken up."""
     store = MemoryStore()
     async with served(store) as world:
         await world.training("a")
-        await store.transact((), [Put(keys.history("j"), b"no history")])
-        await keeper(world)._take_up()
+        await store.transact((), [Put(keys.history("j"), value)])
+        with structlog.testing.capture_logs() as logs:
+            await keeper(world)._take_up()
+        assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
+            "history_unreadable"
+        ]
         assert world.coordinator.registry.find("j").job.running is not None
 
 

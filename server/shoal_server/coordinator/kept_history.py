@@ -1,0 +1,99 @@
+"""A job's history as it lies in etcd: deflated JSON, taken apart without trust.
+
+It is shown to people and decides nothing, so what is wrong with it costs the charts of its own job,
+and no more: neither those of others nor the time of the coordinator that reads it.
+"""
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from shoal_proto.health import MAX_LOGGED
+from shoal_server.etcd.json_fields import MAX_COUNT, Unreadable, taken_apart
+from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
+from shoal_server.status.history.series import MAX_POINTS
+from shoal_server.status.history.stories import MAX_CHANGES
+
+MAX_BYTES = 1 << 20
+MAX_INFLATED_BYTES = 16 * MAX_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptHistory:
+    """Fields are only ever added."""
+
+    begun_unix_s: float
+    """Of the run of the job that it is of."""
+    series: SeriesView
+    changes: tuple[ChangeView, ...] = ()
+    extra_s: float = 0.0
+    logged: tuple[LoggedView, ...] = ()
+
+
+_KEPT = TypeAdapter(KeptHistory)
+
+
+def written(kept: KeptHistory) -> bytes:
+    """What goes to etcd, if it has no more than MAX_BYTES."""
+    return zlib.compress(_KEPT.dump_json(kept), 6)
+
+
+def read(value: bytes) -> KeptHistory:
+    """What was written. Raises Unreadable."""
+    inflated = zlib.decompressobj()
+    try:
+        data = inflated.decompress(value, MAX_INFLATED_BYTES)
+    except zlib.error as error:
+        raise Unreadable(f"no deflated JSON ({error})") from error
+    if inflated.unconsumed_tail:
+        raise Unreadable(f"more than {MAX_INFLATED_BYTES} bytes")
+    with taken_apart():
+        kept = _KEPT.validate_json(data)
+    if problem := _problem(kept):
+        raise Unreadable(problem)
+    return kept
+
+
+def _problem(kept: KeptHistory) -> str:
+    """What keeps it from being charted; empty: nothing."""
+    if len(kept.changes) > MAX_CHANGES or len(kept.logged) > MAX_LOGGED:
+        return f"{len(kept.changes)} changes and {len(kept.logged)} names of logged values"
+    numbers = [kept.begun_unix_s, kept.extra_s, *(each.unix_s for each in kept.changes)]
+    counts = [each.generation for each in kept.changes]
+    if not all(_is_time(number) for number in numbers) or not all(map(_is_count, counts)):
+        return "times or generations out of range"
+    problems = (_series_problem(kept.series), *map(_logged_problem, kept.logged))
+    return next(filter(None, problems), "")
+
+
+def _series_problem(series: SeriesView) -> str:
+    columns: Sequence[Sequence[object]] = (
+        *(series.generation, series.step, series.loss, series.samples_per_s, series.step_s),
+        *(series.slowest_step_s, series.staleness, *series.step_s_by_rank),
+    )
+    lengths = {len(series.unix_s), *map(len, columns)}
+    if len(lengths) > 1 or max(lengths) > MAX_POINTS:
+        return f"columns of {sorted(lengths)} intervals; expected as many in each, at most 180"
+    if not all(map(_is_count, (*series.generation, *series.step))):
+        return "steps or generations out of range"
+    is_good = all(map(_is_time, (series.interval_s, *series.unix_s)))
+    return "" if is_good else "times out of range"
+
+
+def _logged_problem(logged: LoggedView) -> str:
+    if len(logged.steps) != len(logged.values) or len(logged.steps) > MAX_POINTS:
+        return f"{len(logged.steps)} steps and {len(logged.values)} values"
+    counts = (logged.interval_steps, *logged.steps)
+    is_good = all(map(_is_count, counts))
+    return "" if is_good and -1 <= logged.newest_step <= MAX_COUNT else "steps out of range"
+
+
+def _is_time(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= MAX_COUNT
+
+
+def _is_count(value: int) -> bool:
+    return 0 <= value <= MAX_COUNT
