@@ -11,7 +11,13 @@ from shoal_client.commands.status import Json, StatusClient, grpc_address_of
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.job_secret import JobSecretFile, secret_in
 from shoal_client.membership import calls as membership_calls
-from shoal_proto.errors import DeadlineExceeded, InvalidSpec, NotLeader, RetryError
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    InvalidSpec,
+    NotLeader,
+    RetryError,
+    UnknownMember,
+)
 from shoal_proto.names import check_name
 from shoal_proto.v1.membership_pb2 import DrainRequest
 
@@ -84,7 +90,7 @@ def _drained(
     request: DrainRequest, coordinators: Coordinators, status: StatusClient, give_up_s: float
 ) -> Json:
     """The job once the process has left it. Raises DeadlineExceeded with what it waits for."""
-    seen, asked = "no coordinator answers", False
+    seen, asked, was_away = "no coordinator answers", False, False
     while True:
         try:
             if not asked:
@@ -98,7 +104,12 @@ def _drained(
             detail = status.job(request.job)
         except RetryError as error:
             # Whoever leads next has not heard of it.
-            seen, asked = str(error), False
+            seen, asked, was_away = str(error), False, True
+        except UnknownMember:
+            if not was_away:
+                raise
+            asked = True  # it was heard before, and the member has left
+            continue
         else:
             members = [entry["member"] for entry in detail["members"]]
             left = [each for each in members if each["public_id"] == request.public_id]

@@ -126,6 +126,16 @@ def test_a_change_of_leaders_does_not_end_the_wait() -> None:
     assert at.num_asked == 1 and not at.failures
 
 
+def test_a_member_that_has_left_before_it_is_asked_for_again_has_left() -> None:
+    """The answer to the first call did not come through; the next leader knows no such member."""
+    at = ChangingLeaders(Unavailable("nobody leads"), UnknownMember("no member b"))
+    request = DrainRequest(job="j", member_id="b")
+    give_up_s = time.monotonic() + unhurried(30.0)
+    assert _drained(request, at, at, give_up_s) == {"members": []}  # type: ignore[arg-type]
+    with pytest.raises(UnknownMember):
+        _drained(request, ChangingLeaders(UnknownMember("no member b")), at, give_up_s)  # type: ignore[arg-type]
+
+
 async def test_no_coordinator_is_a_clear_error() -> None:
     """The address that does not answer is named."""
     async with world() as at:
