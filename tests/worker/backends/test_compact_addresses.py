@@ -1,6 +1,7 @@
 """Addresses of Gloo's ranks in a form that is as short for thousands of ranks as for a few."""
 
 import threading
+import tracemalloc
 from datetime import timedelta
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.backends.network.compact_addresses import MAX_WORDS, compact, expand
+from shoal.backends.network.compact_addresses import MAX_WORDS, compact, expand, without_runs
 from shoal.backends.network.stores import AddressStore
 from shoal.torch_private.c10d import ProcessGroupGloo, Store, gloo_options
 from shoal_proto.errors import MalformedMessage
@@ -45,6 +46,29 @@ def test_an_address_is_no_longer_for_more_ranks(world_size: int, rank: int) -> N
     value = address(world_size, rank)
     assert expand(compact(value)) == value
     assert len(compact(value)) < 400
+
+
+@given(st.binary(max_size=250), st.binary(min_size=16, max_size=16), st.integers(0, 3000))
+def test_an_address_among_numbers_of_pairs_is_found_as_before(
+    before: bytes, listener: bytes, pairs: int
+) -> None:
+    numbers = np.arange(pairs, dtype="<i8").tobytes()
+    for value in (before + listener + numbers, numbers + listener + numbers + before):
+        assert listener in without_runs(value)
+    assert len(without_runs(before + listener + numbers)) < 1000
+
+
+def test_a_store_does_not_keep_the_numbers_of_ten_thousand_peers() -> None:
+    store = AddressStore(seen := Seen(), 0, 10_000, is_compact=True)
+    store.set("group/0", address(10_000, 0))
+    tracemalloc.start()
+    for rank in range(50):
+        seen.set(f"group/{rank}", compact(address(10_000, rank)))
+        assert store.get(f"group/{rank}") == address(10_000, rank)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert store.announced(HEAD[-20:])
+    assert kept < 1_000_000
 
 
 @pytest.mark.parametrize(

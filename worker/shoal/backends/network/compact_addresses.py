@@ -6,16 +6,22 @@ equal differences they take a few bytes. Any other value is kept as it is, behin
 """
 
 import struct
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shoal_proto.errors import MalformedMessage
+
+Array = npt.NDArray[Any]
 
 _WORD_BYTES = 8
 _AS_IT_IS, _AS_RUNS = b"\0", b"\1"
 _REST = struct.Struct("<B")
 """How many bytes stand before the first whole word, counted from the end."""
 _RUNS = np.dtype([("difference", "<i8"), ("count", "<u4")])
+_EDGE_WORDS = 32
+"""Of a run, on both sides, are left: more than the address of a socket has."""
 MAX_WORDS = 1 << 20
 """Of a value: of a million ranks."""
 
@@ -25,10 +31,10 @@ def compact(value: bytes) -> bytes:
     rest = len(value) % _WORD_BYTES
     words = np.frombuffer(value, dtype="<i8", offset=rest)
     differences = np.diff(words, prepend=np.int64(0))
-    starts = np.flatnonzero(np.append(True, differences[1:] != differences[:-1]))[: len(words)]
+    starts, counts = _runs(differences)
     runs = np.empty(len(starts), dtype=_RUNS)
     runs["difference"] = differences[starts]
-    runs["count"] = np.diff(starts, append=len(words))
+    runs["count"] = counts
     told = _AS_RUNS + _REST.pack(rest) + value[:rest] + runs.tobytes()
     return told if len(words) <= MAX_WORDS and len(told) <= len(value) else _AS_IT_IS + value
 
@@ -48,6 +54,28 @@ def expand(told: bytes) -> bytes:
         raise _malformed(told)
     words = np.cumsum(np.repeat(runs["difference"], runs["count"]), dtype="<i8")
     return body[1:head] + words.tobytes()
+
+
+def without_runs(value: bytes) -> bytes:
+    """The value without the middle of each long run of equal differences: the numbers of pairs.
+
+    Whatever else stands in it, as the address of a listener, is left in one piece.
+    """
+    rest = len(value) % _WORD_BYTES
+    words = np.frombuffer(value, dtype="<i8", offset=rest)
+    starts, counts = _runs(np.diff(words, prepend=np.int64(0)))
+    kept, at = [value[:rest]], 0
+    for run in np.flatnonzero(counts > 2 * _EDGE_WORDS):
+        kept.append(words[at : starts[run] + _EDGE_WORDS].tobytes())
+        at = starts[run] + counts[run] - _EDGE_WORDS
+    return b"".join([*kept, words[at:].tobytes()])
+
+
+def _runs(differences: Array) -> tuple[Array, Array]:
+    """Where each run of equal ones starts, and how long it is."""
+    starts = np.flatnonzero(np.append(True, differences[1:] != differences[:-1]))
+    starts = starts[: len(differences)]
+    return starts, np.diff(starts, append=len(differences))
 
 
 def _malformed(told: bytes) -> MalformedMessage:

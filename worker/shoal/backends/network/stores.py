@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from shoal.backends.network.compact_addresses import compact, expand
+from shoal.backends.network.compact_addresses import compact, expand, without_runs
 from shoal.torch_private.c10d import Store
 from shoal_proto.errors import GenerationBroken
 
@@ -18,7 +18,7 @@ class AnnouncingStore(Store):
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self._inner = inner
-        self._values: list[bytes] = []
+        self._values: dict[bytes, None] = {}
         self._aborted = ""
 
     def announced(self, end: bytes) -> bool:
@@ -33,8 +33,8 @@ class AnnouncingStore(Store):
         if self._aborted:
             raise GenerationBroken("the store was aborted", seen=self._aborted)
         kept = value.encode() if isinstance(value, str) else bytes(value)
-        if len(kept) <= MAX_ANNOUNCED_BYTES and kept not in self._values:
-            self._values.append(kept)
+        if len(kept) <= MAX_ANNOUNCED_BYTES:
+            self._values[without_runs(kept)] = None
         return kept
 
     def set(self, key: str, value: Any) -> None:
