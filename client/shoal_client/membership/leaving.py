@@ -4,6 +4,10 @@ from shoal_client.membership import member_events as ev
 from shoal_proto.errors import Fenced, MemberDrained, ShoalError
 
 
+UNHEARD_TOLD_S = 0.3
+"""Whoever was not heard for the whole of its drain tries once more, and goes."""
+
+
 class Leaving:
     """What is known of it so far."""
 
@@ -12,6 +16,8 @@ class Leaving:
         """Why this member is to leave by agreement with the others; empty: it is not."""
         self.is_noticed = False
         """Whether the log has said that it is to leave."""
+        self.is_unheard = False
+        """Whether nobody was there to let it go, for as long as it waited for that."""
         self.has_begun = False
         self.was_told = False
         """Whether the coordinator took note."""
@@ -24,6 +30,10 @@ class Leaving:
     def begin(self, *, drained: bool) -> None:
         """`drained`: the coordinator has let it go already."""
         self.has_begun, self._drained = True, drained
+
+    def told_within_s(self, timeout_s: float) -> float:
+        """How long to try to say that this member leaves."""
+        return min(timeout_s, UNHEARD_TOLD_S) if self.is_unheard else timeout_s
 
     def told(self, error: ShoalError | None, member_id: str) -> list[ev.Effect]:
         """What the coordinator made of the word that this member leaves."""

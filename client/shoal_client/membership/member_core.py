@@ -408,7 +408,7 @@ class MemberCore:
         if self.closed:
             return []
         if now_s >= call.give_up_s:
-            # Nobody is there to agree on going on without this member.
+            self.leaving.is_unheard = True
             return self._take_drain(f"{call.request.reason}; meanwhile {error}", now=True)
         return [self._drain_call(call.request.reason, now_s, call.give_up_s)]
 
@@ -422,7 +422,8 @@ class MemberCore:
                 token=self.token, completed=event.completed, reason=event.reason[:1000]
             )
             rule = ev.Persistence.LAST
-            effects.append(self._calls.new(request, rule, event.timeout_s, now_s))
+            within_s = self.leaving.told_within_s(event.timeout_s)
+            effects.append(self._calls.new(request, rule, within_s, now_s))
         return effects
 
     # --- the trainer's decisions ---
