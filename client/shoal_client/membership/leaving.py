@@ -3,7 +3,6 @@
 from shoal_client.membership import member_events as ev
 from shoal_proto.errors import Fenced, MemberDrained, ShoalError
 
-
 UNHEARD_TOLD_S = 0.3
 """Whoever was not heard for the whole of its drain tries once more, and goes."""
 
