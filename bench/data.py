@@ -1,92 +1,72 @@
 """What loading by `session.batches` costs beside torch's own DataLoader with as many processes.
 
     make bench NAME=data
-    .venv/bin/python bench/data.py 5    # turns instead of the default
+    .venv/bin/python bench/data.py 12    # pairs of blocks instead of the default
 
 One rank under "ddp" and one of plain DistributedDataParallel, two processes that load for each, the
 same data set of single samples that are changed at random; the session also seeds each sample, as
-it does by default. By turns, in one run; the median of the ratios counts.
+it does by default. Both live throughout and take blocks of 60 steps by turns (training/turns.py);
+the median of the ratios counts. What was loaded ahead while the other had its turn is used up
+before a block is timed.
 
 - `data_overhead`: mean seconds a step, session over DataLoader, where loading takes longer than
   the step: 16 samples of 2 ms each for two processes, beside a wait of 4 ms as for a device. The
   mean, as each process brings batches in bursts.
 - `data_overhead_hidden`: the same where the step takes longer (30 ms), so that loading should not
   be seen at all.
+- `data_step_cpu`: what the trainer itself computes for a step, which other work on the machine
+  changes little.
 """
 
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 from rows import Row, publish
 from torchrun import free_port
+from training.turns import BlockPlan, Ranks, compare
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
-TURNS = 3
+PAIRS, SKIPPED, TIMED = 12, 12, 60
+"""More are skipped than are loaded ahead."""
 LOADS = {"data_overhead": (2.0, 4.0), "data_overhead_hidden": (1.0, 30.0)}
 """Milliseconds that a sample takes, and that each step waits."""
-START_S = 180.0
 SCRIPT = Path(__file__).parent / "training" / "on_data.py"
 
 
-def seconds_a_step(
-    system: str, load: tuple[float, float], result: Path, environment: dict[str, str]
-) -> float:
-    command = [sys.executable, str(SCRIPT), system, *map(str, load), str(result)]
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    ended = subprocess.run(
-        command, env=surroundings, stdout=subprocess.DEVNULL, timeout=START_S, check=False
-    )
-    if ended.returncode:
-        raise SystemExit(f"{system} ended with {ended.returncode}")
-    return mean(json.loads(result.read_text()))
-
-
-def in_turns(cluster: LocalCluster, place: Path, metric: str, num_turns: int) -> list[Row]:
-    ours, theirs = [], []
-    for turn in range(num_turns):
-        session = {
-            "SHOAL_COORDINATOR": cluster.coordinator,
-            "SHOAL_JOB": f"{metric}-{turn}",
-            "SHOAL_DESIRED_MEMBERS": "1",
-        }
-        alone = {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        load = LOADS[metric]
-        ours.append(seconds_a_step("shoal", load, place / f"{metric}-shoal-{turn}", session))
-        theirs.append(seconds_a_step("plain", load, place / f"{metric}-plain-{turn}", alone))
-        print(f"{metric}: {ours[-1] * 1e3:.2f} ms, plain {theirs[-1] * 1e3:.2f} ms", flush=True)
-    ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
-    return [
-        Row(metric=metric, value=median(ratios), unit="", runs=num_turns),
-        Row(
-            metric=metric.replace("overhead", "step_time"),
-            value=median(ours) * 1e3,
-            unit="ms",
-            runs=num_turns,
-            peer="torch DataLoader",
-            peer_value=median(theirs) * 1e3,
-        ),
-    ]
+def measure(cluster: LocalCluster, metric: str, plan: BlockPlan) -> list[Row]:
+    session = {
+        "SHOAL_COORDINATOR": cluster.coordinator,
+        "SHOAL_JOB": metric,
+        "SHOAL_DESIRED_MEMBERS": "1",
+    }
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    load = [str(milliseconds) for milliseconds in LOADS[metric]]
+    with (
+        Ranks("shoal", SCRIPT, ["shoal", *load], plan, [session]) as ours,
+        Ranks("plain torch", SCRIPT, ["plain", *load], plan, [alone]) as theirs,
+    ):
+        found = compare(ours, theirs, plan.pairs, mean)
+    step, cpu = (metric.replace("overhead", figure) for figure in ("step_time", "step_cpu"))
+    return found.rows(metric, step, cpu, "torch DataLoader")
 
 
 def main() -> None:
-    num_turns = int(sys.argv[1]) if len(sys.argv) > 1 else TURNS
+    pairs = int(sys.argv[1]) if len(sys.argv) > 1 else PAIRS
+    plan = BlockPlan(pairs=pairs, skipped=SKIPPED, timed=TIMED)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         config = LocalClusterConfig(directory=Path(name) / "cluster", num_parameter_servers=0)
         with LocalCluster(config) as cluster:
             for metric in LOADS:
-                rows += in_turns(cluster, Path(name), metric, num_turns)
+                rows += measure(cluster, metric, plan)
     publish("data", rows)
 
 

@@ -3,12 +3,16 @@
     make bench NAME=strategies
     .venv/bin/python bench/strategies.py ddp fsdp       # these only
     .venv/bin/python bench/strategies.py fds ddp fsdp   # of these, descriptors only
+    .venv/bin/python bench/strategies.py overhead session ddp fsdp   # of these, step_overhead only
 
 - `step_overhead_STRATEGY`: median step under a session over the median step of plain torch, two
   ranks on Gloo in processes of their own; each step waits 10 ms beside its work, as for a device.
-  The two are run in turns, three times each; the median of the ratios counts. For a model as
-  small as this (2.1 MB) copies at peers and checks weigh more than they do for a real one.
+  Both live throughout and take blocks of 40 steps by turns (training/turns.py); the median of the
+  ratios counts. For a model as small as this (2.1 MB) copies at peers and checks weigh more than
+  they do for a real one.
 - `step_overhead_session`: the same for one rank and "ddp": what `session.step()` itself costs.
+- `step_cpu_STRATEGY`: what one rank computes for a step, which other work on the machine changes
+  little.
 - `bytes_per_step_STRATEGY`: what one of four ranks hands to collectives in a step, counted by the
   in-memory backend on real steps (of local SGD: the mean over a round of 16 steps); the peer's
   value is what `shoal.plan` says before.
@@ -20,13 +24,11 @@
   third one came and left five times.
 """
 
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +38,7 @@ from rows import Row, publish
 from torchrun import free_port
 from training.counting import counted
 from training.steps import Steps
+from training.turns import BlockPlan, Ranks, compare
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
@@ -43,7 +46,9 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline")
 ONLY_COUNTED = ("hybrid", "local-sgd", "diloco")
 """Plain torch has nothing to time them beside."""
 NUM_RANKS = 2
-TURNS, NUM_STEPS, PAUSE_MS = 3, 150, 10
+PAIRS, SKIPPED, TIMED, PAUSE_MS = 12, 5, 40, 10
+SESSION = "session"
+"""What is measured of one rank."""
 START_S = 180.0
 SCRIPT = Path(__file__).parent / "training" / "on_strategy.py"
 COUNTED_FDS = (*STRATEGIES, "hsdp", "fsdp-tensor", "hybrid")
@@ -51,67 +56,37 @@ VISITS, QUIET_STEPS, FREED_S = 5, 20, 20.0
 """Old groups are freed in the background once they are idle: within so many seconds."""
 
 
-def block(
-    system: str, strategy: str, place: Path, environment: dict[str, str], num_ranks: int
-) -> float:
-    """Median seconds a step, of all ranks together."""
-    result = place / f"{system}-{strategy}-{time.monotonic_ns()}"
-    command = [sys.executable, str(SCRIPT), system, strategy, str(NUM_STEPS), str(PAUSE_MS)]
-    started = [
-        subprocess.Popen(
-            [*command, str(result)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(num_ranks)
-    ]
-    for process in started:
-        if process.wait(START_S):
-            raise SystemExit(f"{system} {strategy} ended with {process.returncode}")
-    gaps = [gap for path in place.glob(f"{result.name}.*") for gap in json.loads(path.read_text())]
-    return median(gaps)
-
-
 def overheads(strategies: list[str], place: Path) -> list[Row]:
     rows = []
+    plan = BlockPlan(pairs=PAIRS, skipped=SKIPPED, timed=TIMED)
     config = LocalClusterConfig(directory=place / "cluster", num_parameter_servers=0)
     with LocalCluster(config) as cluster:
-        rows += in_turns(cluster, place, "ddp", "session", num_ranks=1)
         for strategy in strategies:
-            rows += in_turns(cluster, place, strategy, strategy, num_ranks=NUM_RANKS)
+            alone = strategy == SESSION
+            rows += overhead(cluster, strategy, plan, num_ranks=1 if alone else NUM_RANKS)
     return rows
 
 
-def in_turns(
-    cluster: LocalCluster, place: Path, strategy: str, name: str, *, num_ranks: int
-) -> list[Row]:
-    ratios, ours, theirs = [], [], []
-    for turn in range(TURNS):
-        session = {
-            "SHOAL_COORDINATOR": cluster.coordinator,
-            "SHOAL_JOB": f"{name}-{turn}",
-            "SHOAL_DESIRED_MEMBERS": str(num_ranks),
-        }
-        fixed = {
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        ours.append(block("shoal", strategy, place, session, num_ranks))
-        theirs.append(block("plain", strategy, place, fixed, num_ranks))
-        ratios.append(ours[-1] / theirs[-1])
-    print(f"{name}: {median(ours) * 1e3:.2f} ms, plain {median(theirs) * 1e3:.2f} ms", flush=True)
-    return [
-        Row(metric=f"step_overhead_{name}", value=median(ratios), unit="", runs=TURNS),
-        Row(
-            metric=f"step_time_{name}",
-            value=median(ours) * 1e3,
-            unit="ms",
-            runs=TURNS,
-            peer="torch",
-            peer_value=median(theirs) * 1e3,
-        ),
-    ]
+def overhead(cluster: LocalCluster, name: str, plan: BlockPlan, *, num_ranks: int) -> list[Row]:
+    strategy = "ddp" if name == SESSION else name
+    session = {
+        "SHOAL_COORDINATOR": cluster.coordinator,
+        "SHOAL_JOB": f"overhead-{name}",
+        "SHOAL_DESIRED_MEMBERS": str(num_ranks),
+    }
+    fixed = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [{**fixed, "RANK": str(rank)} for rank in range(num_ranks)]
+    arguments = [strategy, str(PAUSE_MS)]
+    with (
+        Ranks("shoal", SCRIPT, ["shoal", *arguments], plan, [session] * num_ranks) as ours,
+        Ranks("plain torch", SCRIPT, ["plain", *arguments], plan, ranks) as theirs,
+    ):
+        found = compare(ours, theirs, plan.pairs, median)
+    return found.rows(f"step_overhead_{name}", f"step_time_{name}", f"step_cpu_{name}", "torch")
 
 
 def descriptors(cluster: LocalCluster, place: Path, strategy: str) -> Row:
@@ -198,19 +173,24 @@ def all_descriptors(place: Path, strategies: list[str]) -> list[Row]:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["fds"]:
-        with tempfile.TemporaryDirectory() as name:
-            rows = all_descriptors(Path(name), sys.argv[2:] or list(COUNTED_FDS))
-        publish("descriptors", rows)
-        return
-    strategies = sys.argv[1:] or [*STRATEGIES, *ONLY_COUNTED]
-    rows: list[Row] = []
+    part = sys.argv[1] if sys.argv[1:2] in (["fds"], ["overhead"]) else ""
+    chosen = sys.argv[2:] if part else sys.argv[1:]
     with tempfile.TemporaryDirectory() as name:
-        for strategy in strategies:
-            rows += counted(strategy, Path(name))
-        rows += overheads([s for s in strategies if s not in ONLY_COUNTED], Path(name))
-        rows += all_descriptors(Path(name), [s for s in strategies if s in COUNTED_FDS])
-    publish("strategies", rows)
+        place = Path(name)
+        if part == "fds":
+            publish("descriptors", all_descriptors(place, chosen or list(COUNTED_FDS)))
+        elif part == "overhead":
+            publish("step_overhead", overheads(chosen or [SESSION, *STRATEGIES], place))
+        else:
+            publish("strategies", everything(chosen or [*STRATEGIES, *ONLY_COUNTED], place))
+
+
+def everything(strategies: list[str], place: Path) -> list[Row]:
+    rows: list[Row] = []
+    for strategy in strategies:
+        rows += counted(strategy, place)
+    rows += overheads([SESSION, *(s for s in strategies if s not in ONLY_COUNTED)], place)
+    return rows + all_descriptors(place, [s for s in strategies if s in COUNTED_FDS])
 
 
 if __name__ == "__main__":

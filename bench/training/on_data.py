@@ -1,18 +1,17 @@
-"""Steps, timed, with loading by other processes: on_data.py shoal|plain LOAD_MS PAUSE_MS RESULT.
+"""Steps with loading by other processes, in timed blocks:
+
+    on_data.py shoal|plain LOAD_MS PAUSE_MS DESCRIPTOR BLOCKS SKIPPED TIMED
 
 With `shoal` a member of a session and `session.batches`, with `plain` torch's DataLoader; both with
-two processes that load. Writes the seconds between steps into RESULT.
+two processes that load. See `Blocks`.
 """
 
-import json
 import sys
 import time
-from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from blocks import Blocks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -20,25 +19,21 @@ from torch.utils.data import DataLoader, Dataset
 
 import shoal
 
-NUM_WORKERS, BATCH, NUM_STEPS, WIDTH = 2, 16, 360, 256
-NUM_SAMPLES = NUM_STEPS * BATCH
-"""One epoch: at its end a DataLoader has nothing on the way."""
-WARM_UP = 40
-"""More than the batches that are loaded ahead before the first step."""
+NUM_WORKERS, BATCH, WIDTH = 2, 16, 256
 
 
 class Loaded(Dataset[tuple[Tensor, Tensor]]):
     """Each sample takes a while to come, as from storage, and is then changed at random."""
 
-    def __init__(self, load_s: float) -> None:
-        self._load_s = load_s
+    def __init__(self, load_s: float, num_samples: int) -> None:
+        self._load_s, self._num_samples = load_s, num_samples
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return self._num_samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         time.sleep(self._load_s)
-        sample = torch.full((WIDTH,), index / NUM_SAMPLES) + 0.1 * torch.randn(WIDTH)
+        sample = torch.full((WIDTH,), index / len(self)) + 0.1 * torch.randn(WIDTH)
         return sample, sample.roll(1)
 
 
@@ -51,39 +46,41 @@ def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def on_shoal(dataset: Loaded, pause_s: float) -> Iterator[float]:
+def on_shoal(dataset: Loaded, pause_s: float, blocks: Blocks) -> None:
     with shoal.join() as session:
         model = new_model()
         model, _ = session.distribute(model, new_optimizer(model))
         for batch in session.batches(
             dataset, global_batch_size=BATCH, epochs=1, num_workers=NUM_WORKERS
         ):
+            blocks.before_step()
             with session.step():
                 session.backward(mse_loss(model(batch.inputs), batch.targets))
                 time.sleep(pause_s)
-            yield time.perf_counter()
+            blocks.after_step()
 
 
-def on_torch(dataset: Loaded, pause_s: float) -> Iterator[float]:
+def on_torch(dataset: Loaded, pause_s: float, blocks: Blocks) -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(new_model(), gradient_as_bucket_view=True)
     optimizer = new_optimizer(model)
     for inputs, targets in DataLoader(dataset, BATCH, shuffle=True, num_workers=NUM_WORKERS):
+        blocks.before_step()
         optimizer.zero_grad()
         mse_loss(model(inputs), targets).backward()
         time.sleep(pause_s)
         optimizer.step()
-        yield time.perf_counter()
+        blocks.after_step()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    system, load_ms, pause_ms, result = sys.argv[1:]
+    system, load_ms, pause_ms, *numbers = sys.argv[1:]
     run = on_shoal if system == "shoal" else on_torch
     torch.set_num_threads(1)
-    dataset = Loaded(float(load_ms) / 1000)
-    ended = list(run(dataset, float(pause_ms) / 1000))[WARM_UP:]
-    Path(result).write_text(json.dumps([after - before for before, after in pairwise(ended)]))
+    blocks = Blocks(*map(int, numbers))
+    # One epoch: at its end a DataLoader has nothing on the way.
+    run(Loaded(float(load_ms) / 1000, blocks.num_steps * BATCH), float(pause_ms) / 1000, blocks)
 
 
 if __name__ == "__main__":

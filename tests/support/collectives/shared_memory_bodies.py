@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
+from shoal.backends.shared_memory.words import Words
 from shoal.layouts.base import World
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter
@@ -51,6 +52,28 @@ def met(num_meetings: int) -> int:
         assert list(numbers[at : at + memory.world_size]) == [1000 * number + r for r in ranks]
     memory.close()
     return len(memory.room)
+
+
+def words_told(num_rounds: int, *, shares: bool) -> str:
+    """Rounds in which each rank hears what all have told; what is raised behind a round of which
+    nobody heard."""
+    words = Words(whole_world(), 3)
+    if shares:
+        words.share()
+    assert words.is_shared is shares
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for number in range(num_rounds):
+        words.tell([number, -rank, (1 << 62) + rank])
+        heard = words.hear()
+        assert heard == [[number, -each, (1 << 62) + each] for each in range(world_size)]
+    words.tell([1])
+    dist.barrier()
+    words.forget()
+    try:
+        words.tell([2])
+    except GenerationBroken as error:
+        return str(error)
+    return ""
 
 
 def is_shared(apart: int = -1, num_bytes: int = 4096) -> bool:

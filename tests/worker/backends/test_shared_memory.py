@@ -1,6 +1,7 @@
 """Ranks of one machine meet in memory that they share, and learn when one of them is gone."""
 
 import ctypes
+import functools
 import mmap
 import multiprocessing
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.collectives import shared_memory_bodies
+from support.collectives.shared_memory_bodies import words_told
 from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
@@ -23,6 +25,18 @@ def test_what_was_written_before_a_meeting_is_read_behind_it(world_size: int) ->
     rooms = run_on_gloo(world_size, shared_memory_bodies.met, 500)
     assert len(rooms) == world_size
     assert min(rooms) >= 4096
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_words_are_heard_by_all_ranks_through_memory(world_size: int) -> None:
+    """Those of a round of which somebody did not hear are never taken for the next ones."""
+    ended = run_on_gloo(world_size, functools.partial(words_told, shares=True), 200)
+    assert all("ranks no longer share memory" in each for each in ended)
+
+
+def test_words_are_heard_by_all_ranks_over_their_group() -> None:
+    ended = run_on_gloo(3, functools.partial(words_told, shares=False), 5)
+    assert ended == [""] * 3
 
 
 @pytest.mark.parametrize("how", ["kill", "kill rank 0", "cut"])

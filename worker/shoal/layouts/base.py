@@ -84,6 +84,10 @@ class Layout(ABC):
     non_finite_check: NonFiniteCheck | None = None
     """Where ranks see a fault in their own gradients only: what tells it to the others."""
 
+    faults_are_own: bool = False
+    """Whether what `reduce` does with finite gradients leaves them finite, on all ranks alike: then
+    there is no fault but those that ranks find in their own before, in `non_finite_check`."""
+
     @property
     def plain(self) -> nn.Module:
         """The copied model with the user's own names: what is shown to the user and evaluated with.

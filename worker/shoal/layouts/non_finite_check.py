@@ -1,6 +1,6 @@
 """Whether the gradients of a step are finite: one answer, and the same on every rank."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,18 @@ class NonFiniteCheck:
         self._own = ""
         self._found = ""
         self._flags: Tensor | None = None
+        self._has_looked = False
 
     def look(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Look at this rank's own gradients, before those of others come in."""
-        self._own = name_of_fault(parameters)
+        """Look at this rank's own gradients, before those of others come in. Once a step."""
+        if not self._has_looked:
+            self._has_looked = True
+            self._own = name_of_fault(parameters)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank's own gradients were not finite."""
+        return bool(self._own)
 
     def found(self, name: str) -> None:
         """In place of `look`, where that was done in the backward pass: the parameter whose
@@ -52,6 +60,11 @@ class NonFiniteCheck:
     def set_flags(self, flags: Tensor) -> None:
         """What all ranks said."""
         self._flags = flags
+
+    def hear(self, are_own: Sequence[bool]) -> None:
+        """What each rank has said of its own gradients in another message, where that is all that
+        there is to say: see `Layout.faults_are_own`."""
+        self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])
 
     def check(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
         """Raise on every rank unless the gradients of all ranks are finite. Collective, unless the

@@ -75,7 +75,8 @@ def reshard(
     error of the group, is this rank's alone: cut the group, so that the others do not wait.
     """
     rank, world_size = group.rank(), group.size()
-    words = gather(to_message(inventory_of(held)), group)
+    exchange = SharedExchange(memory) if memory and SharedExchange.fits(memory) else None
+    words = _told(to_message(inventory_of(held)), group, exchange)
     chosen = choose([from_message(word, r) for r, word in enumerate(words)])
     own = _asked(chosen, needs)
     if chosen.on_each(world_size):  # whatever others need, they have
@@ -83,13 +84,13 @@ def reshard(
         wanted[rank] = own
     else:
         names = list(chosen.metas)
-        words = gather(pack(chunks_to_json(own, names, chosen.metas)), group)
+        words = _told(pack(chunks_to_json(own, names, chosen.metas)), group, exchange)
         table = Table(chosen.metas)
         wanted = [_needs_of(word, r, table) for r, word in enumerate(words)]
     bucket_bytes = IN_FLIGHT_BYTES // (2 * ROUNDS_IN_FLIGHT * world_size)
     bucket_bytes = min(max(bucket_bytes, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
     todo = plan(chosen, wanted, rank, stripe_bytes=bucket_bytes // 2)
-    transfer = _Transfer(group, [h for h in held if h.step == chosen.step], bucket_bytes, memory)
+    transfer = _Transfer(group, [h for h in held if h.step == chosen.step], bucket_bytes, exchange)
     shards = transfer.carry_out(todo, own, chosen.metas, borrow=borrow, place=place or _nowhere)
     return StateShard(
         step=chosen.step,
@@ -97,6 +98,12 @@ def reshard(
         values=dict(chosen.values),
         elsewhere=frozenset(chosen.metas) - shards.keys(),
     )
+
+
+def _told(word: bytes, group: dist.ProcessGroup, exchange: SharedExchange | None) -> list[bytes]:
+    """As `gather`, in memory that all ranks share where there is some."""
+    words = exchange.gather(word, MAX_TEXT_BYTES) if exchange is not None else None
+    return gather(word, group) if words is None else words
 
 
 def gather(word: bytes, group: dist.ProcessGroup) -> list[bytes]:
@@ -186,9 +193,9 @@ class _Transfer:
         group: dist.ProcessGroup,
         held: Sequence[StateShard],
         bucket_bytes: int,
-        memory: SharedMemory | None,
+        exchange: SharedExchange | None,
     ) -> None:
-        self._memory = memory if memory is not None and SharedExchange.fits(memory) else None
+        self._shared = exchange
         self._p2p = AbortableP2P(group, torch.device("cpu"))
         self._held = held
         self._bucket_bytes = bucket_bytes
@@ -217,8 +224,8 @@ class _Transfer:
             if tensor is None:
                 tensor = torch.empty(chunk.sizes, dtype=metas[name].dtype)
             self._pieces[name] = TensorShard(shape=metas[name].shape, chunk=chunk, tensor=tensor)
-        if self._memory is not None:
-            self._exchange(todo, self._memory)
+        if self._shared is not None:
+            self._exchange(todo, self._shared)
         else:
             self._move(todo)
         for part in todo.kept:
@@ -226,7 +233,7 @@ class _Transfer:
                 self._target(part).copy_(self._source(part))
         return self._pieces
 
-    def _exchange(self, todo: TransferPlan, memory: SharedMemory) -> None:
+    def _exchange(self, todo: TransferPlan, exchange: SharedExchange) -> None:
         """As `_move`, in memory that all ranks share."""
         apart: list[tuple[Tensor, Tensor]] = []
 
@@ -237,7 +244,7 @@ class _Transfer:
             apart.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
             return _flat(apart[-1][1])
 
-        SharedExchange(memory).run(
+        exchange.run(
             {
                 peer: [_flat(self._source(part).cpu().contiguous()) for part in parts]
                 for peer, parts in todo.sends.items()

@@ -36,6 +36,29 @@ class SharedExchange:
         """Whether the memory is large enough for that; the same on all ranks."""
         return _box_bytes(memory) >= MIN_BOX_BYTES
 
+    def gather(self, word: bytes, max_bytes: int) -> list[bytes] | None:
+        """What each rank says, by rank; all say something at the same time. None, on all ranks
+        alike: one says more than `max_bytes`, or than there is room for.
+
+        Raises as `run`.
+        """
+        memory = self._memory
+        each_bytes = len(memory.room) // memory.world_size
+        if len(word) <= each_bytes:
+            start = memory.rank * each_bytes
+            memory.room[start : start + len(word)] = word
+        lengths = memory.meet(len(word))
+        if max(lengths) > min(each_bytes, max_bytes):
+            return None
+        starts = (rank * each_bytes for rank in range(memory.world_size))
+        words = [
+            bytes(memory.room[start : start + length])
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+        # What is written next is not to be read as these.
+        memory.meet()
+        return words
+
     def run(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> None:

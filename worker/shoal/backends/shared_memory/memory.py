@@ -68,13 +68,24 @@ class SharedMemory:
 
         Raises GenerationBroken if a rank is lost or late, or after `cut`.
         """
+        self.arrive(word)
+        return self.await_others()
+
+    def arrive(self, word: int = 0) -> None:
+        """The first part of `meet`, which waits for nobody."""
         self._raise_if_over()
+        self._words[self._num_met % 2][self.rank] = word
+        if self._rounds:
+            self._post(0)
+
+    def await_others(self) -> Sequence[int]:
+        """The rest of it."""
         words = self._words[self._num_met % 2]
         self._num_met += 1
-        words[self.rank] = word
         deadline_s = time.monotonic() + self._limit_s
-        for distance, semaphores in enumerate(self._rounds):
-            semaphores[(self.rank + (1 << distance)) % self.world_size].post()
+        for number, semaphores in enumerate(self._rounds):
+            if number:
+                self._post(number)
             came = semaphores[self.rank].wait(deadline_s)
             self._raise_if_over()
             if not came:
@@ -85,6 +96,10 @@ class SharedMemory:
                     expected=f"within {self._limit_s:g} s",
                 )
         return list(words)
+
+    def _post(self, number: int) -> None:
+        """In this round, to the rank whose turn it is to hear of it."""
+        self._rounds[number][(self.rank + (1 << number)) % self.world_size].post()
 
     def cut(self, reason: str) -> None:
         """Let this rank and all others meet no more: who waits raises. Any thread, quick."""

@@ -121,6 +121,9 @@ class HybridLayout(Layout):
     def synchronised(self) -> bool:
         return self._inner.synchronised()
 
+    def cut(self, reason: str) -> None:
+        self._inner.cut(reason)
+
     def release(self) -> None:
         self._inner.release()
         self._groups.clear()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.backends.shared_memory.words import Words, bits_of, number_of
 from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.pipeline.outline import Outline
@@ -57,9 +58,12 @@ class PipelineLayout(Layout):
         materialise(self.stage.model, world.device)
         self._schedule = schedule
         self._runners: dict[str, PipelineRunner] = {}
+        self._words = Words(self._near.group, 1)
+        self._num_passes = 0
         self._parameters = self.stage.parameters
         self._complete = False
         self.non_finite_check = NonFiniteCheck(world.group, world.device)
+        self.faults_are_own = all(len(stages) == 1 for stages in self.stage.holders.values())
         self.module = _Whole(self)
         self._shown = proxy_of(self.stage.model, lambda: self.module)
 
@@ -107,9 +111,20 @@ class PipelineLayout(Layout):
             # What was under way is still in the schedule's books.
             self._forget_runners()
             raise
-        self._near.p2p.broadcast(loss, self._near.size - 1)
+        loss = self._told(loss)
         self._complete = True
         return loss
+
+    def _told(self, loss: Tensor) -> Tensor:
+        """The loss of the last stage, which tells it to all."""
+        words, self._num_passes = self._words, self._num_passes + 1
+        if self._num_passes > 1 and words.may_share:
+            words.share()
+        if not words.is_shared:
+            self._near.p2p.broadcast(loss, self._near.size - 1)
+            return loss
+        words.tell([bits_of(float(loss))])
+        return torch.tensor(number_of(words.hear()[-1][0]), dtype=torch.float64)
 
     def _rounds_for(self, step_inputs: StepInputs) -> PipelineRunner:
         device = self.world.device.type
@@ -145,8 +160,12 @@ class PipelineLayout(Layout):
         # Modules, schedules and this layout refer to one another in circles: what holds the group
         # lets go of it, or that would live on until Python looks for those.
         self._forget_runners()
+        self._words.close()
         self._near.release()
         del self.world, self.non_finite_check
+
+    def cut(self, reason: str) -> None:
+        self._words.cut(reason)
 
     def _forget_runners(self) -> None:
         for runner in self._runners.values():

@@ -178,6 +178,7 @@ class TensorLayout(Layout):
         materialise(module, world.device)
         self._parameters = dict(module.named_parameters())
         self.non_finite_check = NonFiniteCheck(world.group, world.device)
+        self.faults_are_own = not self._summed
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import check_loss, clip, not_reduced, scale
+from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.layouts.several import SeveralLayouts
 from shoal.membership.generation import Generation
@@ -28,10 +29,11 @@ from shoal.state.resharding import reshard
 from shoal.state.shards import REGISTERED, Chunk, StateShard
 from shoal.state.whole_model import whole_model
 from shoal.strategies.compiled_models import check_compiled, not_compiled
+from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import found_by_any
 from shoal.strategies.synchronous.step_agreement import Deed
-from shoal.strategies.synchronous.strategy import SynchronousStrategy, check_same_step, receivers_of
+from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
 from shoal.torch_private.compiling import is_routing_compiled
 from shoal.torch_private.dtensor import clear_sharding_cache
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
@@ -155,7 +157,7 @@ class LayoutStrategy(SynchronousStrategy):
             binding.layout.lost_together([entry.host for entry in generation.entries]),
         )
         self._checkpoints.join_writers(world.world_size)
-        check_same_step(generation.number, self._step, group)
+        check_same_step(generation.number, self._step, group, binding.layout.shared_memory)
         self._meta_model.forget_weights()
 
     def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
@@ -355,13 +357,29 @@ class LayoutStrategy(SynchronousStrategy):
     def _reduce(self) -> Layout:
         layout = self._aim(self._passes.due)
         if not self._reduced:
-            self._propose()
-            if layout.non_finite_check is not None:
+            check = layout.non_finite_check
+            if check is None:
+                self._propose()
+            else:
                 # Reducing means meeting others, and perhaps not all of them.
-                self._settle()
+                self._settle_with(check, layout)
             layout.reduce()
             self._reduced = True
         return layout
+
+    def _settle_with(self, check: NonFiniteCheck, layout: Layout) -> None:
+        """See `_settle`. Where that says all, members tell by the same message whether their
+        gradients are finite."""
+        agreement = self._agreement
+        says_all = layout.faults_are_own and layout.looks_for_faults
+        # Gradients of losses with weights are scaled yet.
+        if agreement is None or not says_all or agreement.weights.are_own:
+            self._settle()
+            return
+        check.look(layout.parameters)
+        self._propose(is_faulty=check.is_own)
+        self._settle()
+        check.hear(agreement.faults)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         if self._passes.training is not None:

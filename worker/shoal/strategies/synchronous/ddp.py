@@ -32,10 +32,11 @@ from shoal.state.replicated import ReplicatedState, State
 from shoal.state.shards import StateShard
 from shoal.state.transfer import receive, send
 from shoal.state.whole_model import on_host
+from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.model_replica import ModelReplica
 from shoal.strategies.synchronous.step_agreement import Deed
-from shoal.strategies.synchronous.strategy import SynchronousStrategy, check_same_step, receivers_of
+from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
 from shoal.torch_private.tensors import foreach_mul_
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 

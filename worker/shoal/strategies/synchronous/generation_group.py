@@ -3,15 +3,18 @@
 import threading
 
 import structlog
+import torch
 import torch.distributed as dist
 
-from shoal.backends.abortable.waiter import waiters_of
+from shoal.backends.abortable.waiter import wait_abortable, waiters_of
 from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
+from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.membership.alone import LoneStore
 from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
 from shoal.membership.step_messages import all_know_present
 from shoal_client.connection.coordinators import Coordinators
+from shoal_proto.errors import InternalError
 
 log = structlog.get_logger(__name__)
 
@@ -128,3 +131,22 @@ class GenerationGroup:
             group, self._group = self._group, None
         if group is not None:
             group.retire()
+
+
+def check_same_step(
+    generation: int, step: int, group: dist.ProcessGroup, memory: SharedMemory | None = None
+) -> None:
+    """Collective: raise InternalError unless all members of the generation stand at this step.
+    `memory`: they share it."""
+    if memory is not None:
+        found = list(memory.meet(step))
+    else:
+        steps = torch.zeros(group.size(), dtype=torch.int64)
+        steps[group.rank()] = step
+        wait_abortable(dist.all_reduce(steps, group=group, async_op=True), group)
+        found = steps.tolist()
+    if len(set(found)) != 1:
+        raise InternalError(
+            f"the members of generation {generation} are at different steps",
+            seen=f"{found} by rank",
+        )

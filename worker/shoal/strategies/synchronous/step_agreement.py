@@ -12,11 +12,10 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.last_word import let_all_hear
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.shared_memory.words import Words
 from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.hyperparameters import (
@@ -99,7 +98,9 @@ _NAMED = 1 << 40
 _DEEDS = ("a backward pass for", "an update of", "clipping for")
 _BITS = 16
 
-_CONFLICT, _STOP_BEFORE, _STOP_BEHIND = 1, 2, 4
+_SHARES = StepMessages.PRESENT
+"""Members of one machine that know this form tell each other in memory that they share."""
+_CONFLICT, _STOP_BEFORE, _STOP_BEHIND, _FAULT = 1, 2, 4, 8
 """In the third word."""
 
 
@@ -120,17 +121,18 @@ class StepAgreement:
         self._members = members
         self._hyper = hyperparameters
         self._position = position
-        self._rank = group.rank()
+        self._words = Words(group, NUM_WORDS[position.form])
         self._steps = 0
         self._step = 0
         self._passes = 0
         self._cut = StepCut(shares_samples=shares_samples)
         self.weights = StepWeights()
+        self.faults: Sequence[bool] = ()
+        """Which members have proposed this step with gradients that are not finite, by rank, once
+        it is settled."""
         self._announced = False
         self._settled = False
         self._conflict = ""
-        self._message: torch.Tensor | None = None
-        self._work: dist.Work | None = None
 
     def begin(self, step: int) -> None:
         """A step begins, after so many committed ones."""
@@ -139,7 +141,7 @@ class StepAgreement:
         self._cut.begin()
         self.weights.begin()
         self._announced = False
-        self._message = self._work = None
+        self._words.forget()
         self._settled = False
         self._conflict = ""
         self._steps += 1
@@ -164,10 +166,10 @@ class StepAgreement:
         """A forward pass begins. Behind a step that was cut into parts, members say before the
         first backward pass into how many this one is cut; members with the same samples always do,
         and before the first forward pass. Raises UnequalPasses, on all of those, if it differs."""
-        if self._cut.is_told_first and self._message is None:
+        if self._cut.is_told_first and not self._words.is_told:
             self._send(self._cut.word, 0, conflict=False)
             if self._cut.shares_samples:
-                self._compare_passes(self._heard())
+                self._compare_passes(self._words.hear())
                 self._cut.is_agreed = True
 
     def announce(self) -> None:
@@ -177,14 +179,14 @@ class StepAgreement:
             self._announced = True
             is_cut = self._cut.num_parts > 1
             self._send(self._cut.word if is_cut else 2 * (self._passes + 1), 0, conflict=False)
-            self._compare_passes(self._heard())
+            self._compare_passes(self._words.hear())
             self._cut.is_agreed |= is_cut
 
     def passing(self) -> None:
         """A backward pass begins. Raises as `announce`, before anything of it is sent."""
         self.tell_parts()
-        if self._message is not None:
-            self._compare_passes(self._heard())
+        if self._words.is_told:
+            self._compare_passes(self._words.hear())
             self._cut.is_agreed = True
         self.announce()
         self._announced = False
@@ -198,18 +200,19 @@ class StepAgreement:
         mask = sum(1 << self._hyper.names.index(name) for name in optimizers)
         digest = self._hyper.digest() if deed is Deed.UPDATE else 0
         self._send(_NAMED + (deed << _BITS) + mask, digest, conflict=False)
-        rows = self._heard()
+        rows = self._words.hear()
         self._compare_passes(rows)
         if any(row[1] != rows[0][1] for row in rows):
             self._compare_values([(self._step, self._hyper.now())])
 
-    def propose(self) -> None:
-        """All passes of the step were made: say so, and with what it is to be applied."""
-        if self._message is None:
+    def propose(self, *, is_faulty: bool = False) -> None:
+        """All passes of the step were made: say so, and with what it is to be applied. `is_faulty`:
+        this member's own gradients are not finite."""
+        if not self._words.is_told:
             self._conflict = self._hyper.conflict(self._step)
             word = 2 * self._passes + 1
-            stop = self._stop(self._step)
-            self._send(word, self._hyper.digest(), conflict=bool(self._conflict), stop=stop)
+            more = self._stop(self._step) | _FAULT * is_faulty
+            self._send(word, self._hyper.digest(), conflict=bool(self._conflict), more=more)
 
     def _stop(self, step: int) -> int:
         """What this member's script wishes of the step behind so many."""
@@ -228,8 +231,9 @@ class StepAgreement:
         if self._settled:
             return None
         self.propose()
-        rows = self._heard()
+        rows = self._words.hear()
         self._settled = True
+        self.faults = [bool(row[2] & _FAULT) for row in rows]
         self._compare_passes(rows)
         if any(row[2] & _STOP_BEFORE for row in rows):
             self._position.agree_to_stop(self._step)
@@ -273,8 +277,8 @@ class StepAgreement:
         changes = _changes(applied)
         self._conflict = conflict
         behind = max(applied) + 1
-        self._send(1, digest_of(changes), conflict=bool(conflict), stop=self._stop(behind))
-        rows = self._heard()
+        self._send(1, digest_of(changes), conflict=bool(conflict), more=self._stop(behind))
+        rows = self._words.hear()
         if any(row[1] != rows[0][1] or row[2] & _CONFLICT for row in rows):
             self._compare_values(changes)
         if any(row[2] & _STOP_BEFORE for row in rows):
@@ -282,23 +286,20 @@ class StepAgreement:
 
     # --- messages ---
 
-    def _send(self, word: int, digest: int, *, conflict: bool, stop: int = 0) -> None:
-        num_words = NUM_WORDS[self._position.form]
-        self._message = torch.zeros(len(self._members), num_words, dtype=torch.int64)
-        own = [word, digest, conflict * _CONFLICT | stop, self.weights.word()][:num_words]
-        self._message[self._rank] = torch.tensor(own, dtype=torch.int64)
-        if len(self._members) > 1:
-            self._work = dist.all_reduce(self._message, group=self._group, async_op=True)
+    def _send(self, word: int, digest: int, *, conflict: bool, more: int = 0) -> None:
+        if self._steps > 1 and self._words.may_share and self._position.form is _SHARES:
+            # Not in the first step, for which members stand still that were just left by another.
+            self._words.share()
+        own = [word, digest, conflict * _CONFLICT | more, self.weights.word()]
+        self._words.tell(own[: NUM_WORDS[self._position.form]])
 
-    def _heard(self) -> list[list[int]]:
-        """What each member said, by rank."""
-        message, self._message = self._message, None
-        assert message is not None, "sent before"
-        if self._work is not None:
-            wait_abortable(self._work, self._group)
-            self._work = None
-        rows: list[list[int]] = message.tolist()
-        return rows
+    def cut(self, reason: str) -> None:
+        """Let this member wait for no word of the others. Any thread."""
+        self._words.cut(reason)
+
+    def close(self) -> None:
+        """The generation is over for this member."""
+        self._words.close()
 
     def _compare_passes(self, rows: Sequence[Sequence[int]]) -> None:
         words = [row[0] for row in rows]

@@ -1,8 +1,9 @@
 """Losses that are means over something else than samples: tokens, say."""
 
 import math
-import struct
 from collections.abc import Sequence
+
+from shoal.backends.shared_memory.words import bits_of, number_of
 
 _BY_SAMPLES = -1.0
 """What is said of a step whose losses are means over samples, and weigh by these."""
@@ -37,12 +38,11 @@ class StepWeights:
 
     def word(self) -> int:
         """What this member says, as an integer: other members' zeros may be added to it."""
-        word: int = struct.unpack("<q", struct.pack("<d", self._own))[0]
-        return word
+        return bits_of(self._own)
 
     def said(self, words: Sequence[int]) -> list[float | None]:
         """What each member's losses weigh; None where they weigh by samples."""
-        weights = [struct.unpack("<d", struct.pack("<q", word))[0] for word in words]
+        weights = [number_of(word) for word in words]
         return [None if weight == _BY_SAMPLES else weight for weight in weights]
 
     def factor(self, weights: Sequence[float]) -> float:

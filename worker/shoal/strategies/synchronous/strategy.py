@@ -36,11 +36,7 @@ from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.strategies.synchronous.step_agreement import Deed, StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal_client.connection.coordinators import Coordinators
-from shoal_proto.errors import (
-    GenerationBroken,
-    InternalError,
-    InvalidSpec,
-)
+from shoal_proto.errors import GenerationBroken, InvalidSpec
 from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -177,12 +173,9 @@ class SynchronousStrategy(Strategy):
         self._set_stage(TrainerStage.TRAINING, generation.number, process_group)
         self._has_state = True
         if self._hyperparameters is not None:
+            hyper, shares = self._hyperparameters, self.shares_samples
             self._agreement = StepAgreement(
-                process_group,
-                members,
-                self._hyperparameters,
-                self.position,
-                shares_samples=self.shares_samples,
+                process_group, members, hyper, self.position, shares_samples=shares
             )
         log.debug(
             "generation_entered",
@@ -225,6 +218,9 @@ class SynchronousStrategy(Strategy):
 
     def cut(self, generation: int) -> None:
         self._generation_group.cut(generation)
+        agreement = self._agreement
+        if agreement is not None and self._generation_group.has_cut(self._generation_group.number):
+            agreement.cut(f"generation {generation} is over")
 
     def hand_over(self, *, leaves: bool = False) -> None:
         group = self._process_group
@@ -244,7 +240,9 @@ class SynchronousStrategy(Strategy):
             self.position.undo(self._step)
             if self._hyperparameters is not None:
                 self._hyperparameters.failed(self._step)
-        self._agreement = None
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.close()
         self._reduces = True
         self._passes.forget()
         self._let_go()
@@ -378,10 +376,10 @@ class SynchronousStrategy(Strategy):
         if self._agreement is not None:
             self._agreement.announce()
 
-    def _propose(self) -> None:
-        """All passes of the step were made."""
+    def _propose(self, *, is_faulty: bool = False) -> None:
+        """All passes of the step were made: see `StepAgreement.propose`."""
         if self._agreement is not None:
-            self._agreement.propose()
+            self._agreement.propose(is_faulty=is_faulty)
 
     def _settle(self) -> None:
         """See `StepAgreement.settle`: from here on nobody makes a further pass in this step."""
@@ -486,15 +484,3 @@ def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
         if entry.rank != source and entry.state != pb.STATE_ACTION_KEEP
     ]
     return source, receivers
-
-
-def check_same_step(generation: int, step: int, group: dist.ProcessGroup) -> None:
-    """Collective: raise InternalError unless all members of the generation stand at this step."""
-    steps = torch.zeros(group.size(), dtype=torch.int64)
-    steps[group.rank()] = step
-    wait_abortable(dist.all_reduce(steps, group=group, async_op=True), group)
-    if len(set(steps.tolist())) != 1:
-        raise InternalError(
-            f"the members of generation {generation} are at different steps",
-            seen=f"{steps.tolist()} by rank",
-        )

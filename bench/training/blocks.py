@@ -1,0 +1,52 @@
+"""Blocks of steps, timed, each of which waits for its turn: what `turns.py` starts and reads.
+
+Knows nothing of any system.
+"""
+
+import json
+import os
+import sys
+import time
+from itertools import pairwise
+
+
+class Blocks:
+    """The steps of one rank, in blocks of as many. A block begins with a line on standard input and
+    ends with one that is written into the descriptor: the seconds between its steps."""
+
+    def __init__(self, descriptor: int, num_blocks: int, num_skipped: int, num_timed: int) -> None:
+        """`num_skipped`: steps at the beginning of each block that are not timed."""
+        self._descriptor = descriptor
+        self._num_skipped = num_skipped
+        self._num_steps = num_skipped + num_timed + 1
+        """One more: between n steps there are n - 1 times."""
+        self.num_steps = num_blocks * self._num_steps
+        """Of all blocks together."""
+        self._ended_s: list[float] = []
+        self._cpu_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a block has begun and not ended."""
+        return bool(self._ended_s)
+
+    def before_step(self) -> None:
+        """A step is about to begin: return when it may."""
+        if not self.is_open and not sys.stdin.buffer.readline():
+            raise SystemExit("nobody measures any more")
+
+    def after_step(self) -> None:
+        """The step has ended."""
+        self._ended_s.append(time.perf_counter())
+        if len(self._ended_s) == self._num_skipped + 1:
+            self._cpu_s = time.process_time()
+        if len(self._ended_s) == self._num_steps:
+            self._report()
+
+    def _report(self) -> None:
+        ended_s, self._ended_s = self._ended_s[self._num_skipped :], []
+        gaps_s = [after - before for before, after in pairwise(ended_s)]
+        cpu_s = (time.process_time() - self._cpu_s) / len(gaps_s)
+        line = json.dumps({"gaps_s": gaps_s, "cpu_s": cpu_s}) + "\n"
+        with os.fdopen(os.dup(self._descriptor), "w") as file:
+            file.write(line)
