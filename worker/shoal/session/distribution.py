@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shoal.backends.network.own_gpu import LocalPlace, check_gpu
 from shoal.checkpoint.background import Checkpoints
 from shoal.layouts.synced_batchnorm import has_sync_batchnorm, sync_batchnorm
+from shoal.membership.collector import LongLivedObjects
 from shoal.membership.validators import ValidatorSet
 from shoal.model.devices import device_of, devices_of
 from shoal.model.frameworks import as_torch
@@ -68,6 +69,7 @@ class Distribution:
         self._optimizer: Optimizer | None = None
         self._guard: StepGuard | None = None
         self._calls: ScriptCalls | None = None
+        self._long_lived = LongLivedObjects()
 
     def distribute(
         self,
@@ -127,6 +129,7 @@ class Distribution:
             owners = [each for one in models for each in models_of(one).values()]
             self._calls = ScriptCalls([*optimizers, *owners], self.registered)
             self._calls.watch(options.in_step)
+        self._long_lived.freeze()
         return distributed
 
     def _refuse_several(self, chosen: Strategy) -> None:
@@ -202,6 +205,7 @@ class Distribution:
 
     def release(self) -> None:
         """The session is over: all of it is the script's again. May be called twice."""
+        self._long_lived.release()
         if self._guard is not None:
             self._guard.release()
         if self._calls is not None:

@@ -1,0 +1,72 @@
+"""What lives before the first generation is not gone through by Python's collector again."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from shoal.membership.collector import LongLivedObjects
+
+
+class Loop:
+    """Refers to itself."""
+
+    num_left = 0
+
+    def __init__(self) -> None:
+        self.own = self
+        type(self).num_left += 1
+
+    def __del__(self) -> None:
+        type(self).num_left -= 1
+
+
+@pytest.fixture(autouse=True)
+def unfrozen() -> Iterator[None]:
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    Loop.num_left = 0
+    yield
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+
+
+def test_the_collector_goes_through_what_comes_behind_only() -> None:
+    objects = LongLivedObjects()
+    before = Loop()
+    objects.freeze()
+    assert gc.get_freeze_count() > 10_000
+    assert not any(each is before for each in gc.get_objects())
+    del before
+    Loop()
+    gc.collect()
+    assert Loop.num_left == 1, "only the later one is collected"
+    objects.release()
+    gc.collect()
+    assert Loop.num_left == 0
+
+
+def test_what_was_thrown_away_just_before_goes() -> None:
+    Loop()
+    objects = LongLivedObjects()
+    objects.freeze()
+    assert Loop.num_left == 0
+    objects.release()
+
+
+def test_what_the_script_has_frozen_stays_so() -> None:
+    gc.freeze()
+    objects = LongLivedObjects()
+    objects.freeze()
+    objects.release()
+    assert gc.get_freeze_count()
+
+
+def test_a_collector_that_is_off_is_left_alone() -> None:
+    gc.disable()
+    try:
+        LongLivedObjects().freeze()
+    finally:
+        gc.enable()
+    assert not gc.get_freeze_count()
