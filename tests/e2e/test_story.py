@@ -15,13 +15,14 @@ def test_a_killed_and_a_drained_worker_are_a_line_each(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
     """Cause, who goes on, pause and steps lost; in `shoal events -f`, by the coordinator's gRPC
-    address alone, and in rank 0's log, of which `shoal logs` has the rest; nothing else is said of
-    a change, and Ctrl-C prints no traceback."""
+    address alone, and in rank 0's log, of which `shoal logs` has the rest, as that of a worker that
+    was killed; nothing else is said of a change, and Ctrl-C prints no traceback."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    logs = {"SHOAL_LOG_DIR": str(tmp_path / "logs")}
+    script.write_text(SCRIPT.replace("here = ", "print('this is', os.getpid())\nhere = "))
+    # As on another host: of this one's files `shoal logs` knows nothing.
+    logs = ("--log-dir", str(tmp_path / "logs"))
     run = shoal_command.start(
-        "run", "-n", "3", "--ps", "0", "--max-restarts", "0", str(script), environment=logs
+        "run", "-n", "3", "--ps", "0", "--max-restarts", "0", *logs, str(script)
     )
     (line,) = [each for each in read_until(run, "coordinator at ") if "coordinator at" in each]
     found = re.search(r"coordinator at (\S+),", line)
@@ -46,9 +47,9 @@ def test_a_killed_and_a_drained_worker_are_a_line_each(
     code, output = finish(follow)
     assert (code, output.strip()) == (130, "")
 
-    code, shown = finish(
-        shoal_command.start("logs", rank_0, "--job", "train", *address, environment=logs)
-    )
+    code, shown = finish(shoal_command.start("logs", "train", killed, *address))
+    assert code == 0 and shown.startswith(f"this is {pids[killed]}\n"), shown
+    code, shown = finish(shoal_command.start("logs", rank_0, "--job", "train", *address))
     assert code == 0, shown
     own = [line for line in shown.splitlines() if "generation " in line]
     assert len(own) == 2 and re.search(lost, own[0]), shown

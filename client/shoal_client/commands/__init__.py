@@ -22,7 +22,7 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
             "events:EventsConfig",
             "events:show",
         ),
-        ("logs", "show the output of a worker on this host", "logs:LogsConfig", "logs:logs"),
+        ("logs", "show the output of the workers of a job", "logs:LogsConfig", "logs:logs"),
         ("top", "show jobs and members on one screen, refreshed", "top:TopConfig", "top:top"),
         ("why", "show what a member is waiting for", "status:WhyConfig", "status:why"),
         (

@@ -1,9 +1,10 @@
-"""`shoal logs`: what a worker printed, on the host where its launcher keeps it."""
+"""`shoal logs`: what workers printed, as their launchers hand it on or keep it on this host."""
 
 import os
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -13,71 +14,209 @@ from cyclopts import Parameter
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.status import StatusClient
 from shoal_client.local.worker_logs import log_path, log_root, older
-from shoal_proto.errors import InvalidSpec, ShoalError, UnknownMember
+from shoal_proto.errors import (
+    AccessDenied,
+    InvalidSpec,
+    NotLeader,
+    ShoalError,
+    Unavailable,
+    UnknownJob,
+    UnknownMember,
+)
 from shoal_proto.names import check_name
+from shoal_proto.terminal.plain_lines import plain_lines
 
 LOOK_EACH_S = 0.2
+ASK_EACH_S = 0.5
+NUM_LINES, NUM_LINES_EACH = 100, 10
+ELSEWHERE = (AccessDenied, NotLeader, Unavailable, UnknownJob, UnknownMember)
+"""What the coordinator answers where the files of this host may still have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig:
-    """Shows what a worker printed. The launcher keeps the newest 8 to 16 MiB of each worker's
-    output on its own host, so run this command there."""
+    """Shows what the workers of a job print, or one of them, on whichever host they run. Their
+    launchers hand on the newest 1 MiB of each worker's output; 8 to 16 MiB are in files on their
+    own hosts, which are shown where the coordinator has nothing."""
 
-    member: str = field(kw_only=False)
-    """Id of the member."""
-    job: Annotated[str, Parameter(metavar="NAME")]
-    """The member's job."""
+    name: str = field(kw_only=False)
+    """Name of the job. With --job: id of a member."""
+    member: str = field(default="", kw_only=False)
+    """Show only the output of this member."""
+    of_job: Annotated[str, Parameter(name="--job", metavar="NAME")] = ""
+    """The member's job: `shoal logs MEMBER --job NAME` is `shoal logs NAME MEMBER`."""
     follow: Annotated[bool, Parameter(name=["-f", "--follow"], negative=())] = False
-    """Keep showing new lines, until Ctrl-C."""
-    number: Annotated[int, Parameter(name="-n", metavar="N")] = 100
-    """Number of newest lines to show first."""
-    directory: Annotated[
-        Path | None, Parameter(name="--log-dir", metavar="DIRECTORY", env_var="SHOAL_LOG_DIR")
-    ] = None
-    """The launcher's --log-dir. By default the launcher's default."""
+    """Keep showing new lines, until Ctrl-C or the end of the launchers."""
+    number: Annotated[int | None, Parameter(name="-n", metavar="N")] = None
+    """Number of newest lines to show first: 100 of one member, 10 of each of several by default."""
+    directory: Annotated[Path | None, Parameter(name="--log-dir", metavar="DIRECTORY")] = None
+    """Read the files of a launcher's --log-dir on this host, and ask no coordinator."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
     def __post_init__(self) -> None:
-        check_name(self.member, "member")
+        if self.of_job and self.member:
+            raise InvalidSpec(
+                "two jobs are named",
+                seen=f"{self.name} {self.member} --job {self.of_job}",
+                expected="JOB MEMBER, or MEMBER --job NAME",
+            )
         check_name(self.job, "job")
-        if self.number < 0:
+        if self.member_id:
+            check_name(self.member_id, "member")
+        if self.number is not None and self.number < 0:
             raise InvalidSpec("bad -n", seen=str(self.number), expected="0 or more")
+
+    @property
+    def job(self) -> str:
+        return self.of_job or self.name
+
+    @property
+    def member_id(self) -> str:
+        """Empty: all of them."""
+        return self.name if self.of_job else self.member
 
 
 def logs(config: LogsConfig) -> int:
-    """Print the lines. Raises UnknownMember where none are kept here."""
-    path = log_path(config.directory or log_root(os.environ), config.job, config.member)
-    if not path.exists():
-        raise UnknownMember(
-            f"nothing of member {config.member} of job {config.job} is kept on this host",
-            seen=f"no file {path}",
-            expected="the host of its launcher" + _where(config),
-            fix="Run the command there.",
-        )
-    newest: deque[str] = deque(maxlen=config.number)
-    for each in (older(path), path):
-        if each.exists():
-            newest.extend(each.read_text(errors="replace").splitlines())
-    for line in newest:
-        print(line)
+    """Print the lines. Raises UnknownMember where nobody has any."""
+    if config.directory is not None:
+        return _from_files(config, config.directory)
+    try:
+        with StatusClient(config.address.urls()) as client:
+            return _from_coordinator(client, config)
+    except ELSEWHERE as error:
+        root = log_root(os.environ)
+        if not _files(config, root):
+            raise
+        _say(f"{error.what}; these are the files of this host")
+        return _from_files(config, root)
+
+
+# --- as launchers hand it on ---
+
+
+def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
+    members = [config.member_id] if config.member_id else _members(client, config.job)
+    number = _number(config, members)
+    positions: dict[str, str] = {}
+    for member in members:
+        try:
+            lines, positions[member] = _newest(client, config.job, member, number)
+        except UnknownMember as error:
+            if config.member_id:
+                raise
+            _say(error.what)
+        else:
+            _show(lines, member if len(members) > 1 else "")
     if config.follow:
-        for text in _followed(path):
-            print(text, end="", flush=True)
+        _follow(client, config.job, positions, prefixed=len(members) > 1)
     return 0
+
+
+def _members(client: StatusClient, job: str) -> list[str]:
+    found = [str(each["member"]["member_id"]) for each in client.job(job)["members"]]
+    if not found:
+        raise UnknownMember(
+            f"job {job} has no members now",
+            expected="the id of one that it had",
+            fix=f"Name it: shoal logs {job} MEMBER; shoal events {job} has their names.",
+        )
+    return found
+
+
+def _newest(client: StatusClient, job: str, member: str, number: int) -> tuple[list[str], str]:
+    """So many lines at most, and the position after them."""
+    page = client.output(job, member)
+    if not page["is_live"]:
+        _say(f"the launcher of {member} on {page['host']} has ended; it left these lines")
+    lines, after = list(page["lines"]), str(page["after"])
+    while len(lines) < number and page["before"] is not None:
+        page = client.output(job, member, before=page["before"])
+        lines = [*page["lines"], *lines]
+    return lines[len(lines) - min(number, len(lines)) :], after
+
+
+def _follow(
+    client: StatusClient,
+    job: str,
+    positions: dict[str, str],
+    *,
+    prefixed: bool,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Until the launchers of all of them have ended."""
+    while positions:
+        pause(ASK_EACH_S)
+        for member, after in list(positions.items()):
+            try:
+                page = client.output(job, member, after=after)
+            except (NotLeader, Unavailable):
+                continue  # somebody will lead again, or the launcher answer
+            except UnknownMember:
+                page = None
+            if page is None or (not page["is_live"] and not page["lines"]):
+                _say(f"the launcher of {member} has ended")
+                del positions[member]
+                continue
+            if page["has_gap"]:
+                _say(f"lines of {member} are missing here: they came too fast, or were restarted")
+            _show(page["lines"], member if prefixed else "")
+            positions[member] = page["after"]
+
+
+# --- in files of this host ---
+
+
+def _from_files(config: LogsConfig, root: Path) -> int:
+    found = _files(config, root)
+    if not found:
+        raise UnknownMember(
+            f"nothing of {_of_whom(config)} is kept on this host",
+            seen=f"no file {log_path(root, config.job, config.member_id or '*')}",
+            expected="the host of its launcher" + _where(config),
+            fix="Run the command there, or without --log-dir.",
+        )
+    number = _number(config, found)
+    for path in found:
+        newest: deque[str] = deque(maxlen=number)
+        for each in (older(path), path):
+            if each.exists():
+                newest.extend(plain_lines(each.read_bytes()))
+        _show(newest, path.stem if len(found) > 1 else "")
+    if config.follow:
+        if len(found) > 1:
+            raise InvalidSpec("files are followed one at a time", expected="a MEMBER")
+        for data in _followed(found[0]):
+            _show(plain_lines(data), "")
+    return 0
+
+
+def _files(config: LogsConfig, root: Path) -> list[Path]:
+    directory = log_path(root, config.job, "any").parent
+    names = (
+        [config.member_id] if config.member_id else sorted(p.stem for p in directory.glob("*.log"))
+    )
+    return [path for name in names if (path := log_path(root, config.job, name)).exists()]
+
+
+def _of_whom(config: LogsConfig) -> str:
+    return (
+        f"member {config.member_id} of job {config.job}"
+        if config.member_id
+        else f"job {config.job}"
+    )
 
 
 def _where(config: LogsConfig) -> str:
     """Which that is, where the coordinator knows."""
     try:
         with StatusClient(config.address.urls()) as client:
-            host = client.member(config.job, config.member)["member"]["process"]["host"]
+            host = client.member(config.job, config.member_id)["member"]["process"]["host"]
     except ShoalError:
         return ""
     return f", which is {host}"
 
 
-def _followed(path: Path, pause: Callable[[float], None] = time.sleep) -> Iterator[str]:
+def _followed(path: Path, pause: Callable[[float], None] = time.sleep) -> Iterator[bytes]:
     """What is appended from now on, also once the file has become the older one."""
     at, inode = path.stat().st_size, path.stat().st_ino
     while True:
@@ -88,16 +227,36 @@ def _followed(path: Path, pause: Callable[[float], None] = time.sleep) -> Iterat
             continue  # it is about to be made anew
         if found.st_ino != inode:
             rest = older(path)
-            if rest.exists() and rest.stat().st_ino == inode:
-                yield _from(rest, at).decode(errors="replace")
+            if rest.exists() and rest.stat().st_ino == inode and (left := _from(rest, at)):
+                yield left
             at, inode = 0, found.st_ino
         if found.st_size > at:
             data = _from(path, at)
             at += len(data)
-            yield data.decode(errors="replace")
+            yield data
 
 
 def _from(path: Path, at: int) -> bytes:
     with path.open("rb") as file:
         file.seek(at)
         return file.read()
+
+
+# --- both ---
+
+
+def _number(config: LogsConfig, shown: Sequence[object]) -> int:
+    if config.number is not None:
+        return config.number
+    return NUM_LINES if len(shown) == 1 else NUM_LINES_EACH
+
+
+def _show(lines: Sequence[str], member: str) -> None:
+    prefix = f"[{member}] " if member else ""
+    for line in lines:
+        print(f"{prefix}{line}")
+    sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    print(f"shoal logs: {text}", file=sys.stderr, flush=True)

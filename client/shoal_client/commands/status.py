@@ -148,6 +148,14 @@ class StatusClient:
         """One member."""
         return self._get(f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}")
 
+    def output(
+        self, job: str, member_id: str, *, after: str | None = None, before: str | None = None
+    ) -> Json:
+        """The newest lines that the member printed, or those on one side of a position."""
+        asked = [f"{k}={v}" for k, v in (("after", after), ("before", before)) if v is not None]
+        path = f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}/output"
+        return self._get(f"{path}?{'&'.join(asked)}")
+
     def events(
         self, job: str, after: int, *, details: bool = True, newest: int | None = None
     ) -> Json:

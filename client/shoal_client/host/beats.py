@@ -38,7 +38,8 @@ class HostBeats:
     """
 
     def __init__(self, coordinators: Sequence[str]) -> None:
-        self._coordinators = Coordinators(coordinators)
+        self.coordinators = Coordinators(coordinators)
+        """Open within the block; others of the launcher's may call over it, too."""
         self._lock = threading.Lock()
         self._watched: dict[int, _Watched] = {}
         self._closing = threading.Event()
@@ -56,7 +57,7 @@ class HostBeats:
         trace: TracebackType | None,
     ) -> None:
         self._closing.set()
-        self._coordinators.close()
+        self.coordinators.close()
         self._thread.join()
 
     def started(self, pid: int, slot: BeatSlot) -> None:
@@ -95,7 +96,7 @@ class HostBeats:
             beats=[beat_of(claim.token, claim.step, claim.doing) for _, claim in claims]
         )
         try:
-            reply = self._coordinators.call(
+            reply = self.coordinators.call(
                 membership_calls.heartbeat, request, timeout_s=CALL_TIMEOUT_S
             )
         except ShoalError as error:

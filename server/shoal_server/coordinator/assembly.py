@@ -9,6 +9,7 @@ from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import (
     clocks_pb2_grpc,
     membership_pb2_grpc,
+    outputs_pb2_grpc,
     rendezvous_pb2_grpc,
     repair_pb2_grpc,
     samples_pb2_grpc,
@@ -20,6 +21,7 @@ from shoal_server.coordinator.history import HistoryKeeper
 from shoal_server.coordinator.job_reset import JobReset
 from shoal_server.coordinator.jobs.job_actor import JobDependencies
 from shoal_server.coordinator.jobs.membership import MembershipService
+from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
 from shoal_server.coordinator.leadership.term import Term
 from shoal_server.coordinator.persistence.durable import DurableJobs
@@ -104,6 +106,7 @@ class Coordinator:
             self.registry.clock,
             stuck_after_s=limits.collective_s,
         )
+        outputs = OutputsService(self.registry)
         self.resetting = JobReset(
             leading,
             DurableJobs(store, self.term.conditions),
@@ -111,9 +114,10 @@ class Coordinator:
             samples=self.samples,
             clocks=self.clocks,
             rendezvous=self.rendezvous,
+            outputs=outputs,
         )
         self.view = CoordinatorView(
-            self.registry, self.samples, self.clocks, shard_reader, self.shards
+            self.registry, self.samples, self.clocks, shard_reader, self.shards, outputs=outputs
         )
         self.retention = Retention(
             leading,
@@ -214,6 +218,7 @@ class Coordinator:
         membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
         rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous, server)
         clocks_pb2_grpc.add_ClocksServicer_to_server(self.clocks, server)
+        outputs_pb2_grpc.add_OutputsServicer_to_server(self.view.outputs, server)
         samples_pb2_grpc.add_SamplesServicer_to_server(self.samples, server)
         shards_pb2_grpc.add_ShardsServicer_to_server(self.shards, server)
         snapshots_pb2_grpc.add_SnapshotsServicer_to_server(self.snapshots, server)
@@ -249,6 +254,7 @@ class Coordinator:
         await self._while_leading.aclose()
         self.rendezvous.forget_all()
         self.clocks.forget_all()
+        self.view.outputs.forget_all()
         await self.registry.step_down()
         await self.samples.hand_over()
         self.term.end()

@@ -11,6 +11,7 @@ import structlog
 
 from shoal_proto.errors import InternalError
 from shoal_server.coordinator.clocks import ClocksService
+from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused, from_json
@@ -43,6 +44,7 @@ class JobReset:
         samples: SamplesService,
         clocks: ClocksService,
         rendezvous: RendezvousService,
+        outputs: OutputsService,
     ) -> None:
         self._store = store
         self._jobs = jobs
@@ -50,6 +52,7 @@ class JobReset:
         self._samples = samples
         self._clocks = clocks
         self._rendezvous = rendezvous
+        self._outputs = outputs
 
     async def read(self) -> None:
         """Learn which jobs were begun anew: to be called before the registry takes jobs over."""
@@ -105,6 +108,7 @@ class JobReset:
                 self._registry.earlier_runs[job] = earlier
             self._clocks.forget(job)
         self._rendezvous.drop_dead(job)
+        self._outputs.forget(job)
         log.info("job_reset", job=job, last_generation=earlier.last_generation)
         return True, earlier.last_generation
 

@@ -6,13 +6,22 @@ from dataclasses import replace
 from shoal_proto.incarnation import public_id
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.core.generations.roster import Record
+from shoal_server.serving.access.asker import Asker
 from shoal_server.status.from_core import job_view, member_view, quarantined_view, samples_view
 from shoal_server.status.shards import ShardReader
-from shoal_server.status.views import JobView, MemberView, Readiness, SamplesView, ShardsView
+from shoal_server.status.views import (
+    JobView,
+    MemberView,
+    OutputView,
+    Readiness,
+    SamplesView,
+    ShardsView,
+)
 
 
 class CoordinatorView:
@@ -25,12 +34,15 @@ class CoordinatorView:
         clocks: ClocksService,
         shards: ShardReader,
         placing: ShardsService,
+        *,
+        outputs: OutputsService,
     ) -> None:
         self._registry = registry
         self._samples = samples
         self._clocks = clocks
         self._shards = shards
         self._placing = placing
+        self.outputs = outputs
         self.address = ""
         """host:port under which others reach this coordinator."""
         self.http_url = ""
@@ -97,6 +109,11 @@ class CoordinatorView:
 
     async def shards(self, job: str) -> ShardsView | None:
         return await self._shards.read(job)
+
+    async def output(
+        self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
+    ) -> OutputView:
+        return await self.outputs.output(job, member_id, who, after, before)
 
 
 def _timed(

@@ -71,6 +71,8 @@ NAMED: Mapping[str, Bound] = {
     "job_secret": text(MAX_LENGTH),
     "launch_secret": text(MAX_LENGTH),
     "launch_digest": DIGEST,
+    "ticket": text(64),
+    "source": text(64),
     "public_id": text(64),
     "session": text(512),
     "traceparent": text(64),
@@ -145,6 +147,7 @@ NAMED: Mapping[str, Bound] = {
     "rest_bytes": COUNTED,
     "offset_bytes": COUNTED,
     "offset": COUNTED,
+    "oldest": COUNTED,
     "num_elements": COUNTED,
     "num_rows": COUNTED,
     "max_rows": COUNTED,
@@ -223,6 +226,8 @@ NAMED: Mapping[str, Bound] = {
     "milestones": COUNTED,
     # lists of messages
     "beats": some(1 << 14),
+    "members": some(1 << 14),
+    "last": some(1 << 14),
     "rejections": some(256),
     "unreachable": some(1 << 14),
     "completed": some(1 << 20),
@@ -257,6 +262,7 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "TableLookupRequest.rows": some(1 << 17),
     "TablePushRequest.rows": some(1 << 17),
     "StepPhase.step_size": COUNTED,
+    "OutputPart.data": Bound(length=1 << 18),
 }
 """By message and field: what means something else there."""
 

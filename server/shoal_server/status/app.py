@@ -8,7 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.loop_lag import LoopLag
-from shoal_server.status import api, metrics, page
+from shoal_server.status import api, metrics, outputs, page
 from shoal_server.status.access import api as access_api
 from shoal_server.status.access.api import Operations
 from shoal_server.status.access.guard import AccessControl, Guard
@@ -59,6 +59,7 @@ def build_app(
     app.add_middleware(HostCheck, allowed=hosts or AllowedHosts())
     app.include_router(api.router(reading))
     app.include_router(access_api.router(guard, operations))
+    app.include_router(outputs.router(source, guard))
     app.include_router(page.router(reading, bounds.streams))
     ports = PortMetrics(bounds=bounds, calls=calls or CallCounts())
     measures = measures or metrics.ProcessMeasures()

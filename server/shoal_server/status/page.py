@@ -50,6 +50,7 @@ _TYPES = {
     "page.js": "text/javascript",
     "charts.js": "text/javascript",
     "actions.js": "text/javascript",
+    "output.js": "text/javascript",
     "login.js": "text/javascript",
     "page.css": "text/css",
 }

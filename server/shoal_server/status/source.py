@@ -3,11 +3,20 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from shoal_server.status.views import JobView, MemberView, Readiness, SamplesView, ShardsView
+from shoal_server.serving.access.asker import Asker
+from shoal_server.status.views import (
+    JobView,
+    MemberView,
+    OutputView,
+    Readiness,
+    SamplesView,
+    ShardsView,
+)
 
 
 class StatusSource(Protocol):
-    """A coordinator, seen from its status page. Answers come from memory, except `shards`.
+    """A coordinator, seen from its status page. Answers come from memory, except `shards` and
+    `output`.
 
     `views.JobView` of a `core.job.Job` is made by `from_core.job_view`, `SamplesView` of a
     ledger's counts by `from_core.samples_view`, and `ShardsView` is read by `shards.ShardReader`.
@@ -38,4 +47,12 @@ class StatusSource(Protocol):
 
     async def shards(self, job: str) -> ShardsView | None:
         """None for a job without parameter shards. Raises Unavailable when etcd is away."""
+        ...
+
+    async def output(
+        self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
+    ) -> OutputView:
+        """Some of the lines that a member printed; the newest, without `after` or `before`, which
+        are positions that an earlier answer had. Raises UnknownJob, UnknownMember, AccessDenied,
+        Unavailable."""
         ...

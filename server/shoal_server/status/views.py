@@ -410,3 +410,23 @@ class SamplesView(View):
     exhausted: bool
     epochs: tuple[EpochSamplesView, ...]
     """The newest epochs that have begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputView(View):
+    """Some of the lines that a member printed, over the restarts of its process."""
+
+    job: str
+    member_id: str
+    host: str
+    """Where its launcher runs."""
+    is_live: bool
+    """False: the launcher has ended, and these are the last lines that it left."""
+    lines: tuple[str, ...]
+    """In order, at most 64 KiB of them, without escape sequences of terminals."""
+    before: str | None
+    """Ask with this for the lines before these; null: no older ones are kept."""
+    after: str
+    """Ask with this for the lines that came since."""
+    has_gap: bool = False
+    """Lines between those before `after` of the request and these are not kept any more."""

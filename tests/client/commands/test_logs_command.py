@@ -1,16 +1,97 @@
-"""`shoal logs`: what workers printed, as their launcher keeps it."""
+"""`shoal logs`: what workers printed, as their launcher hands it on or keeps it in files."""
 
 import os
 from pathlib import Path
 
 import pytest
+from support.clusters.status_world import World
 
 from shoal_client.cli import main
 from shoal_client.commands import logs
+from shoal_client.commands.status import StatusClient
 from shoal_client.local import worker_logs
 from shoal_client.local.worker_logs import WorkerLog, log_path
+from shoal_proto.errors import InvalidSpec
 
 NOWHERE = "http://127.0.0.1:1"
+
+
+def test_the_newest_lines_of_a_member_come_from_its_launcher(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More of them than an answer has, in order; the member may be named in two ways."""
+    world.printed["w1"] = [f"line {number}" for number in range(500)]
+    for arguments in (["digits", "w1"], ["w1", "--job", "digits"]):
+        assert main(["logs", *arguments, "-n", "120", "--http", url]) == 0
+        assert capsys.readouterr().out.splitlines() == world.printed["w1"][-120:]
+    assert main(["logs", "digits", "w1", "--http", url]) == 0
+    assert capsys.readouterr().out.splitlines() == world.printed["w1"][-100:]
+
+
+def test_of_a_job_the_lines_of_all_members_are_shown(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.printed["w0"] = ["zero"]
+    world.printed["w2"] = [f"line {number}" for number in range(30)]
+    assert main(["logs", "digits", "--http", url]) == 0
+    shown, told = capsys.readouterr()
+    assert shown.splitlines() == ["[w0] zero", *(f"[w2] line {n}" for n in range(20, 30))]
+    assert told == "shoal logs: nobody hands on what w1 prints\n"
+
+
+def test_lines_are_followed_until_the_launcher_ends(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.printed["w1"] = ["first"]
+    rounds = iter(("second", "third", ""))
+
+    def meanwhile(seconds: float) -> None:
+        if line := next(rounds):
+            world.printed["w1"].append(line)
+        else:
+            world.launchers_live = False
+
+    with StatusClient(url) as client:
+        lines, after = logs._newest(client, "digits", "w1", 100)
+        logs._follow(client, "digits", {"w1": after}, prefixed=False, pause=meanwhile)
+    shown, told = capsys.readouterr()
+    assert lines == ["first"] and shown.splitlines() == ["second", "third"]
+    assert told == "shoal logs: the launcher of w1 has ended\n"
+
+
+def test_what_a_launcher_left_is_said_to_be_that(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.printed["w1"], world.launchers_live = ["the loss is nan"], False
+    assert main(["logs", "digits", "w1", "-f", "--http", url]) == 0
+    shown, told = capsys.readouterr()
+    assert shown == "the loss is nan\n" and "has ended; it left these lines" in told
+
+
+def test_files_of_this_host_are_shown_where_the_coordinator_has_nothing(
+    world: World,
+    url: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And told to be that: they may be of an earlier run of that name."""
+    monkeypatch.setenv("SHOAL_LOG_DIR", str(tmp_path))
+    arguments = ["logs", "digits", "w9", "--http", url]
+    assert main(arguments) == 1
+    assert "nobody hands on what w9 prints" in capsys.readouterr().err
+    kept = WorkerLog(log_path(tmp_path, "digits", "w9"))
+    kept.write("\x1b[2Jof a file")
+    kept.close()
+    assert main(arguments) == 0
+    shown, told = capsys.readouterr()
+    assert shown == "of a file\n"
+    assert "nobody hands on what w9 prints; these are the files of this host" in told
+
+
+def test_a_member_is_named_once() -> None:
+    with pytest.raises(InvalidSpec, match="two jobs are named"):
+        logs.LogsConfig(name="digits", member="w1", of_job="other")
 
 
 def test_the_newest_lines_are_shown_over_restarts(
@@ -88,9 +169,9 @@ def test_what_is_printed_is_followed_into_the_next_file(tmp_path: Path) -> None:
             kept.write(line)
 
     found = logs._followed(path, print_more)
-    assert next(found) == "after\n"
-    assert next(found) == "the last of this file\n"
-    assert next(found) == "and in the next file\n"
+    assert next(found) == b"after\n"
+    assert next(found) == b"the last of this file\n"
+    assert next(found) == b"and in the next file\n"
 
 
 def test_a_member_of_another_host_is_refused_by_name(

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from support.processes.loop_thread import LoopThread
 
+from shoal_proto.errors import UnknownMember
 from shoal_proto.incarnation import public_id
+from shoal_server.serving.access.asker import Asker
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.history.records import ChangeView
@@ -23,6 +25,7 @@ from shoal_server.status.views import (
     JobView,
     LoopLagView,
     MemberView,
+    OutputView,
     ProcessView,
     PushesView,
     Readiness,
@@ -36,6 +39,7 @@ from shoal_server.status.views import (
 
 FULL = "the server has no memory left for a copy of shard [2]"
 PUSHES = PushesView(applied=811, duplicates=2, staleness_counts=(300, 400, 111))
+PAGE_LINES = 50
 READY = Readiness(ready=True, reason="leads and reaches etcd", leader="10.0.0.2:7700")
 
 
@@ -48,6 +52,11 @@ class World:
     samples_of: dict[str, SamplesView] = field(default_factory=dict)
     shards_of: dict[str, ShardsView] = field(default_factory=dict)
     shards_error: Exception | None = None
+    printed: dict[str, list[str]] = field(default_factory=dict)
+    """Lines by member, of any job; positions are their numbers."""
+    launchers_live: bool = True
+    askers: list[Asker] = field(default_factory=list)
+    """Who asked for them."""
     board: StatusBoard = field(default_factory=StatusBoard)
 
     def renew(self) -> None:
@@ -80,6 +89,30 @@ class World:
         if self.shards_error is not None:
             raise self.shards_error
         return self.shards_of.get(job)
+
+    async def output(
+        self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
+    ) -> OutputView:
+        self.askers.append(who)
+        if member_id not in self.printed:
+            raise UnknownMember(f"nobody hands on what {member_id} prints", fix="Look there.")
+        lines = self.printed[member_id]
+        start, stop = max(0, len(lines) - PAGE_LINES), len(lines)
+        if after is not None:
+            start = int(after.removeprefix("ab-"))
+            stop = min(start + PAGE_LINES, stop)
+        elif before is not None:
+            stop = int(before.removeprefix("ab-"))
+            start = max(0, stop - PAGE_LINES)
+        return OutputView(
+            job=job,
+            member_id=member_id,
+            host="node-0",
+            is_live=self.launchers_live,
+            lines=tuple(lines[start:stop]),
+            before=f"ab-{start}" if start else None,
+            after=f"ab-{stop}",
+        )
 
     def put(self, job: JobView) -> None:
         self.by_name[job.job] = job

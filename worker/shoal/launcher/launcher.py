@@ -29,14 +29,16 @@ from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
 from shoal.membership.join_config import ADMISSION_VARIABLE
 from shoal_client.host.beats import HostBeats
+from shoal_client.host.outputs import HostOutputs
 from shoal_client.host.reports import CALL_TIMEOUT_S, HostReporter
 from shoal_client.liveness.beat_board import BeatBoard, Ending
 from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
-from shoal_proto.secrets import LAUNCH_VARIABLE
+from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
 from shoal_proto.terminal.printable import printable
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
+from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
 
 OUTPUT_S = 2.0
 """Time for the last lines of a worker that exited."""
@@ -99,6 +101,7 @@ class Launcher:
             BeatBoard(len(self.slots)) as board,
             self._reporter,
             self._beats,
+            self._outputs(),
             self._lifelines(),
             metrics.served(self._config.output.metrics, self.slots),
             Supervisor(on_exit=self._exited, on_stop=self._halted, grace_s=0.5) as supervisor,
@@ -360,6 +363,7 @@ class Launcher:
 
         def write(line: str) -> None:
             kept.write(line)
+            slot.printed.add(line)
             with self._output:
                 if self._deaf:
                     return
@@ -372,6 +376,21 @@ class Launcher:
                     self._events.put(_Signalled(signal.SIGTERM))
 
         return write
+
+    def _outputs(self) -> HostOutputs:
+        """For who reads on the page, or elsewhere, what the workers print."""
+        config = self._config
+        request = ServeOutputRequest(
+            job=config.job,
+            host=self._host,
+            members=[
+                OutputOwner(member_id=slot.member_id, launch_secret=slot.launch_secret)
+                for slot in self.slots
+            ],
+            job_secret=job_secret(config.environment),
+        )
+        tails = {slot.member_id: slot.printed for slot in self.slots}
+        return HostOutputs(self._beats.coordinators, request, tails)
 
     def _say(self, text: str) -> None:
         with self._output:

@@ -63,8 +63,8 @@ class OutputOptions:
     log_directory: Annotated[
         Path | None, Parameter(name="--log-dir", metavar="DIRECTORY", env_var="SHOAL_LOG_DIR")
     ] = None
-    """Where the newest lines of each worker are kept, for `shoal logs`. By default in a directory
-    of yours within the system's directory for temporary files."""
+    """Where the newest 8 to 16 MiB of each worker's output are kept in files, for `shoal logs` on
+    this host. By default in a directory of yours within the system's for temporary files."""
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
     """Make workers, and the parts of a cluster that is started for the run, log everything they do:
     SHOAL_LOG_LEVEL=debug."""

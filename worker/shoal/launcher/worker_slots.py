@@ -3,6 +3,7 @@
 import signal
 from dataclasses import dataclass, field
 
+from shoal_client.host.output_tail import OutputTail
 from shoal_client.liveness.beat_board import Ending
 from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Process, how_it_ended
@@ -47,6 +48,8 @@ class WorkerSlot:
     start_at_s: float | None = None
     """When the next process is to be started, by the monotonic clock."""
     exits: list[Exit] = field(default_factory=list)
+    printed: OutputTail = field(default_factory=OutputTail, repr=False)
+    """The newest lines of all its processes."""
 
     @property
     def is_over(self) -> bool:

@@ -53,6 +53,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
     "shoal.v1.Shards": {"Place": _MEMBER, "GetMap": _MEMBER, "AcceptLoss": _COMMAND},
     "shoal.v1.Snapshots": {"Take": _COMMAND, "Restore": _COMMAND, "List": _LISTING},
     "shoal.v1.Repairs": {"Repair": _COMMAND},
+    "shoal.v1.Outputs": dict.fromkeys(("Serve", "Give", "Keep"), _LAUNCHER),
     "shoal.v1.Parameters": {
         "Create": _MEMBER,
         "Pull": _MEMBER,
@@ -80,6 +81,9 @@ MAY_CALL: Mapping[str, Roles] = {
     for method, roles in methods.items()
 }
 """By the name that gRPC has for a method."""
+
+READS_OUTPUT: Roles = _LISTING
+"""Who may read, over HTTP, what members print."""
 
 
 def as_markdown() -> str:

@@ -21,6 +21,7 @@ OPEN = frozenset(
         "/",
         "/page.js",
         "/actions.js",
+        "/output.js",
         "/charts.js",
         "/login.js",
         "/page.css",

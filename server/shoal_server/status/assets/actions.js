@@ -61,28 +61,31 @@ async function act() {
 
 function showMember(memberId) {
   const { state } = page;
-  const entry = state.job.detail.members.find((m) => m.member.member_id === memberId);
-  if (!entry) return;
-  const { member, health } = entry;
   const { job } = state.job.detail.summary;
+  const entry = state.job.detail.members.find((m) => m.member.member_id === memberId);
+  const own = state.events.filter((event) => event.member_id === memberId).slice(-8).reverse();
+  fill("member-body",
+    h("h2", null, memberId),
+    entry ? memberFacts(entry) : h("p", { class: "muted" }, "It is no member now."),
+    outputSection(job, memberId),
+    own.length > 0 && [h("h3", null, "What happened to it"), h("ol", { class: "events" }, own.map((event) => h("li", null,
+      h("span", { class: "kind" }, spoken(event.kind)), ago(event.unix_s, state.now_unix_s), h("p", { class: "text" }, event.reason))))],
+    entry && asking.may_act && h("button", { type: "button", class: "bad", "data-action": "drain", "data-member": memberId }, "Drain it"));
+  memberDialog.showModal();
+  followOutput(job, memberId);
+}
+
+function memberFacts({ member, health }) {
   const facts = Object.entries({
     state: member.state, "waits for": member.waiting_for, rank: member.rank === null ? "none" : String(member.rank),
     host: member.process.host, pid: String(member.process.pid), address: member.process.address,
     device: (health && health.device) || member.process.device, torch: member.process.torch_version,
     shoal: member.process.shoal_version, joined: new Date(member.joined_unix_s * 1000).toLocaleString(),
   }).filter(([, value]) => value);
-  const own = state.events.filter((event) => event.member_id === memberId).slice(-8).reverse();
-  fill("member-body",
-    h("h2", null, memberId),
+  return [
     h("dl", { class: "settings" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
     health && health.last_error && h("p", { class: "error" }, health.last_error),
-    h("h3", null, "What it printed"),
-    h("p", null, `Its launcher keeps that on ${member.process.host || "its host"}:`),
-    h("pre", null, `shoal logs ${memberId} --job ${job} -f`),
-    own.length > 0 && [h("h3", null, "What happened to it"), h("ol", { class: "events" }, own.map((event) => h("li", null,
-      h("span", { class: "kind" }, spoken(event.kind)), ago(event.unix_s, state.now_unix_s), h("p", { class: "text" }, event.reason))))],
-    asking.may_act && h("button", { type: "button", class: "bad", "data-action": "drain", "data-member": memberId }, "Drain it"));
-  memberDialog.showModal();
+  ];
 }
 
 // --- who clicks where ---

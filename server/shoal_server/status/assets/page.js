@@ -273,7 +273,9 @@ function generation({ record, num_members, joined, gone }, now_s, change) {
     class: `chip${joined.includes(m.member_id) ? " joined" : ""}`, title: `rank ${m.rank}` },
     m.member_id, joined.includes(m.member_id) && h("span", { class: "hidden" }, " joined")));
   const left = gone.map((id) =>
-    h("li", { class: "chip gone" }, id, h("span", { class: "hidden" }, " gone")));
+    h("li", { class: "chip gone" },
+      h("button", { type: "button", class: "link", "data-member": id, "aria-haspopup": "dialog" }, id),
+      h("span", { class: "hidden" }, " gone")));
   const more = num_members - record.members.length;
   const conflicts = record.conflicts.map((c) => h("p", { class: "text" }, `${c.field}: `
     + Object.entries(c.values).map(([v, who]) => `${v} (${who.join(", ")})`).join(" vs. ")));

@@ -1,4 +1,5 @@
-"""HTTP/1.1 connections that end when their client is silent, slow, or does not read.
+"""HTTP/1.1 connections that end when their client is silent, slow, or does not read, and know whose
+certificate it showed.
 
 uvicorn bounds the time between two requests of a connection. Here are two more: until the head of a
 request is whole, and while nobody takes what is sent. `errors.BodyLimit` has that of bodies.
@@ -8,11 +9,22 @@ import asyncio
 import json
 from typing import Any
 
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal_proto.errors import DeadlineExceeded, ShoalError
+from shoal_proto.tls.names import Caller, caller_among
 from shoal_server.serving.admission.config import HttpLimits
 from shoal_server.serving.admission.connections import ConnectionCounts
+
+CALLER = "shoal_caller"
+"""Where the state of a request has who is at the other end, as its certificate says."""
+
+
+def caller_in(scope: Scope) -> Caller | None:
+    """Who sends a request; None for one without a certificate of Shoal's form."""
+    caller = scope.get("state", {}).get(CALLER)
+    return caller if isinstance(caller, Caller) else None
 
 
 class BoundedProtocol(H11Protocol):
@@ -30,6 +42,9 @@ class BoundedProtocol(H11Protocol):
     # uvicorn narrows the type of asyncio's transports in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        names = (transport.get_extra_info("peercert") or {}).get("subjectAltName", ())
+        uris = [value.encode() for kind, value in names if kind == "URI"]
+        self.app_state = {**self.app_state, CALLER: caller_among(uris)}
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:

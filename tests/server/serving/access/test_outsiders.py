@@ -22,10 +22,11 @@ from grpc_health.v1 import health_pb2
 from support.clusters.tls_world import PAST, TlsWorld, credentials
 from support.members.scripted_member import HOST, ScriptedMember
 
+from shoal_client.commands.status import StatusClient
 from shoal_client.connection import tls_refusals
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.tls_refusals import why_refused
-from shoal_proto.errors import AccessDenied, CertificateRefused, Fenced
+from shoal_proto.errors import AccessDenied, CertificateRefused, Fenced, UnknownMember
 from shoal_proto.etcd import etcd_pb2
 from shoal_proto.etcd.etcd_pb2_grpc import KVStub
 from shoal_proto.incarnation import new_incarnation
@@ -36,6 +37,7 @@ from shoal_proto.tls.names import COORDINATOR_NAME, SERVER_NAME, Caller, Role
 from shoal_proto.v1 import (
     clocks_pb2,
     membership_pb2,
+    outputs_pb2,
     parameters_pb2,
     rendezvous_pb2,
     repair_pb2,
@@ -47,12 +49,12 @@ from shoal_proto.v1 import (
 )
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
-from shoal_server.serving.access.roles import MAY_CALL, as_markdown
+from shoal_server.serving.access.roles import MAY_CALL, READS_OUTPUT, as_markdown
 
 ROOT = Path(__file__).parents[4]
 MODULES = (
     *(clocks_pb2, membership_pb2, parameters_pb2, rendezvous_pb2, repair_pb2, replication_pb2),
-    *(samples_pb2, shards_pb2, snapshots_pb2, tables_pb2, health_pb2),
+    *(outputs_pb2, samples_pb2, shards_pb2, snapshots_pb2, tables_pb2, health_pb2),
 )
 METHODS: Mapping[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
@@ -250,6 +252,21 @@ def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
         with closing(coordinators), pytest.raises(AccessDenied, match="no report on a"):
             coordinators.call(lambda c: MembershipStub(c).ReportExit, report, timeout_s=WITHIN_S)
     assert standing(world) == told and member.failure is None
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_what_members_print_is_for_operators_and_viewers(
+    world: TlsWorld, member: ScriptedMember, role: Role
+) -> None:
+    """By the certificate with which they come over HTTP. Here nobody has started the member."""
+    refusal = UnknownMember if role in READS_OUTPUT else AccessDenied
+    with (
+        identity.using(world.files(role)),
+        StatusClient(world.cluster.http_url) as client,
+        pytest.raises(refusal),
+    ):
+        client.output("j", "a")
+    assert {Role.OPERATOR, Role.VIEWER} == READS_OUTPUT and member.failure is None
 
 
 @pytest.mark.parametrize("who", ["no TLS", "no certificate", "another authority", "expired"])

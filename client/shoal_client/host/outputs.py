@@ -1,0 +1,151 @@
+"""A launcher's answers to who wants to read what its workers print, through the coordinator."""
+
+import secrets
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+
+import grpc
+import structlog
+
+from shoal_client.connection.back_off import BackOff
+from shoal_client.connection.coordinators import Coordinators, Method, chance
+from shoal_client.connection.first_reply import FirstReplyTimeout
+from shoal_client.connection.tls_refusals import explained, note_answer
+from shoal_client.host.output_tail import OutputTail
+from shoal_proto.errors import CertificateRefused, RetryError, ShoalError, Unavailable
+from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.names import COORDINATOR_NAME
+from shoal_proto.v1 import outputs_pb2 as pb
+from shoal_proto.v1.outputs_pb2_grpc import OutputsStub
+
+log = structlog.get_logger(__name__)
+
+CALL_TIMEOUT_S = 2.0
+FIRST_ANSWER_S = 2.0
+REFUSED_PAUSE_S = 60.0
+"""A coordinator of an earlier release, which does not know the call, may be upgraded meanwhile."""
+LAST_BYTES = 16 * 1024
+"""Of each worker: what the coordinator keeps once its launcher has ended."""
+MAX_LAST_BYTES = 2 << 20
+"""Of all workers of a launcher together: a message has no room for more."""
+
+
+class HostOutputs:
+    """Answers for all workers of a launcher within its `with` block, and at its end leaves their
+    last lines with the coordinator.
+
+    Nothing else depends on it: a coordinator that does not hear of it, or is of a release that
+    knows nothing of this, costs what people would have read.
+    """
+
+    def __init__(
+        self,
+        coordinators: Coordinators,
+        request: pb.ServeOutputRequest,
+        tails: Mapping[str, OutputTail],
+    ) -> None:
+        """`tails`: by member, of all that `request` names. `coordinators` stays open longer."""
+        self._coordinators = coordinators
+        self._request = request
+        self._request.source = secrets.token_hex(8)
+        self._tails = tails
+        self._lock = threading.Lock()
+        self._stream: grpc.Call | None = None
+        self._heard = False
+        self._closing = threading.Event()
+        self._first_reply = FirstReplyTimeout(FIRST_ANSWER_S)
+        self._thread = threading.Thread(target=self._serve, name="shoal-outputs", daemon=True)
+
+    def __enter__(self) -> "HostOutputs":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._heard:
+            self._leave_last_lines()
+        with self._lock:
+            self._closing.set()
+            if self._stream is not None:
+                self._stream.cancel()
+        self._thread.join(CALL_TIMEOUT_S)
+
+    def _leave_last_lines(self) -> None:
+        owners = self._request.members
+        most = min(LAST_BYTES, MAX_LAST_BYTES // len(owners))
+        last = [
+            pb.LastOutput(owner=owner, part=self._tails[owner.member_id].part(most))
+            for owner in owners
+        ]
+        request = pb.KeepOutputRequest(job=self._request.job, last=last)
+        try:
+            self._coordinators.call(_keep, request, timeout_s=CALL_TIMEOUT_S)
+        except ShoalError as error:
+            log.debug("last_lines_not_kept", reason=str(error))
+
+    def _serve(self) -> None:
+        back_off = BackOff()
+        while not self._closing.is_set():
+            address = self._coordinators.current
+            error = self._hold(address, back_off)
+            self._heard = False
+            if self._closing.is_set():
+                return
+            if isinstance(error, RetryError | CertificateRefused):
+                self._coordinators.move_on(address, error)
+                self._closing.wait(back_off.pause_s(chance()))
+            else:
+                log.debug("outputs_not_served", reason=str(error))
+                self._closing.wait(REFUSED_PAUSE_S)
+
+    def _hold(self, address: str, back_off: BackOff) -> ShoalError:
+        """Answer what comes on a stream; what the stream ended with."""
+        try:
+            stream = OutputsStub(self._coordinators.channel()).Serve(self._request)
+            with self._lock:
+                self._stream = stream
+                if self._closing.is_set():
+                    stream.cancel()
+            with self._first_reply.until_answered(stream):
+                for wanted in stream:
+                    self._first_reply.answered()
+                    note_answer(address)
+                    back_off.reset()
+                    self._heard = True
+                    self._answer(wanted)
+        except grpc.RpcError as rpc_error:
+            found = from_rpc_error(rpc_error, address)
+            return self._first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
+        except ShoalError as error:
+            return error  # the connection was closed
+        return Unavailable("the coordinator ended the stream of questions")
+
+    def _answer(self, wanted: pb.OutputWanted) -> None:
+        tail = self._tails.get(wanted.member_id)
+        if tail is None:
+            return  # the first message asks for nothing
+        part = tail.part(
+            wanted.max_bytes,
+            after=wanted.after if wanted.HasField("after") else None,
+            before=wanted.before if wanted.HasField("before") else None,
+        )
+        request = pb.GiveOutputRequest(
+            job=self._request.job, member_id=wanted.member_id, ticket=wanted.ticket, part=part
+        )
+        try:
+            self._coordinators.call(_give, request, timeout_s=CALL_TIMEOUT_S)
+        except ShoalError as error:
+            log.debug("output_not_given", member=wanted.member_id, reason=str(error))
+
+
+def _give(channel: grpc.Channel) -> Method[pb.GiveOutputReply]:
+    return OutputsStub(channel).Give
+
+
+def _keep(channel: grpc.Channel) -> Method[pb.KeepOutputReply]:
+    return OutputsStub(channel).Keep

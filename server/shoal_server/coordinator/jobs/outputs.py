@@ -1,0 +1,316 @@
+"""What members printed: questions to their launchers, and the last lines of those that ended.
+
+A launcher holds a stream on which it is asked, and answers by a call. Nothing of it is stored: the
+coordinator that leads next is found by the launchers that are still there.
+"""
+
+import asyncio
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from shoal_proto.errors import (
+    AccessDenied,
+    InvalidSpec,
+    JobQuarantined,
+    Overloaded,
+    Unavailable,
+    UnknownMember,
+)
+from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.secrets import digest_of, proves
+from shoal_proto.terminal.plain_lines import plain_lines
+from shoal_proto.v1 import outputs_pb2 as pb
+from shoal_proto.v1.outputs_pb2_grpc import OutputsServicer
+from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.jobs.proofs import check_asker
+from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.rpc import Context
+from shoal_server.status.views import OutputView
+
+PART_BYTES = 64 * 1024
+ANSWER_WITHIN_S = 3.0
+MAX_ASKED = 256
+"""Questions without an answer yet."""
+MAX_WAITING = 64
+"""The same of one launcher."""
+MAX_SERVED = 1 << 17
+"""Members that launchers answer for."""
+MAX_KEPT_BYTES = 16 << 20
+"""Of the last lines of launchers that have ended, over all jobs; the oldest go first."""
+
+MemberKey = tuple[str, str]
+"""Job and member id."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Launcher:
+    """One that serves. `secrets`: by member, what it was started with."""
+
+    host: str
+    source: str
+    job_secret: str = field(repr=False)
+    secrets: dict[str, str] = field(repr=False)
+    wanted: asyncio.Queue[pb.OutputWanted | None] = field(
+        default_factory=lambda: asyncio.Queue(MAX_WAITING + 1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    member: MemberKey
+    answer: asyncio.Future[pb.OutputPart]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """The last lines of a member whose launcher has ended."""
+
+    launcher: _Launcher
+    part: pb.OutputPart
+
+
+class OutputsService(OutputsServicer):
+    """Lives on the event loop of a coordinator."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._serving: dict[MemberKey, list[_Launcher]] = {}
+        """The newest last: of a launcher that came back, the stream before may still be open."""
+        self._num_served = 0
+        self._asked: dict[str, _Asked] = {}
+        self._kept: OrderedDict[MemberKey, _Kept] = OrderedDict()
+        self._kept_bytes = 0
+
+    # --- from launchers ---
+
+    async def Serve(
+        self, request: pb.ServeOutputRequest, context: Context
+    ) -> AsyncIterator[pb.OutputWanted]:
+        self._registry.require_leading()
+        _check(request)
+        if self._num_served + len(request.members) > MAX_SERVED:
+            raise Overloaded("too many members' outputs are served", expected=f"{MAX_SERVED}")
+        launcher = _Launcher(
+            host=request.host,
+            source=request.source,
+            job_secret=request.job_secret,
+            secrets={owner.member_id: owner.launch_secret for owner in request.members},
+        )
+        members = [(request.job, member_id) for member_id in launcher.secrets]
+        for member in members:
+            self._serving.setdefault(member, []).append(launcher)
+        self._num_served += len(members)
+        try:
+            yield pb.OutputWanted()
+            while (wanted := await launcher.wanted.get()) is not None:
+                yield wanted
+        finally:
+            self._num_served -= len(members)
+            for member in members:
+                self._remove(member, launcher)
+
+    def _remove(self, member: MemberKey, launcher: _Launcher) -> None:
+        # After a change of leaders they are gone already.
+        if launcher in (left := self._serving.get(member, [])):
+            left.remove(launcher)
+            if not left:
+                del self._serving[member]
+
+    async def Give(self, request: pb.GiveOutputRequest, context: Context) -> pb.GiveOutputReply:
+        """An answer that comes too late is for nobody any more."""
+        asked = self._asked.get(request.ticket)
+        is_known = asked is not None and asked.member == (request.job, request.member_id)
+        if asked is not None and is_known and not asked.answer.done():
+            asked.answer.set_result(request.part)
+        return pb.GiveOutputReply()
+
+    async def Keep(self, request: pb.KeepOutputRequest, context: Context) -> pb.KeepOutputReply:
+        for last in request.last:
+            member = (request.job, last.owner.member_id)
+            digest = digest_of(last.owner.launch_secret)
+            found = [
+                each
+                for each in self._serving.get(member, ())
+                if proves(each.secrets[member[1]], digest)
+            ]
+            if not found:
+                raise AccessDenied(
+                    f"no output of {member[1]} is taken from this caller",
+                    seen="a launcher that does not serve it",
+                    expected="its launcher, while its stream is open",
+                )
+            self._keep(member, _Kept(launcher=found[-1], part=last.part))
+        return pb.KeepOutputReply()
+
+    def _keep(self, member: MemberKey, kept: _Kept) -> None:
+        self._let_go(member)
+        self._kept[member] = kept
+        self._kept_bytes += len(kept.part.data)
+        while self._kept_bytes > MAX_KEPT_BYTES:
+            self._let_go(next(iter(self._kept)))
+
+    def _let_go(self, member: MemberKey) -> None:
+        if (kept := self._kept.pop(member, None)) is not None:
+            self._kept_bytes -= len(kept.part.data)
+
+    # --- from readers ---
+
+    async def output(
+        self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
+    ) -> OutputView:
+        """Some lines of a member. `after`, `before`: positions that an answer had; neither: the
+        newest.
+
+        Raises what `Registry.find` raises, AccessDenied for who lacks the job's secret and is not
+        known, UnknownMember where nobody has that output, Unavailable, Overloaded.
+        """
+        if after is not None and before is not None:
+            raise InvalidSpec("lines are asked for on both sides", expected="after or before")
+        actor = self._find(job)
+        check_asker(actor.job.spec, who)
+        member = (job, member_id)
+        for launcher in reversed(self._serving.get(member, [])):
+            if _owns(launcher, actor, member_id):
+                part = await self._ask(launcher, member, after, before)
+                return _view(member, launcher, part, after, before)
+        kept = self._kept.get(member)
+        if kept is None or not _owns(kept.launcher, actor, member_id):
+            raise _nobody_has(actor, member_id)
+        part = _cut(kept, after, before)
+        return _view(member, kept.launcher, part, after, before, is_live=False)
+
+    def _find(self, job: str) -> JobActor:
+        try:
+            return self._registry.find(job)
+        except JobQuarantined as why:
+            # Whether it has a secret is not known either.
+            raise Unavailable(
+                f"what members of job {job} print is not shown while it is quarantined",
+                seen=why.what,
+                fix=f"`shoal repair {job}` shows what is wrong with it.",
+            ) from why
+
+    async def _ask(
+        self, launcher: _Launcher, member: MemberKey, after: str | None, before: str | None
+    ) -> pb.OutputPart:
+        if (before or after) and not _is_of(launcher, before or after or ""):
+            if before:
+                return pb.OutputPart()  # of a launcher that has ended, and with it what it kept
+            after = None
+        if len(self._asked) >= MAX_ASKED or launcher.wanted.qsize() >= MAX_WAITING:
+            raise Overloaded("too many ask for outputs", fix="Ask again a little later.")
+        ticket = secrets.token_hex(16)
+        asked = _Asked(member=member, answer=asyncio.get_running_loop().create_future())
+        self._asked[ticket] = asked
+        wanted = pb.OutputWanted(ticket=ticket, member_id=member[1], max_bytes=PART_BYTES)
+        if after is not None:
+            wanted.after = _position(after)
+        if before is not None:
+            wanted.before = _position(before)
+        try:
+            launcher.wanted.put_nowait(wanted)
+            return await asyncio.wait_for(asked.answer, ANSWER_WITHIN_S)
+        except TimeoutError:
+            raise Unavailable(
+                f"the launcher of {member[1]} does not answer",
+                seen=f"nothing from {launcher.host} for {ANSWER_WITHIN_S:g} s",
+                expected="the lines that it keeps",
+            ) from None
+        finally:
+            del self._asked[ticket]
+
+    # --- from the coordinator ---
+
+    def forget(self, job: str) -> None:
+        """The job is removed, or begun anew: the lines of its last run are not this one's."""
+        for member in [each for each in self._kept if each[0] == job]:
+            self._let_go(member)
+
+    def forget_all(self) -> None:
+        """Another coordinator leads: launchers are to go there."""
+        launchers = {id(each): each for found in self._serving.values() for each in found}
+        self._serving.clear()
+        for launcher in launchers.values():
+            launcher.wanted.put_nowait(None)
+        self._kept.clear()
+        self._kept_bytes = 0
+
+
+def _check(request: pb.ServeOutputRequest) -> None:
+    names = [("job", request.job), *(("member_id", each.member_id) for each in request.members)]
+    for kind, name in names:
+        if not is_name(name):
+            raise InvalidSpec(f"{kind} is not a valid name", seen=repr(name), expected=NAME_RULE)
+    if not re.fullmatch("[0-9a-f]{1,64}", request.source):
+        raise InvalidSpec("bad source", seen=repr(request.source), expected="hexadecimal digits")
+
+
+def _owns(launcher: _Launcher, actor: JobActor, member_id: str) -> bool:
+    """Whether it has started that member. Of one that is gone the job's secret is all there is."""
+    spec, member = actor.job.spec, actor.job.members.get(member_id)
+    if spec.secret_digest and not proves(launcher.job_secret, spec.secret_digest):
+        return False
+    return member is None or proves(launcher.secrets[member_id], member.info.launch_digest)
+
+
+def _nobody_has(actor: JobActor, member_id: str) -> UnknownMember:
+    job, member = actor.job.spec.job, actor.job.members.get(member_id)
+    if member is None:
+        return UnknownMember(
+            f"nobody has what {member_id} of job {job} printed",
+            seen="no member of that id, and no launcher that answers for one",
+            expected="a member, or one whose launcher is still there or left its last lines",
+            fix=f"GET /api/v1/jobs/{job}/members lists the members.",
+        )
+    return UnknownMember(
+        f"nobody hands on what {member_id} prints",
+        seen=f"a process of {member.info.host or 'some host'} that no launcher answers for",
+        expected="a worker that `shoal run` has started",
+        fix="Look where its own output goes: a terminal, or the log of what started it.",
+    )
+
+
+def _is_of(launcher: _Launcher, position: str) -> bool:
+    return position.rpartition("-")[0] == launcher.source
+
+
+def _position(position: str) -> int:
+    return int(position.rpartition("-")[2])
+
+
+def _cut(kept: _Kept, after: str | None, before: str | None) -> pb.OutputPart:
+    """The part of what was kept that is asked for."""
+    part = kept.part
+    start, stop = part.start, part.stop
+    if before is not None:
+        stop = min(max(_position(before), start), stop) if _is_of(kept.launcher, before) else start
+    elif after is not None and _is_of(kept.launcher, after):
+        start = min(max(_position(after), start), stop)
+    data = part.data[start - part.start : stop - part.start]
+    return pb.OutputPart(data=data, start=start, stop=stop, oldest=part.start)
+
+
+def _view(
+    member: MemberKey,
+    launcher: _Launcher,
+    part: pb.OutputPart,
+    after: str | None,
+    before: str | None,
+    *,
+    is_live: bool = True,
+) -> OutputView:
+    has_gap = after is not None and (not _is_of(launcher, after) or part.start > _position(after))
+    return OutputView(
+        job=member[0],
+        member_id=member[1],
+        host=launcher.host,
+        is_live=is_live,
+        lines=tuple(plain_lines(part.data)),
+        before=f"{launcher.source}-{part.start}" if part.start > part.oldest else None,
+        after=f"{launcher.source}-{part.stop}",
+        has_gap=has_gap,
+    )

@@ -1,0 +1,88 @@
+// What a member prints, in its dialog: asked for once a second while that is open, and no longer.
+"use strict";
+
+const ASK_EACH_MS = 1000;
+const MAX_OUTPUT_LINES = 5000;
+const output = { path: "", lines: [], before: null, after: null, timer: 0 };
+
+const outputSection = (job, memberId) => [
+  h("h3", null, "What it printed"),
+  h("p", { id: "output-told", class: "muted", role: "status" }, "Asking its launcher"),
+  h("p", null, h("button", { type: "button", id: "output-earlier", hidden: true }, "Earlier lines")),
+  h("pre", { id: "output", class: "output", tabindex: "0", role: "log", "aria-live": "off", "aria-label": `Output of ${memberId}` }),
+  h("p", { class: "muted" }, "In a terminal: ", h("code", null, `shoal logs ${job} ${memberId} -f`)),
+];
+
+function followOutput(job, memberId) {
+  clearTimeout(output.timer);
+  const path = `/api/v1/jobs/${encodeURIComponent(job)}/members/${encodeURIComponent(memberId)}/output`;
+  Object.assign(output, { path, lines: [], before: null, after: null });
+  askForOutput(path);
+}
+
+// One question after the other, until the dialog is closed or shows another member.
+async function askForOutput(path) {
+  let goesOn = true;
+  try {
+    goesOn = await newOutput(path);
+  } catch (error) {
+    if (output.path === path) tellOfOutput(`No answer: ${error.message}`);
+  }
+  if (output.path === path && goesOn) output.timer = setTimeout(askForOutput, ASK_EACH_MS, path);
+}
+
+async function newOutput(path) {
+  const found = await askedOutput(path, output.after ? `?after=${output.after}` : "");
+  if (!found) return true;
+  const isFirst = output.after === null;
+  if (isFirst) output.before = found.before;
+  output.after = found.after;
+  tellOfOutput(found.is_live ? `From its launcher on ${found.host}`
+    : `Its launcher on ${found.host} has ended and left these lines`);
+  const added = found.has_gap ? ["(lines are missing here)", ...found.lines] : found.lines;
+  if (isFirst || added.length) showOutput([...output.lines, ...added].slice(-MAX_OUTPUT_LINES), isFirst);
+  return found.is_live;
+}
+
+async function earlierOutput() {
+  const { path } = output;
+  const found = await askedOutput(path, `?before=${output.before}`);
+  if (!found) return;
+  output.before = found.before;
+  const pre = document.getElementById("output");
+  const below = pre.scrollHeight - pre.scrollTop;
+  showOutput([...found.lines, ...output.lines].slice(0, MAX_OUTPUT_LINES), false);
+  pre.scrollTop = pre.scrollHeight - below;
+}
+
+// What was answered; null: nothing, which was told, or it is not of interest any more.
+async function askedOutput(path, query) {
+  const answer = await fetch(path + query);
+  const found = await answer.json();
+  if (output.path !== path) return null;
+  if (answer.ok) return found;
+  tellOfOutput([found.what, found.seen && `saw ${found.seen}`, found.fix].filter(Boolean).join("; "));
+  return null;
+}
+
+function showOutput(lines, isFirst) {
+  const pre = document.getElementById("output");
+  const atEnd = isFirst || pre.scrollHeight - pre.scrollTop - pre.clientHeight < 8;
+  pre.textContent = lines.length ? lines.join("\n") : "Nothing yet.";
+  output.lines = lines;
+  if (atEnd) pre.scrollTop = pre.scrollHeight;
+  document.getElementById("output-earlier").hidden = output.before === null || lines.length >= MAX_OUTPUT_LINES;
+}
+
+function tellOfOutput(text) {
+  const told = document.getElementById("output-told");
+  if (told.textContent !== text) told.textContent = text;
+}
+
+document.getElementById("member").addEventListener("close", () => {
+  clearTimeout(output.timer);
+  output.path = "";
+});
+document.getElementById("member").addEventListener("click", (event) => {
+  if (event.target.id === "output-earlier") earlierOutput().catch((error) => tellOfOutput(String(error)));
+});

@@ -1,0 +1,69 @@
+"""What members printed, as their launchers hand it on while somebody reads it."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request
+
+from shoal_proto.errors import AccessDenied
+from shoal_proto.names import MAX_NAME_LENGTH
+from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.roles import READS_OUTPUT
+from shoal_server.status.access.guard import Guard
+from shoal_server.status.http.errors import ErrorBody
+from shoal_server.status.http.protocol import caller_in
+from shoal_server.status.source import StatusSource
+from shoal_server.status.views import OutputView
+
+JobName = Annotated[str, Path(max_length=MAX_NAME_LENGTH, description="Name of the job.")]
+MemberId = Annotated[str, Path(max_length=MAX_NAME_LENGTH, description="Id of the member.")]
+_POSITION = "[0-9a-f]{1,64}-[0-9]{1,16}"
+REFUSED: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "Both `after` and `before`."},
+    403: {"model": ErrorBody, "description": "Not for who asks."},
+    404: {"model": ErrorBody, "description": "No such job, or nobody hands on that output."},
+    422: {"model": ErrorBody, "description": "A position that no answer had."},
+    503: {"model": ErrorBody, "description": "The launcher does not answer, or nobody leads."},
+}
+
+
+def router(source: StatusSource, guard: Guard) -> APIRouter:
+    """The endpoint, for operators and viewers."""
+    api = APIRouter(prefix="/api/v1")
+
+    @api.get(
+        "/jobs/{job}/members/{member}/output",
+        summary="What it printed",
+        tags=["members"],
+        responses=REFUSED,
+    )
+    async def output(
+        job: JobName,
+        member: MemberId,
+        request: Request,
+        after: Annotated[
+            str | None, Query(pattern=f"^{_POSITION}$", description="Only what came since.")
+        ] = None,
+        before: Annotated[
+            str | None, Query(pattern=f"^{_POSITION}$", description="Only what came before.")
+        ] = None,
+    ) -> OutputView:
+        """The newest lines of stdout and stderr, as the member's launcher keeps them."""
+        return await source.output(job, member, _asker(guard, request), after, before)
+
+    return api
+
+
+def _asker(guard: Guard, request: Request) -> Asker:
+    """Who asks. Raises AccessDenied for a certificate of a role that does not read outputs."""
+    if guard.tokens is not None:
+        return Asker(is_known=True)  # of those who have a token, all may read
+    caller = caller_in(request.scope)
+    if caller is None:
+        return Asker()
+    if caller.role not in READS_OUTPUT:
+        raise AccessDenied(
+            f"what members print is not for a {caller.role.value}",
+            seen=f"the certificate of {caller}",
+            expected=f"one of the role {' or '.join(sorted(r.value for r in READS_OUTPUT))}",
+        )
+    return Asker(is_known=True)

@@ -1,0 +1,66 @@
+"""What members print, over HTTP: for operators and viewers, a part at a time."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from support.clusters.status_world import World
+
+from shoal_server.serving.access.asker import Asker
+from shoal_server.status.access import tokens
+from shoal_server.status.access.guard import Guard
+from shoal_server.status.access.tokens import HttpRole, Tokens
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+
+PATH = "/api/v1/jobs/digits/members/w1/output"
+
+
+async def test_lines_and_where_to_go_on(world: World, http: httpx.AsyncClient) -> None:
+    world.printed["w1"] = [f"line {number}" for number in range(70)]
+    newest = (await http.get(PATH)).json()
+    assert (newest["lines"][-1], newest["is_live"], newest["host"]) == ("line 69", True, "node-0")
+    before = (await http.get(PATH, params={"before": newest["before"]})).json()
+    assert before["lines"] + newest["lines"] == world.printed["w1"]
+    world.printed["w1"].append("line 70")
+    since = (await http.get(PATH, params={"after": newest["after"]})).json()
+    assert since["lines"] == ["line 70"]
+
+
+async def test_what_nobody_hands_on_is_refused_by_name(http: httpx.AsyncClient) -> None:
+    answer = await http.get(PATH)
+    assert (answer.status_code, answer.json()["kind"]) == (404, "UnknownMember")
+
+
+@pytest.mark.parametrize("position", ["", "7", "ab-", "ab-x", "AB-7", "ab-7&x=1", "ab-" + "9" * 17])
+async def test_positions_that_no_answer_had_are_refused(
+    world: World, http: httpx.AsyncClient, position: str
+) -> None:
+    world.printed["w1"] = ["line"]
+    answer = await http.get(PATH, params={"after": position})
+    assert (answer.status_code, answer.json()["kind"]) == (422, "MalformedMessage")
+
+
+async def test_who_has_no_token_reads_nothing(world: World, tmp_path: Path) -> None:
+    """Viewers and operators do, of jobs with a secret too; where no tokens are asked for, everybody
+    who reaches the page, of jobs without one."""
+    world.printed["w1"] = ["line"]
+    file = tmp_path / "tokens"
+    secrets = [tokens.add(file, role.value, role) for role in HttpRole]
+    app = build_app(world, world.board, guard=Guard(Tokens(file)))
+    async with (
+        StatusServer(app, "127.0.0.1", 0) as server,
+        httpx.AsyncClient(base_url=server.url, trust_env=False) as http,
+    ):
+        assert (await http.get(PATH)).status_code == 401
+        assert world.askers == []
+        for secret in secrets:
+            headers = {"authorization": f"Bearer {secret}"}
+            assert (await http.get(PATH, headers=headers)).json()["lines"] == ["line"]
+    assert world.askers == [Asker(is_known=True)] * len(HttpRole)
+
+
+async def test_without_tokens_nobody_is_known(world: World, http: httpx.AsyncClient) -> None:
+    world.printed["w1"] = ["line"]
+    assert (await http.get(PATH)).status_code == 200
+    assert world.askers == [Asker()]

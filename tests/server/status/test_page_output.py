@@ -1,0 +1,95 @@
+"""What members print, on the page in a real browser."""
+
+import pytest
+from playwright.async_api import Page, expect
+from support.clusters import status_world
+from support.clusters.status_world import World
+
+from shoal_server.status.serve import StatusServer
+
+pytestmark = pytest.mark.browser
+
+expect.set_options(timeout=30_000)
+
+HOSTILE = "<img src=x onerror='window.hit=1'>"
+
+
+async def test_the_output_of_a_member_is_read_in_its_dialog(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """The newest lines, those before on request, new ones as they come; by keyboard, and nothing is
+    asked for once the dialog is closed."""
+    world.printed["w1"] = [f"line {number}" for number in range(120)] + [HOSTILE]
+    await page.goto(f"{server.url}/?job=digits")
+    await page.get_by_role("button", name="w1", exact=True).focus()
+    await page.keyboard.press("Enter")
+    shown = page.get_by_role("dialog", name="Member")
+    output = shown.get_by_role("log", name="Output of w1")
+    await expect(output).to_contain_text(f"line 119\n{HOSTILE}")
+    await expect(output).not_to_contain_text("line 70\n")
+    await expect(shown.get_by_role("status")).to_have_text("From its launcher on node-0")
+    await expect(shown).to_contain_text("shoal logs digits w1 -f")
+    assert await page.evaluate("window.hit") is None
+    # The newest lines are in sight.
+    bottom = "node => node.scrollHeight - node.scrollTop - node.clientHeight"
+    assert await output.evaluate(bottom) < 8
+
+    world.printed["w1"].append("a new line")
+    await expect(output).to_contain_text("a new line")
+    assert await output.evaluate(bottom) < 8
+
+    earlier = shown.get_by_role("button", name="Earlier lines")
+    await earlier.click()
+    await expect(output).to_contain_text("line 30\n")
+    await earlier.click()
+    await expect(output).to_contain_text("line 0\n")
+    await expect(earlier).to_be_hidden()
+    assert (await output.inner_text()).splitlines() == world.printed["w1"]
+
+    await page.keyboard.press("Escape")
+    await expect(shown).to_be_hidden()
+    assert await page.evaluate("output.path") == ""
+
+
+async def test_who_cannot_be_asked_is_said_and_asked_again(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    await page.goto(f"{server.url}/?job=digits")
+    await page.get_by_role("button", name="w1", exact=True).click()
+    shown = page.get_by_role("dialog", name="Member")
+    told = shown.get_by_role("status")
+    await expect(told).to_have_text("nobody hands on what w1 prints; Look there.")
+    world.printed["w1"] = ["it is there"]
+    await expect(shown.get_by_role("log")).to_have_text("it is there")
+    await expect(told).to_have_text("From its launcher on node-0")
+
+
+async def test_a_member_that_was_lost_tells_its_last_lines(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """It is no member any more: its name stands where it left the roster."""
+    before = status_world.generation(2, ["w0", "w1", "w2", "w9"])
+    after = status_world.generation(3, ["w0", "w1", "w2"], digest="9a" * 32)
+    world.change("digits", generations=(after, before))
+    world.printed["w9"], world.launchers_live = ["out of memory"], False
+    await page.goto(f"{server.url}/?job=digits")
+    roster = page.get_by_role("region", name="Generations")
+    await roster.get_by_role("button", name="w9").click()
+    shown = page.get_by_role("dialog", name="Member")
+    await expect(shown).to_contain_text("It is no member now.")
+    await expect(shown.get_by_role("log")).to_have_text("out of memory")
+    await expect(shown.get_by_role("status")).to_contain_text("has ended and left these lines")
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+async def test_long_lines_fit_the_screen(
+    world: World, server: StatusServer, page: Page, width: int
+) -> None:
+    world.printed["w1"] = ["x" * 5000, "a line"]
+    await page.set_viewport_size({"width": width, "height": 800})
+    await page.goto(f"{server.url}/?job=digits")
+    await page.get_by_role("button", name="w1", exact=True).click()
+    output = page.get_by_role("log", name="Output of w1")
+    await expect(output).to_contain_text("a line")
+    assert await output.evaluate("node => node.scrollWidth - node.clientWidth") <= 1
+    assert await page.evaluate("document.documentElement.scrollWidth") <= width
