@@ -22,11 +22,12 @@ endif
 
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-# pip compiles one file after another, compileall on all cores. What it leaves out is torch's tests of itself,
-# of which some are for later Pythons.
+# To compile all that is installed takes a minute and more. What the demo's processes import is compiled before
+# they start, each module once; the rest where it is first imported.
 $(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(PIP_INSTALL) --no-compile -e '.[demo]'
-	$(BIN)/python -m compileall -q -j 0 -x torch/testing/_internal $(VENV)/lib
+	$(BIN)/python -c 'import shoal_client.demo.command, shoal_server.coordinator.process, sklearn.datasets' & \
+		$(BIN)/python -c 'import shoal.demo.digits, shoal_server.parameters.process' && wait $$!
 	@touch $@
 
 # It holds the demo's too.
