@@ -24,6 +24,7 @@ from shoal_server.parameters.replication import record_writer
 from shoal_server.parameters.replication.acknowledgements import Acknowledgements
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.incoming_images import IncomingImages
+from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
 from shoal_server.parameters.replication.record_writer import RecordWriter
 from shoal_server.parameters.replication.shard_roles import ShardRoles
 from shoal_server.parameters.shard.catalog import Catalog
@@ -91,6 +92,7 @@ async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
         catalog=cast(Catalog, None),
         images=cast(IncomingImages, None),
         acknowledgements=cast(Acknowledgements, None),
+        links=cast(OutgoingLinks, None),
     )
     roles._load(LoadJournal(("job", 0), 3))
     async with asyncio.timeout(LIMIT_S):

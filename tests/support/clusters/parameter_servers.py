@@ -38,6 +38,9 @@ torch.set_num_threads(1)
 
 T = TypeVar("T")
 
+REBALANCING = "rebalancing"
+"""What the coordinator does about who holds which shard."""
+
 
 def config(server_id: str, **changes: Any) -> ParameterServerConfig:
     """A server on a free port of this machine. Its etcd is whatever `running` is given."""
@@ -126,7 +129,9 @@ class ParameterServers:
         controller = ShardController(
             self.store, self._restore, measure=reader.measure, loss_log=losses
         )
-        await stack.enter_async_context(controller.working())
+        rebalancing = AsyncExitStack()
+        await rebalancing.enter_async_context(controller.working())
+        self._stacks = {REBALANCING: rebalancing, **self._stacks}
         for i in range(self._num_servers):
             await self._add(f"ps-{i}", **self._changes)
 
@@ -161,7 +166,7 @@ class ParameterServers:
         return self.servers[server_id]
 
     def stop(self, name: str) -> None:
-        """Stop one server, or the `coordinator`."""
+        """Stop one server, the `coordinator`, or REBALANCING: it stops before the coordinator."""
         self.run(self._stacks.pop(name).aclose())
 
     def admit(self, member_id: str, *, job: str = "job", incarnation: str = "one") -> Token:

@@ -2,18 +2,21 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import structlog
 
 from shoal_proto.bulk import Frame, FrameReader
 from shoal_proto.pieces import Buffer
-from shoal_server.parameters.bulk.encryption import bytes_of
+from shoal_server.parameters.bulk.encryption import PlainBytes, bytes_of
 
 log = structlog.get_logger(__name__)
 
 SMALL_BYTES = 32 * 1024
+
+TakeFrame = Callable[[Frame], bool]
+"""Deals with a frame without waiting, if that can be; whether it did."""
 
 
 class HungUp(Exception):
@@ -31,12 +34,20 @@ class FrameConnection:
         self._writing = asyncio.Lock()
         self._rest: Buffer = b""
         """Of a frame that `send_now` could not send whole."""
-        self._flushing: asyncio.Task[None] | None = None
+        self._flushing: set[asyncio.Task[None]] = set()
         self._sent_s = self._loop.time()
+        self._take: TakeFrame | None = None
+        self._awaited: asyncio.Future[Frame] | None = None
+        """The next frame that is not taken, while somebody waits for it."""
 
     async def next_frame(self) -> Frame:
-        """Raises HungUp, MalformedMessage or ChecksumMismatch: nothing can be read after it."""
-        while (frame := self._reader.next()) is None:
+        """The next one that nobody takes at once (see `deliver`).
+
+        Raises HungUp, MalformedMessage or ChecksumMismatch: nothing can be read after it.
+        """
+        while (frame := self._next_left()) is None:
+            if self._take is not None and isinstance(self._bytes, PlainBytes):
+                return await self._await_left()
             try:
                 count = await self._bytes.receive_into(self._reader.space())
             except OSError as error:
@@ -45,6 +56,54 @@ class FrameConnection:
                 raise HungUp("closed by the other end")
             self._reader.received(count)
         return frame
+
+    def deliver(self, take: TakeFrame | None) -> None:
+        """From now on, as long as somebody waits in `next_frame`, `take` is given each frame first,
+        right when it comes: to wake a task costs more than to deal with most of them. What it
+        raises, `next_frame` raises. None: nobody takes any."""
+        self._take = take
+
+    def look(self) -> None:
+        """Have what has come by now taken at once, if somebody waits in `next_frame`."""
+        if self._awaited is not None and not self._awaited.done():
+            self._readable(self._awaited)
+
+    def _next_left(self) -> Frame | None:
+        while (frame := self._reader.next()) is not None:
+            if self._take is None or not self._take(frame):
+                break
+        return frame
+
+    async def _await_left(self) -> Frame:
+        """Its socket stays registered with the event loop until then, whatever is taken."""
+        number = self.socket.fileno()
+        awaited: asyncio.Future[Frame] = self._loop.create_future()
+        self._awaited = awaited
+        self._loop.add_reader(number, self._readable, awaited)
+        try:
+            return await awaited
+        finally:
+            self._awaited = None
+            self._loop.remove_reader(number)
+
+    def _readable(self, awaited: "asyncio.Future[Frame]") -> None:
+        if awaited.done():
+            return
+        try:
+            count = self.socket.recv_into(self._reader.space())
+            if not count:
+                raise HungUp("closed by the other end")
+            self._reader.received(count)
+            frame = self._next_left()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            awaited.set_exception(HungUp(repr(error)))
+        except Exception as error:  # noqa: BLE001 - whoever waits for a frame is to have it
+            awaited.set_exception(error)
+        else:
+            if frame is not None:
+                awaited.set_result(frame)
 
     async def send(self, *parts: Buffer) -> None:
         """Raises HungUp. Who is cancelled here may leave half a frame behind: close the socket."""
@@ -70,17 +129,27 @@ class FrameConnection:
         self._sent_s = self._loop.time()
         if count < len(frame):
             self._rest = memoryview(frame)[count:]
-            self._flushing = self._loop.create_task(self._flush(), name="flush")
+            self._flush()
         return True
+
+    def send_soon(self, frame: bytes) -> None:
+        """Send a frame now, or else behind what is being sent."""
+        if not self.send_now(frame):
+            self._flush(frame)
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is being sent."""
         return not self._writing.locked() and not self._rest
 
-    async def _flush(self) -> None:
+    def _flush(self, *frames: bytes) -> None:
+        flushing = self._loop.create_task(self._send_rest(*frames), name="flush")
+        self._flushing.add(flushing)
+        flushing.add_done_callback(self._flushing.discard)
+
+    async def _send_rest(self, *frames: bytes) -> None:
         try:
-            await self.send()
+            await self.send(*frames)
         except HungUp as hung_up:
             log.debug("frame_not_flushed", reason=str(hung_up))
 

@@ -45,7 +45,7 @@ class Acknowledgements:
         led = core.led((replica.job, replica.shard_id))
         return (
             led is not None
-            and replica.log is not None
+            and replica.is_led
             and led.epoch == replica.epoch
             and core.may_acknowledge(self._loop.time())
             and led.is_as_safe(version, _LEVELS.get(level, Level.REPLICATED))
@@ -78,9 +78,7 @@ class Acknowledgements:
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType, answer: object
     ) -> _Waiter:
         waiter = _Waiter(replica, self._loop.create_future(), answer)
-        if replica.log is None:
-            # Let go of meanwhile: what is led here by its name is another, of a later run maybe,
-            # and the epochs of two runs can be the same.
+        if not replica.is_led:
             waiter.answered.set_result(replica.deposed())
             return waiter
         wanted = _LEVELS.get(level, Level.REPLICATED)

@@ -25,6 +25,8 @@ class CoreDriver:
         self._handlers: dict[type, Callable[[Any], None]] = {}
         self._waiting: deque[tuple[Event, Arrived | None]] = deque()
         self._is_stepping = False
+        self._is_closed = False
+        self._is_timer_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_s = float("inf")
 
@@ -34,6 +36,7 @@ class CoreDriver:
 
     def close(self) -> None:
         """Nothing happens by itself any more."""
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
 
@@ -48,7 +51,10 @@ class CoreDriver:
                 self._step(*self._waiting.popleft())
         finally:
             self._is_stepping = False
-        self._set_timer()
+        if not self._is_timer_due:
+            # Behind what somebody waits for.
+            self._is_timer_due = True
+            self._loop.call_soon(self._set_timer)
 
     def _step(self, event: Event, arrived: Arrived | None) -> None:
         effects: list[Effect] = self.core.step(event, self._loop.time())
@@ -60,6 +66,9 @@ class CoreDriver:
             self.arrived = None
 
     def _set_timer(self) -> None:
+        self._is_timer_due = False
+        if self._is_closed:
+            return
         wakes_s = self.core.wakes_s()
         if wakes_s == self._wakes_s and self._timer is not None:
             return

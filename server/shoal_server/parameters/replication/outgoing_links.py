@@ -1,6 +1,7 @@
 """The links that this server opens, and the images on their way over them."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -123,6 +124,29 @@ class OutgoingLinks:
             if link is not None and follower.phase is FollowerPhase.FOLLOWING:
                 self._links[peer, link.number].compare(digest)
 
+    def look(self, replica: ShardReplica) -> None:
+        """Have answers taken that have come by now of who follows the shard."""
+        for link in self._followed_by(replica):
+            link.look()
+
+    def draft(self, replica: ShardReplica, data: memoryview) -> memoryview | None:
+        """The data of a push that is about to be applied, in memory that is shared with one of who
+        follows the shard; None where there is none. See `PeerLink.draft`."""
+        for link in self._followed_by(replica):
+            if (drafted := link.draft(data)) is not None:
+                return drafted
+        return None
+
+    def _followed_by(self, replica: ShardReplica) -> list[PeerLink]:
+        """The links by which pushes to it are told of."""
+        led = self._driver.core.led((replica.job, replica.shard_id))
+        found = []
+        for peer, follower in led.followers.items() if led is not None else ():
+            link = self._driver.core.leading.links.opened(peer)
+            if link is not None and follower.phase is FollowerPhase.FOLLOWING:
+                found.append(self._links[peer, link.number])
+        return found
+
     # --- what a link asks ---
 
     async def reach(self, holder: Holder) -> str | None:
@@ -133,6 +157,12 @@ class OutgoingLinks:
         if replica is None or replica.log is None or replica.epoch != request.epoch:
             return None
         return replica.log.get(request.version)
+
+    def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
+        replica = self._catalog.find(*request.key)
+        assert replica is not None and replica.log is not None
+        replica.log.lies_at(request.version, data)
+        return partial(replica.log.own, request.version)
 
     def header(self, image: int) -> pb.CutHeader | None:
         kept = self._cuts.get(image)

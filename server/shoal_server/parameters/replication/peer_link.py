@@ -6,8 +6,9 @@ A shard may have gigabytes, and nothing waits behind it.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -52,6 +53,11 @@ class LinkOwner(Protocol):
         """The push; None if the shard is not led here any more."""
         ...
 
+    def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
+        """The data of the push, which was just asked for, lie there too; what is to be called
+        before that memory is used for anything else."""
+        ...
+
     def header(self, image: int) -> pb.CutHeader | None:
         """What an image's chunks make up; None if it is not wanted any more."""
         ...
@@ -79,6 +85,8 @@ class PeerLink:
         self._wake = asyncio.Event()
         self._wake_images = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._stream: WatchedStream | None = None
+        """That for pushes, once it is greeted."""
         self._idle: WatchedStream | None = None
         """The stream for pushes, while nothing is being written to it."""
 
@@ -108,7 +116,17 @@ class PeerLink:
         if record is None:
             return False
         of_record = frames.of_record(*request.key, request.epoch, record, stream.inline_bytes)
-        return stream.send_now(*of_record)
+        return stream.send_now(*of_record, keep=partial(self._owner.lies_at, request))
+
+    def draft(self, data: memoryview) -> memoryview | None:
+        """Data of a push that is sent next, if any is, in memory that is shared with the other end;
+        None where that cannot be. They lie there until the next ones are drafted."""
+        return self._idle.draft(data) if self._idle is not None and not self._pushes else None
+
+    def look(self) -> None:
+        """Have replies taken that have come by now."""
+        if self._stream is not None:
+            self._stream.look()
 
     def compare(self, digest: pb.FollowRequest) -> None:
         """Behind what was sent before."""
@@ -127,9 +145,12 @@ class PeerLink:
                 try:
                     await stream.greet(self._hello(for_images=False))
                     self._owner.tell(LinkOpened(self._to, self._number))
+                    self._stream = stream
+                    stream.deliver(self._replied)
                     images = self._carry_images(address)
                     await stream.carry(self._write(stream), self._read(stream), images)
                 finally:
+                    self._stream = None
                     heard = stream.heard_s > 0.0
         except ShoalError as error:
             reason = str(error)
@@ -182,7 +203,10 @@ class PeerLink:
 
     async def _read(self, stream: WatchedStream) -> None:
         async for message in stream.replies():
-            self._owner.tell(Replied(self._to, self._number, replies.decode(message)))
+            self._replied(message)
+
+    def _replied(self, message: pb.FollowReply) -> None:
+        self._owner.tell(Replied(self._to, self._number, replies.decode(message)))
 
     # --- images ---
 

@@ -72,9 +72,11 @@ class ReceivedUpdates:
     async def await_room(self) -> None:
         """Return once so little waits to be applied that more may be taken."""
         async with self._room:
-            await self._room.wait_for(self._has_room)
+            await self._room.wait_for(lambda: self.has_room)
 
-    def _has_room(self) -> bool:
+    @property
+    def has_room(self) -> bool:
+        """Whether so little waits to be applied that more may be taken."""
         return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
 
     def assembly(self) -> Assembly:

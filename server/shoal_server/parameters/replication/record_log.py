@@ -1,8 +1,10 @@
 """Pushes that were applied to a shard here and that a backup may still have to be told of."""
 
 from collections import deque
+from dataclasses import replace
 
 from shoal_proto.errors import InternalError
+from shoal_proto.pieces import Buffer
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.replica import num_bytes_of
 
@@ -35,10 +37,33 @@ class RecordLog:
         self.num_bytes = 0
         self._trimmed = version
 
+    def lies_at(self, version: int, data: Buffer) -> None:
+        """The data of a record that is kept lie there too, until `own` is called."""
+        self._replace(version, data)
+
+    def own(self, version: int) -> None:
+        """Where a record is still kept, its data are this server's own from here on."""
+        if self._index(version) is not None:
+            self._replace(version, bytes(self.get(version).data))
+
+    def is_lent(self, version: int) -> bool:
+        """Whether it is kept, and its data are their sender's again soon."""
+        index = self._index(version)
+        return index is not None and self._records[index].is_lent
+
+    def _replace(self, version: int, data: Buffer) -> None:
+        index = self._index(version)
+        assert index is not None
+        self._records[index] = replace(self._records[index], data=data, is_lent=False)
+
+    def _index(self, version: int) -> int | None:
+        index = version - self._trimmed - 1
+        return index if 0 <= index < len(self._records) else None
+
     def get(self, version: int) -> UpdateRecord:
         """Raises InternalError for one that is not kept."""
-        index = version - self._trimmed - 1
-        if not 0 <= index < len(self._records):
+        index = self._index(version)
+        if index is None:
             raise InternalError(
                 "a push is to be sent to a backup that is no longer kept",
                 seen=f"version {version}",

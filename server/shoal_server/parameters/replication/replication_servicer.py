@@ -39,9 +39,19 @@ SendNow = Callable[[pb.FollowReply], bool]
 """Sends an answer without waiting, if that can be; whether it was sent."""
 
 
+TakeArriving = Callable[[Arriving], bool]
+"""Deals with what a primary tells without waiting, if that can be; whether it did."""
+Deliver = Callable[[TakeArriving | None], None]
+"""Has what comes taken right when it comes, from now on; None: no more."""
+
+
 def _never(reply: pb.FollowReply) -> bool:
     """By gRPC."""
     return False
+
+
+def _to_nobody(take: TakeArriving | None) -> None:
+    """By gRPC: it comes by the stream of requests."""
 
 
 class _Answers:
@@ -94,10 +104,13 @@ class ReplicationServicer:
         return self.follow(requests)
 
     async def follow(
-        self, requests: AsyncIterator[Arriving], send_now: SendNow = _never
+        self,
+        requests: AsyncIterator[Arriving],
+        send_now: SendNow = _never,
+        deliver: Deliver = _to_nobody,
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """Take in what a primary tells; what is received is acknowledged in the replies, or by
-        `send_now` where that takes one."""
+        `send_now` where that takes one. Of the requests, pushes may come by `deliver`."""
         first = await anext(requests, pb.FollowRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("hello"):
             raise MalformedMessage(
@@ -108,13 +121,17 @@ class ReplicationServicer:
         if hello.for_images:
             stream = self._images(caller, requests)
         else:
-            stream = self._link(hello, requests, send_now)
+            stream = self._link(hello, requests, send_now, deliver)
         async with aclosing(stream) as out:
             async for reply in out:
                 yield reply
 
     async def _link(
-        self, hello: pb.Hello, requests: AsyncIterator[Arriving], send_now: SendNow
+        self,
+        hello: pb.Hello,
+        requests: AsyncIterator[Arriving],
+        send_now: SendNow,
+        deliver: Deliver,
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """A link's first stream: the link is there as long as it is."""
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
@@ -123,7 +140,7 @@ class ReplicationServicer:
         self._driver.tell(CallerCame(*caller))
         reason = "the stream ended"
         try:
-            async with aclosing(self._carried(caller, answers, requests)) as out:
+            async with aclosing(self._carried(caller, answers, requests, deliver)) as out:
                 async for reply in out:
                     yield reply
         except Exception as error:
@@ -149,7 +166,7 @@ class ReplicationServicer:
             )
         beats = _Answers(_never)
         try:
-            async with aclosing(self._carried(caller, beats, requests)) as out:
+            async with aclosing(self._carried(caller, beats, requests, _to_nobody)) as out:
                 async for reply in out:
                     yield reply
         finally:
@@ -169,12 +186,16 @@ class ReplicationServicer:
             )
 
     async def _carried(
-        self, caller: Caller, answers: _Answers, requests: AsyncIterator[Arriving]
+        self,
+        caller: Caller,
+        answers: _Answers,
+        requests: AsyncIterator[Arriving],
+        deliver: Deliver,
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """The answers; an empty one where there was none for a beat: the primary is to hear that
         somebody is there, whatever this server is busy with."""
         silence = Silence(self._timeouts)
-        reading = asyncio.create_task(self._read(caller, answers, requests, silence))
+        reading = asyncio.create_task(self._read(caller, answers, requests, silence, deliver))
         silent = asyncio.create_task(silence.wait())
         for task in (reading, silent):
             task.add_done_callback(lambda _: answers.end())
@@ -201,9 +222,26 @@ class ReplicationServicer:
         answers: _Answers,
         requests: AsyncIterator[Arriving],
         silence: Silence,
+        deliver: Deliver,
     ) -> None:
         with closing(self._received.assembly()) as assembly:
-            await self._take_all(caller, answers, requests, silence, assembly)
+
+            def take(request: Arriving) -> bool:
+                has_room = answers.queue.has_room and self._received.has_room
+                if not (has_room and _is_of_push(request)):
+                    return False
+                silence.heard()
+                arrived = assembly.take(request)
+                if arrived is not None:
+                    self._tell(caller, arrived)
+                silence.expect()
+                return True
+
+            deliver(take)
+            try:
+                await self._take_all(caller, answers, requests, silence, assembly)
+            finally:
+                deliver(None)
 
     async def _take_all(
         self,
@@ -231,12 +269,13 @@ class ReplicationServicer:
             arrived = assembly.take(request)
             if arrived is not None:
                 await answers.queue.await_room()
-                await self._tell(caller, arrived)
+                if isinstance(arrived.request, UpdateMessage):
+                    await self._received.await_room()
+                self._tell(caller, arrived)
 
-    async def _tell(self, caller: Caller, arrived: Arrived) -> None:
+    def _tell(self, caller: Caller, arrived: Arrived) -> None:
         request = arrived.request
         if isinstance(request, UpdateMessage):
-            await self._received.await_room()
             try:
                 self._received.check_memory(arrived)
             except Overloaded as error:
@@ -259,3 +298,8 @@ class ReplicationServicer:
                 detail=reply.detail,
             )
         answers.put(replies.encode(reply))
+
+
+def _is_of_push(request: Arriving) -> bool:
+    """Whether it tells of a push, or has some of the data of one."""
+    return isinstance(request, OnlyPiece) or request.HasField("record")

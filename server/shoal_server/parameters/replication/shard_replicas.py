@@ -77,11 +77,15 @@ class ShardReplicas:
         self.received = ReceivedUpdates(
             driver, catalog=catalog, memory=memory, run=run, is_coming=self._images.is_coming
         )
-        self._roles = ShardRoles(
-            driver, catalog=catalog, images=self._images, acknowledgements=Acknowledgements(driver)
-        )
         links = OutgoingLinks(
             driver, catalog=catalog, directory=self._directory, run=run, timeouts=timeouts
+        )
+        self._roles = ShardRoles(
+            driver,
+            catalog=catalog,
+            images=self._images,
+            acknowledgements=Acknowledgements(driver),
+            links=links,
         )
         self._comparing = Comparing(catalog, links, run)
         self._tasks = SupervisedTasks()
@@ -275,8 +279,8 @@ class ShardReplicas:
         return await replica.in_turn(self._run, replica.state.memory_bytes, replica.state.cut)
 
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
-        if replica.log is None:
-            return  # Let go of while it was written: another may be led by its name.
+        if not replica.is_led:
+            return  # It was let go of while it was written.
         self._driver.tell(ev.OnDisk((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import ShoalError
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_server.core.replication.protocol.effects import (
     Adopt,
@@ -37,6 +38,7 @@ from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.replication.acknowledgements import Acknowledgements, AnswerT
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.incoming_images import IncomingImages
+from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
 from shoal_server.parameters.replication.record_log import RecordLog
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import UpdateRecord
@@ -55,6 +57,10 @@ class _Led:
     replica: ShardReplica
     acknowledgements: Acknowledgements
     tell_applied: Callable[[], None]
+    links: OutgoingLinks
+
+    def look(self) -> None:
+        self.links.look(self.replica)
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
         return self.acknowledgements.is_there(self.replica, version, level)
@@ -81,11 +87,13 @@ class ShardRoles:
         catalog: Catalog,
         images: IncomingImages,
         acknowledgements: Acknowledgements,
+        links: OutgoingLinks,
     ) -> None:
         self._driver = driver
         self._catalog = catalog
         self._images = images
         self._acknowledgements = acknowledgements
+        self._links = links
         self._loop = asyncio.get_running_loop()
         self._applied: deque[tuple[ShardReplica, UpdateRecord]] = deque()
         self._applied_lock = threading.Lock()
@@ -125,15 +133,24 @@ class ShardRoles:
         elif is_first:
             self._loop.call_soon_threadsafe(self._tell_all)
 
-    def _is_kept(self, replica: ShardReplica) -> bool:
-        """Whether anybody needs the data of a push that is about to be applied. It is told of right
-        behind it on the event loop, where nobody comes to need it meanwhile; in a thread somebody
-        may."""
-        return threading.get_ident() != self._loop_thread or self._is_needed(replica)
+    def _keep(self, replica: ShardReplica, data: Buffer) -> Buffer:
+        """See `Keep`. A push is told of right behind it on the event loop, where nobody comes to
+        need it meanwhile; in a thread somebody may."""
+        if threading.get_ident() != self._loop_thread or self._applied:
+            return bytes(data)
+        if not self._is_needed(replica):
+            return data
+        if self.shard_journal is not None:
+            return bytes(data)
+        return self._links.draft(replica, memoryview(data)) or bytes(data)
 
     def _is_needed(self, replica: ShardReplica) -> bool:
         led = self._driver.core.led((replica.job, replica.shard_id))
         return self.shard_journal is not None or led is None or bool(led.followers)
+
+    def _tell_applied(self) -> None:
+        if threading.get_ident() == self._loop_thread:
+            self._tell_all()
 
     def _tell_all(self) -> None:
         while self._applied:
@@ -153,6 +170,8 @@ class ShardRoles:
                 self.shard_journal.tell(replica, record)
             key, version = (replica.job, replica.shard_id), record.push.version
             self._driver.tell(Applied(key, version, is_kept))
+            if record.is_lent and replica.log is not None and replica.log.is_lent(version):
+                replica.log.own(version)
 
     # --- leading ---
 
@@ -162,8 +181,8 @@ class ShardRoles:
         replica.epoch, replica.role = effect.epoch, ReplicaRole.PRIMARY
         replica.is_forming, replica.is_handing_over = True, False
         replica.log = RecordLog(replica.state.version)
-        replica.leading = _Led(replica, self._acknowledgements, self._tell_all)
-        replica.state.subscribe(partial(self._pushed, replica), partial(self._is_kept, replica))
+        replica.leading = _Led(replica, self._acknowledgements, self._tell_applied, self._links)
+        replica.state.subscribe(partial(self._pushed, replica), partial(self._keep, replica))
         if self.shard_journal is not None:
             self.shard_journal.lead(replica)
         log.info("shard_led", job=replica.job, shard_id=replica.shard_id, epoch=replica.epoch)

@@ -1,7 +1,7 @@
 """One connection of the bulk transport: the calls of one client, one after the other."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -149,7 +149,8 @@ class BulkServerConnection:
         except DecodeError as error:
             raise _unreadable(opening, error, f"the request of a {opening.kind.name}") from error
         if opening.kind is Kind.FOLLOW and self._is_peer:
-            return _one_by_one(self._calls.replication.follow(call.told(), self._send_now))
+            told = self._calls.replication.follow(call.told(), self._send_now, call.deliver)
+            return _one_by_one(told)
         raise MalformedMessage(
             "a frame that begins no call of this connection",
             seen=opening.kind.name,
@@ -190,6 +191,7 @@ class _BulkCall:
         self._rooms: dict[int, tuple[memoryview, int]] = {}
         self._is_over = False
         self._end_follows = False
+        self._freed: list[bytes] = []
         num_places = arena.num_bytes // PLACE_BYTES if arena is not None else 0
         self._freed_together = max(num_places // 2, 1)
         """Places of another server that it is told of at once: to hear of each would wake it up
@@ -206,30 +208,52 @@ class _BulkCall:
             yield piece
 
     async def told(self) -> AsyncIterator[Arriving]:
-        """What another server tells of its shards."""
-        freed: list[bytes] = []
+        """What another server tells of its shards, but for what `deliver` gives away."""
         while True:
             frame = await self._wire.next_frame()
-            if frame.kind is Kind.PIECE:
-                yield OnlyPiece(
-                    ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
-                )
-            elif frame.kind is Kind.PLACED:
-                yield OnlyPiece(self._placed(frame))
-                # By now it is applied, or whoever keeps it has a copy.
-                freed.append(bulk.header(Kind.ROOM, at=frame.at))
-                if len(freed) >= self._freed_together:
-                    await self._wire.send(*freed)
-                    freed.clear()
-            elif frame.kind is Kind.MESSAGE:
-                try:
-                    yield _checked(FollowRequest.FromString(bytes(frame.body)))
-                except DecodeError as error:
-                    raise _unreadable(frame, error, "FollowRequest") from error
-            else:
+            arriving = self._arriving(frame)
+            if arriving is None:
                 self._note(frame)
                 if self._is_over:
                     return
+                continue
+            yield arriving
+            self._taken(frame)
+
+    def deliver(self, take: Callable[[Arriving], bool] | None) -> None:
+        """Have what is told taken right when it comes, where `take` says that it took it."""
+
+        def given(frame: Frame) -> bool:
+            arriving = self._arriving(frame)
+            if arriving is None or take is None or not take(arriving):
+                return False
+            self._taken(frame)
+            return True
+
+        self._wire.deliver(None if take is None else given)
+
+    def _arriving(self, frame: Frame) -> Arriving | None:
+        """What another server tells by it; None: nothing."""
+        if frame.kind is Kind.PIECE:
+            return OnlyPiece(
+                ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
+            )
+        if frame.kind is Kind.PLACED:
+            return OnlyPiece(self._placed(frame))
+        if frame.kind is not Kind.MESSAGE:
+            return None
+        try:
+            return _checked(FollowRequest.FromString(bytes(frame.body)))
+        except DecodeError as error:
+            raise _unreadable(frame, error, "FollowRequest") from error
+
+    def _taken(self, frame: Frame) -> None:
+        """By now it is applied, or whoever keeps it has a copy: its place is free."""
+        if frame.kind is Kind.PLACED:
+            self._freed.append(bulk.header(Kind.ROOM, at=frame.at))
+            if len(self._freed) >= self._freed_together:
+                self._wire.send_soon(b"".join(self._freed))
+                self._freed.clear()
 
     async def finish(self) -> None:
         """Read what is left of the call."""

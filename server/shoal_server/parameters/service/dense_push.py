@@ -145,6 +145,7 @@ class DensePushKind:
         if isinstance(answer, ShoalError):
             return applied
         leading, version = part.replica.leading, answer.told_version
+        leading.look()
         if leading.is_acknowledged(version, level):
             return applied
         return leading.once_acknowledged(version, level, answer)
@@ -184,7 +185,8 @@ class DensePushKind:
             scope=self._scope,
         )
         read = None if writer is None else partial(body.values, writer=writer)
-        applied = part.shard.push(push, self._is_live, read=read)
+        told = part.replica.leading.tell_applied
+        applied = part.shard.push(push, self._is_live, told=told, read=read)
         outcome = PushOutcome(
             shard_id=item.shard_id,
             version=applied.version,

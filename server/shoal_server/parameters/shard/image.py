@@ -5,7 +5,7 @@ A shard goes from server to server as an `Image` and what was applied to it sinc
 records on the same image has the same shard, to the last bit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,13 @@ class UpdateRecord:
     push: PushRecord
     data: Buffer
     """The gradient, little-endian, as it came."""
+    is_lent: bool = False
+    """The data are somebody else's again soon: who keeps them for longer copies them."""
+
+
+Keep = Callable[[Buffer], Buffer]
+"""Gives the data of a push, which its sender lends, in memory in which it cannot change them any
+more: bytes of one's own, or memory that is lent in turn. Where nobody needs them: as given."""
 
 
 class UpdateListener(Protocol):

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 import structlog
 
 from shoal_proto.errors import InternalError, InvalidSpec, Overloaded, ShoalError, WrongEpoch
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.parameters.shard import workers
@@ -28,7 +29,11 @@ class ShardLeadership(Protocol):
     """What goes with a shard that this server leads. Lives on the event loop."""
 
     def tell_applied(self) -> None:
-        """Pass on at once what was applied."""
+        """Pass on at once what was applied; from another thread, nothing: it is passed on soon."""
+        ...
+
+    def look(self) -> None:
+        """Have what backups have answered by now taken."""
         ...
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
@@ -55,6 +60,9 @@ class NotLed:
 
     def tell_applied(self) -> None:
         """Nobody is told."""
+
+    def look(self) -> None:
+        """Nobody answers."""
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
         return False
@@ -90,6 +98,12 @@ class RecordLog(Protocol):
     def skip(self, version: int) -> None: ...
 
     def get(self, version: int) -> UpdateRecord: ...
+
+    def lies_at(self, version: int, data: Buffer) -> None: ...
+
+    def own(self, version: int) -> None: ...
+
+    def is_lent(self, version: int) -> bool: ...
 
 
 class ReplicaRole(Enum):
@@ -187,6 +201,12 @@ class ShardReplica:
         self._turn.release()
         if not ended.cancelled() and ended.exception() is not None:
             log.debug("shard_work_failed", job=self.job, shard_id=self.shard_id)
+
+    @property
+    def is_led(self) -> bool:
+        """Whether this server leads it. Once it does not, what is led here by its name is another
+        one, of a later run maybe, and the epochs of two runs can be the same."""
+        return self.log is not None
 
     @property
     def unreplicated_bytes(self) -> int:

@@ -21,7 +21,7 @@ from shoal_proto.v1.parameters_pb2 import ShardState
 from shoal_proto.v1.replication_pb2 import CutHeader, PushRecord, SessionImage
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.cuts.shard_cut import CutContent, OpenCuts, ShardCut, rest_of
-from shoal_server.parameters.shard.image import Image, UpdateListener, UpdateRecord
+from shoal_server.parameters.shard.image import Image, Keep, UpdateListener, UpdateRecord
 from shoal_server.parameters.shard.sessions import RememberedOutcome, SessionTable, exported
 from shoal_server.parameters.shard.step_scope import Scope, to_message
 
@@ -43,7 +43,8 @@ class Push:
     base_epoch: int = 0
     """The shard's epoch when the base version was received; 0: not told."""
     is_borrowed: bool = False
-    """The gradient's memory is its sender's again once the push is answered."""
+    """The gradient's memory is its sender's, which may change it at any time, and has it back once
+    the push is answered."""
     scope: Scope | None = None
     """What the push is part of; None: of a push to every dense shard, or to this
     shard of a table alone."""
@@ -146,9 +147,8 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
 BodyT = TypeVar("BodyT", bound=ShardBody[Any, Any])
 
 
-def _always() -> bool:
-    """Where a listener keeps all that it is told."""
-    return True
+def _nothing() -> None:
+    """Where nothing is to be done once a push is applied."""
 
 
 def _unlimited(num_bytes: int) -> None:
@@ -165,7 +165,7 @@ class VersionedShard(Generic[BodyT]):
         self._pushes = self._duplicates = self._refused = 0
         self._staleness_counts = [0] * STALENESS_BUCKETS
         self._listener: UpdateListener | None = None
-        self._is_kept: Callable[[], bool] = _always
+        self._keep: Keep = bytes
         self._body_lock = threading.RLock()
         """For what reads or writes the body; taken before the other one. It is never held for
         longer than a push, or one chunk of a cut, takes."""
@@ -223,9 +223,11 @@ class VersionedShard(Generic[BodyT]):
         is_live: Callable[[str], bool],
         take_memory: Callable[[int], None] = _unlimited,
         *,
+        told: Callable[[], None] = _nothing,
         read: Callable[[int], T] | None = None,
     ) -> PushResult[T]:
-        """Apply gradients once; `read`, which is told the version, then reads the body.
+        """Apply gradients once; `told` is called once the listener was told of it; `read`, which is
+        told the version, then reads the body.
 
         A repeated (session, sequence) gets its first outcome and changes nothing; what is read then
         is as of now. `take_memory` is told how many bytes the shard may be about to grow by, and
@@ -233,12 +235,14 @@ class VersionedShard(Generic[BodyT]):
         NonFiniteGradient, ShapeMismatch, MalformedMessage or Overloaded, and then nothing has
         changed.
         """
-        with self._body_lock, self._lock:
-            try:
-                outcome, fates, is_duplicate = self._push(push, is_live, take_memory)
-            except Exception:
-                self._refused += 1
-                raise
+        with self._body_lock:
+            with self._lock:
+                try:
+                    outcome, fates, is_duplicate = self._push(push, is_live, take_memory)
+                except Exception:
+                    self._refused += 1
+                    raise
+            told()
             return PushResult(
                 version=outcome.version,
                 staleness=outcome.staleness,
@@ -268,13 +272,14 @@ class VersionedShard(Generic[BodyT]):
             step=to_message(push.scope),
         )
         self.body.describe_push(push, record)
-        # Who keeps the gradient needs it for longer than its sender lends it.
-        is_copied = push.is_borrowed and self._listener is not None and self._is_kept()
-        data = bytes(push.gradient) if is_copied else push.gradient
+        # What is kept is what is applied, whatever its sender does to it.
+        is_kept = push.is_borrowed and self._listener is not None
+        data = self._keep(push.gradient) if is_kept else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch
         take_memory(self.body.growth_bytes(batch, push.at_unix_s))
         record.forgotten_sessions.extend(self._sessions.make_room(push.session, is_live))
-        return *self._apply(UpdateRecord(record, data), batch), False
+        is_lent = push.is_borrowed and not isinstance(data, bytes)
+        return *self._apply(UpdateRecord(record, data, is_lent), batch), False
 
     def _of_a_lost_one(self, push: Push) -> StalePush:
         return StalePush(
@@ -328,8 +333,9 @@ class VersionedShard(Generic[BodyT]):
                     seen=f"version {record.push.version}",
                     expected=f"version {self._version + 1}",
                 )
-            if is_borrowed and self._listener is not None and self._is_kept():
-                record = UpdateRecord(record.push, bytes(record.data))
+            if is_borrowed and self._listener is not None:
+                data = self._keep(record.data)
+                record = UpdateRecord(record.push, data, is_lent=not isinstance(data, bytes))
             self._apply(record, self.body.read_batch(record.push, record.data))
 
     def try_enter(self) -> bool:
@@ -346,14 +352,12 @@ class VersionedShard(Generic[BodyT]):
         with self._body_lock:
             return work(self._version)
 
-    def subscribe(
-        self, listener: UpdateListener | None, is_kept: Callable[[], bool] = _always
-    ) -> None:
-        """From now on `listener` is told of every push, in place of the one before it. Where
-        `is_kept` says that it keeps none, it may be told of a gradient that is its sender's again
-        once it returns."""
+    def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
+        """From now on `listener` is told of every push, in place of the one before it. `keep`, in
+        the thread of the push, gives the data of one that are lent as they are applied, and as the
+        listener is told of them."""
         with self._lock:
-            self._listener, self._is_kept = listener, is_kept
+            self._listener, self._keep = listener, keep
 
     def enter_epoch(self, epoch: int) -> None:
         """Pushes of any other epoch are refused from now on, with WrongEpoch."""
@@ -370,7 +374,7 @@ class VersionedShard(Generic[BodyT]):
         with self._body_lock:
             with self._lock:
                 if listener is not None:
-                    self._listener, self._is_kept = listener, _always
+                    self._listener, self._keep = listener, bytes
                 spec = self.body.spec_message(self.spec).SerializeToString(deterministic=True)
             frozen, version = self._sessions.freeze(), self._version
             content, small = self.body.cut()

@@ -329,6 +329,23 @@ def test_pushes_are_taken_until_workers_have_heard_of_the_successor() -> None:
     assert world.core.wakes_s() > 1.0
 
 
+def test_shards_whose_successors_are_named_together_are_handed_over_together() -> None:
+    """Also where the primary was held up between two of them: pushes to them all pause once."""
+    other = ("job", 1)
+    world = World(replace(LIMITS, announced_s=0.3))
+    world.led(B)
+    world.tell(ev.Assigned(other, replace(record(ME, B), shard_id=1)))
+    world.tell(ev.Created(other, 1, 1))
+    world.answered(B, Holds(other, 1, 1, 1, 1))
+    world.answered(B, Installed(other, 1, 0, 1))
+    world.assigned(record(ME, B, successor=B))
+    world.now_s = 0.02
+    world.tell(ev.Assigned(other, replace(record(ME, B, successor=B), shard_id=1)))
+    world.now_s = 0.301
+    assert only(Stop, world.tell(ev.Woken())) == [Stop(KEY), Stop(other)]
+    assert world.core.wakes_s() > 1.0
+
+
 def test_a_successor_that_is_lost_before_it_takes_over_is_not_waited_for() -> None:
     world = World(replace(LIMITS, announced_s=0.3))
     world.led(B)

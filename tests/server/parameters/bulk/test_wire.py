@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal_server.parameters.bulk.wire import FrameConnection
+from shoal_proto import bulk
+from shoal_proto.bulk import Frame, Kind
+from shoal_proto.errors import MalformedMessage
+from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 
 LARGE = bytes(range(256)) * 16 * 1024
 """More than the kernel takes at once."""
@@ -71,3 +74,60 @@ async def test_a_connection_that_is_gone_takes_nothing(
     ours, theirs = ends
     theirs.close()
     assert not FrameConnection(ours).send_now(b"frame")
+
+
+def told(shard_id: int) -> bytes:
+    return bulk.header(Kind.ROOM, shard_id=shard_id)
+
+
+async def test_frames_are_taken_when_they_come_and_only_the_others_wake_who_waits(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """In order, also where one of them comes in two parts, or before anybody waits."""
+    ours, theirs = ends
+    wire, taken = FrameConnection(ours), list[int]()
+    theirs.send(told(1))
+
+    def take(frame: Frame) -> bool:
+        if frame.shard_id > 4:
+            return False
+        taken.append(frame.shard_id)
+        return True
+
+    wire.deliver(take)
+    waiting = asyncio.create_task(wire.next_frame())
+    await asyncio.sleep(0)
+    theirs.send(told(2) + told(3)[:7])
+    wire.look()
+    assert taken == [1, 2]
+    theirs.send(told(3)[7:] + told(4) + told(5) + told(1))
+    async with asyncio.timeout(20):
+        assert (await waiting).shard_id == 5
+    assert taken == [1, 2, 3, 4]
+    wire.deliver(None)
+    assert (await wire.next_frame()).shard_id == 1
+
+
+async def test_what_is_wrong_with_a_frame_is_told_to_who_waits(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """Whatever is raised where a frame is taken, and that the other end is gone."""
+    ours, theirs = ends
+    wire = FrameConnection(ours)
+
+    def refuse(frame: Frame) -> bool:
+        raise MalformedMessage("no such shard", seen=str(frame.shard_id))
+
+    wire.deliver(refuse)
+    waiting = asyncio.create_task(wire.next_frame())
+    await asyncio.sleep(0)
+    theirs.send(told(7))
+    with pytest.raises(MalformedMessage, match="7"):
+        async with asyncio.timeout(20):
+            await waiting
+    waiting = asyncio.create_task(wire.next_frame())
+    await asyncio.sleep(0)
+    theirs.close()
+    with pytest.raises(HungUp):
+        async with asyncio.timeout(20):
+            await waiting

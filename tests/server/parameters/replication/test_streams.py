@@ -4,7 +4,9 @@ import asyncio
 import mmap
 import socket
 from array import array
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 
 import pytest
 from support.clusters.parameter_servers import ParameterServers
@@ -19,6 +21,7 @@ from shoal_proto.v1.replication_pb2 import FollowRequest, PushRecord
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.parameters.bulk import places
 from shoal_server.parameters.bulk.wire import FrameConnection
+from shoal_server.parameters.replication.record_log import RecordLog
 from shoal_server.parameters.replication.wire import frames, streams
 from shoal_server.parameters.replication.wire.streams import BulkStream, GrpcStream
 from shoal_server.parameters.shard.image import UpdateRecord
@@ -128,7 +131,8 @@ async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
 
 
 async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free() -> None:
-    """Nothing is summed up there, and no byte of it goes through the socket."""
+    """Nothing is summed up there, and no byte of it goes through the socket. The log has it in that
+    place, too, until the place is free, and then of its own."""
     data = bytes(range(256)) * 64
     record = UpdateRecord(PushRecord(session="s", sequence=1, version=2), data)
     ours, theirs = socket.socketpair()
@@ -138,12 +142,22 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
         own = places.Places(mapped, is_summed=False)
         stream, other_end = BulkStream(FrameConnection(ours), "here", own), FrameConnection(theirs)
         told = list(frames.of_record("j", 0, 1, record, stream.inline_bytes))
-        assert stream.write_now(*told)
+        log = RecordLog(1)
+        log.append(record)
+
+        def keep(data: memoryview) -> Callable[[], None]:
+            log.lies_at(2, data)
+            return partial(log.own, 2)
+
+        assert stream.write_now(*told, keep=keep)
         start, placed = await other_end.next_frame(), await other_end.next_frame()
         assert FollowRequest.FromString(bytes(start.body)).record.num_bytes == len(data)
         assert (placed.kind, placed.num_bytes, placed.checksum) == (Kind.PLACED, len(data), 0)
         assert mapped[placed.at : placed.at + len(data)] == data
-        assert not stream.write_now(*told)
+        assert not stream.write_now(*told, keep=keep)
         own.free(placed.at)
-        assert stream.write_now(*told)
+        mapped[placed.at : placed.at + len(data)] = bytes(len(data))
+        assert log.get(2).data == data
+        assert stream.write_now(*told, keep=keep)
+        log.trim(2)
         del own, stream

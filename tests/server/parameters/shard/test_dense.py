@@ -15,6 +15,7 @@ from shoal_proto.errors import (
     ShoalError,
     WrongEpoch,
 )
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import PushReply, ShardData
 from shoal_proto.v1.shards_pb2 import Block, Shard
@@ -221,10 +222,42 @@ def test_a_borrowed_gradient_is_copied_only_for_who_keeps_it(is_kept: bool) -> N
     """Its sender makes use of its memory again once the push is answered."""
     told: list[UpdateRecord] = []
     shard, lent = new_shard(), bytearray(gradient(-1.0))
-    shard.subscribe(told.append, lambda: is_kept)
+    shard.subscribe(told.append, bytes if is_kept else as_given)
     shard.push(a_push(gradient=lent, is_borrowed=True), is_live)
     lent[:] = bytes(len(lent))
     assert (bytes(told[0].data) == gradient(-1.0)) is is_kept
+    assert told[0].is_lent is not is_kept
+
+
+def test_what_is_kept_of_a_gradient_is_what_was_applied() -> None:
+    """Whatever its sender does to the memory that it lends."""
+    told: list[UpdateRecord] = []
+    primary, copy = new_shard(), new_shard()
+    lent = bytearray(gradient(-1.0))
+
+    def keep(data: Buffer) -> Buffer:
+        kept = bytes(data)
+        lent[:] = gradient(5.0)
+        return kept
+
+    primary.subscribe(told.append, keep)
+    primary.push(a_push(gradient=lent, is_borrowed=True), is_live)
+    copy.replay(told[0])
+    assert torch.equal(read(copy.read(copy.body.values)), read(primary.read(primary.body.values)))
+
+
+def test_a_push_is_told_of_before_its_values_are_read() -> None:
+    """Backups are at work on it meanwhile."""
+    happened: list[str] = []
+    shard = new_shard()
+    shard.subscribe(lambda record: happened.append("applied"))
+    shard.push(
+        a_push(gradient=gradient(-1.0)),
+        is_live,
+        told=lambda: happened.append("told"),
+        read=lambda version: happened.append("read"),
+    )
+    assert happened == ["applied", "told", "read"]
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -235,8 +268,12 @@ def test_a_borrowed_record_is_copied_only_for_who_keeps_it(is_kept: bool) -> Non
     primary.subscribe(told.append)
     primary.push(a_push(gradient=gradient(-1.0)), is_live)
     lent = bytearray(told[0].data)
-    copy.subscribe(told.append, lambda: is_kept)
+    copy.subscribe(told.append, bytes if is_kept else as_given)
     copy.replay(UpdateRecord(told[0].push, memoryview(lent)), is_borrowed=True)
     lent[:] = bytes(len(lent))
     assert torch.equal(read(copy.read(copy.body.values)), read(primary.read(primary.body.values)))
     assert (bytes(told[1].data) == gradient(-1.0)) is is_kept
+
+
+def as_given(data: Buffer) -> Buffer:
+    return data

@@ -35,6 +35,9 @@ from shoal_server.core.replication.protocol.messages import (
 )
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
 
+TOGETHER_S = 0.05
+"""Shards whose turn to be handed over comes within that time are handed over together."""
+
 
 @dataclass(slots=True)
 class Touched:
@@ -318,11 +321,16 @@ class Leading:
         return [*self.full_again(now_s), *self.disk_news(now_s), *self._handovers_due(now_s)]
 
     def _handovers_due(self, now_s: float) -> list[LedShard]:
-        """Those whose successors workers were told of for long enough."""
+        """Those whose successors workers were told of for long enough, and with them those of which
+        that is so in a moment: shards that move together make whoever pushes to them pause once."""
         if now_s < self._hands_over_s:
             return []
         self._hands_over_s = inf
-        return [led for led in self._shards.values() if led.handover.is_announced]
+        announced = [led for led in self._shards.values() if led.handover.is_announced]
+        for led in announced:
+            if led.handover.stops_from_s <= now_s + TOGETHER_S:
+                led.handover.stops_from_s = now_s
+        return announced
 
     def on_disk(self, led: LedShard, version: int, now_s: float) -> None:
         """The journal has it up to there."""

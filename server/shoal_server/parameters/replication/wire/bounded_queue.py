@@ -30,9 +30,14 @@ class BoundedQueue(Generic[T]):
         await self.await_room()
         self.put_now(item)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for one more."""
+        return len(self._items) < self._max_items or self._is_ended
+
     async def await_room(self) -> None:
         """Return once there is room for one more."""
-        while len(self._items) >= self._max_items and not self._is_ended:
+        while not self.has_room:
             self._taken.clear()
             await self._taken.wait()
 

@@ -76,14 +76,15 @@ def of_record(
     """The messages that tell a backup of a push. A gradient of up to `inline_bytes` goes with the
     first."""
     data = memoryview(record.data)
-    start = pb.RecordStart(
-        job=job, shard_id=shard_id, epoch=epoch, record=record.push, num_bytes=len(data)
-    )
+    message = pb.FollowRequest()
+    start = message.record
+    start.job, start.shard_id, start.epoch, start.num_bytes = job, shard_id, epoch, len(data)
+    start.record.CopyFrom(record.push)
     if len(data) <= min(inline_bytes, INLINE_BYTES):
         start.first.data = bytes(data)
         start.first.checksum = crc32(data)
         data = data[:0]
-    yield pb.FollowRequest(record=start)
+    yield message
     yield from _pieces(data)
 
 

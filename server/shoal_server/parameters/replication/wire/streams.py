@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from typing import Any, Protocol
 
@@ -38,6 +38,11 @@ INLINE_BYTES = 4 * 1024
 and again."""
 
 
+Keep = Callable[[memoryview], Callable[[], None]]
+"""Told where the data of a record lie that was written; gives what is to be called before that
+memory is used for anything else."""
+
+
 class PeerStream(Protocol):
     """What is written by one task arrives in order. Either method raises what broke the stream: a
     ShoalError, grpc.RpcError, or what grpcio raises for a call that is over."""
@@ -47,12 +52,28 @@ class PeerStream(Protocol):
 
     async def write(self, frame: Frame) -> None: ...
 
-    def write_now(self, *of_record: Frame) -> bool:
-        """Write a record without waiting, if that can be; whether all of it was written, else
-        nothing was."""
+    def draft(self, data: memoryview) -> memoryview | None:
+        """The data of a record that may be written next, in shared memory; None where they do not
+        go by it now."""
         ...
 
-    def replies(self) -> AsyncIterator[FollowReply]: ...
+    def write_now(self, *of_record: Frame, keep: Keep) -> bool:
+        """Write a record without waiting, if that can be; whether all of it was written, else
+        nothing was. `keep` is told where its data lie if that is in memory of this stream."""
+        ...
+
+    def replies(self) -> AsyncIterator[FollowReply]:
+        """Those that were not taken by what `deliver` was given."""
+        ...
+
+    def deliver(self, take: Callable[[FollowReply], None]) -> None:
+        """As long as somebody waits for replies, have them taken without a turn of the event loop
+        where that can be. What `take` raises, `replies` raises."""
+        ...
+
+    def look(self) -> None:
+        """Have replies taken that have come by now."""
+        ...
 
 
 @asynccontextmanager
@@ -87,12 +108,21 @@ class GrpcStream:
     async def write(self, frame: Frame) -> None:
         await self._call.write(frame)
 
-    def write_now(self, *of_record: Frame) -> bool:
+    def draft(self, data: memoryview) -> memoryview | None:
+        return None
+
+    def write_now(self, *of_record: Frame, keep: Keep) -> bool:
         return False
 
     async def replies(self) -> AsyncIterator[FollowReply]:
         async for reply in self._call:
             yield reply
+
+    def deliver(self, take: Callable[[FollowReply], None]) -> None:
+        """They come by `replies`."""
+
+    def look(self) -> None:
+        """There is nothing to look at."""
 
 
 class BulkStream:
@@ -123,7 +153,13 @@ class BulkStream:
         else:
             await self._send(bulk.message(Kind.MESSAGE, frame.SerializeToString()))
 
-    def write_now(self, *of_record: Frame) -> bool:
+    def draft(self, data: memoryview) -> memoryview | None:
+        places = self._places
+        if places is None or not self.inline_bytes < len(data) <= frames.PIECE_BYTES:
+            return None
+        return places.draft(data) if self._wire.is_quiet else None
+
+    def write_now(self, *of_record: Frame, keep: Keep) -> bool:
         start, *rest = of_record
         if len(rest) > 1 or not isinstance(start, FollowRequest):
             return False
@@ -137,6 +173,7 @@ class BulkStream:
         if at is None:
             return False
         if self._wire.send_now(message + _placed(piece, at, places)):
+            places.lend(at, len(piece.data), keep)
             return True
         places.free(at)
         return False
@@ -153,19 +190,44 @@ class BulkStream:
                 frame = await self._wire.next_frame()
             except HungUp as error:
                 raise self._broken(error) from error
-            try:
-                if frame.kind is Kind.MESSAGE:
-                    yield FollowReply.FromString(bytes(frame.body))
-                elif frame.kind is Kind.ERROR:
-                    raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
-                elif frame.kind is Kind.ROOM and self._places is not None:
-                    self._places.free(frame.at)
-                elif frame.kind is Kind.END:
-                    return
-            except DecodeError as error:
-                raise MalformedMessage(
-                    f"a reply of {self._address} does not parse", seen=repr(error)
-                ) from error
+            if frame.kind is Kind.MESSAGE:
+                yield self._reply(frame)
+            elif frame.kind is Kind.ERROR:
+                raise self._error(frame)
+            elif frame.kind is Kind.ROOM and self._places is not None:
+                self._places.free(frame.at)
+            elif frame.kind is Kind.END:
+                return
+
+    def deliver(self, take: Callable[[FollowReply], None]) -> None:
+        def taken(frame: bulk.Frame) -> bool:
+            if frame.kind is Kind.MESSAGE:
+                take(self._reply(frame))
+            elif frame.kind is Kind.ROOM and self._places is not None:
+                self._places.free(frame.at)
+            else:
+                return False
+            return True
+
+        self._wire.deliver(taken)
+
+    def look(self) -> None:
+        self._wire.look()
+
+    def _reply(self, frame: bulk.Frame) -> FollowReply:
+        try:
+            return FollowReply.FromString(bytes(frame.body))
+        except DecodeError as error:
+            raise self._unreadable(error) from error
+
+    def _error(self, frame: bulk.Frame) -> ShoalError:
+        try:
+            return from_detail(ErrorDetail.FromString(bytes(frame.body)))
+        except DecodeError as error:
+            return self._unreadable(error)
+
+    def _unreadable(self, error: DecodeError) -> MalformedMessage:
+        return MalformedMessage(f"a reply of {self._address} does not parse", seen=repr(error))
 
     def _broken(self, error: HungUp) -> ShoalError:
         return Unavailable(

@@ -2,7 +2,7 @@
 
 import asyncio
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
 from shoal_server.parameters.replication.wire import frames
-from shoal_server.parameters.replication.wire.streams import PeerStream
+from shoal_server.parameters.replication.wire.streams import Keep, PeerStream
 from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
@@ -53,9 +53,13 @@ class WatchedStream:
         """Up to so many of a record are best sent within the message that tells of it."""
         return self._stream.inline_bytes
 
-    def send_now(self, *of_record: frames.Frame) -> bool:
+    def draft(self, data: memoryview) -> memoryview | None:
+        """Where the data of the record lie that is sent next, if that is in shared memory."""
+        return self._stream.draft(data)
+
+    def send_now(self, *of_record: frames.Frame, keep: Keep) -> bool:
         """Send a record without waiting, if that can be; whether it was sent."""
-        if not self._stream.write_now(*of_record):
+        if not self._stream.write_now(*of_record, keep=keep):
             return False
         self._silence.expect()
         return True
@@ -65,12 +69,30 @@ class WatchedStream:
         await self.send(pb.FollowRequest(beat=pb.FollowBeat()))
 
     async def replies(self) -> AsyncIterator[pb.FollowReply]:
-        """What is answered, but for the answers to beats."""
+        """What is answered, but for the answers to beats, and for what `deliver` gives away."""
         async for reply in self._stream.replies():
-            self.heard_s = asyncio.get_running_loop().time()
-            self._silence.heard()
+            self._heard()
             if reply.job:
                 yield reply
+
+    def deliver(self, take: Callable[[pb.FollowReply], None]) -> None:
+        """As long as somebody waits for replies, have them taken right when they come, where that
+        can be. What `take` raises, `replies` raises."""
+
+        def heard(reply: pb.FollowReply) -> None:
+            self._heard()
+            if reply.job:
+                take(reply)
+
+        self._stream.deliver(heard)
+
+    def look(self) -> None:
+        """Have replies taken that have come by now."""
+        self._stream.look()
+
+    def _heard(self) -> None:
+        self.heard_s = asyncio.get_running_loop().time()
+        self._silence.heard()
 
     async def carry(self, *work: Coroutine[Any, Any, None]) -> None:
         """Return once one of these tasks has come to its end, and end the others.
