@@ -234,7 +234,7 @@ def test_an_error_of_others_is_no_order_to_the_terminal(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither is what an argument had in it that the error repeats."""
-    assert main(["status", "--http", url, "--job", FORGED]) == 1
+    assert main(["status", "--http", url, "--job", FORGED]) == 2
     told = capsys.readouterr().err
-    assert "UnknownJob" in told
+    assert "bad name of a job" in told
     assert not {"\x1b", "\x07", "\u202e"} & set(told)
