@@ -16,7 +16,8 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 DEFAULT_URL = "http://127.0.0.1:7780"
-ASK_WITHIN_S = 5.0
+ASK_WITHIN_S = 10.0
+"""As long as a leader that hangs is not succeeded there is nobody to ask."""
 
 HttpUrl = Annotated[
     str,

@@ -86,9 +86,10 @@ class StopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig:
-    """Lets workers join a job again that failed, was stopped, or whose state is lost. It continues
-    from its state on the parameter servers, or from the newest checkpoint. If there is neither, the
-    job is lost again, unless you give --from-scratch."""
+    """Lets workers join a job again that failed, was stopped, or whose state is lost; with
+    --from-scratch also one that was interrupted and that nobody is in. It continues from its state
+    on the parameter servers, or from the newest checkpoint. If there is neither, the job is lost
+    again, unless you give --from-scratch."""
 
     job: str = field(kw_only=False)
     """Name of the job."""

@@ -237,7 +237,8 @@ class Launcher:
             self._say(f"{slot.member_id} {exited}; {again} ({tries})")
             return
         self._ended.append(exited)
-        over = f"; job {self._config.job} is {self._over}" if self._over else ""
+        is_told = self._over and exited.code not in (0, DRAINED)
+        over = f"; job {self._config.job} is {self._over}" if is_told else ""
         self._say(f"{slot.member_id} {exited}{over}")
         self._end_if_starved()
 
@@ -341,11 +342,14 @@ class Launcher:
         return first if first > 0 else 128 - first
 
     def _outcome(self) -> str:
-        last = {slot.member_id: slot.exits[-1].code for slot in self.slots}
+        idle = [slot.member_id for slot in self.slots if slot.found_it_finished]
+        last = {s.member_id: s.exits[-1].code for s in self.slots if not s.found_it_finished}
         done = sum(code == 0 for code in last.values())
         drained = [member for member, code in last.items() if code == DRAINED]
         lost = [member for member, code in last.items() if code not in (0, DRAINED)]
         text = f"{done} of {len(self.slots)} workers completed"
+        if idle:
+            text += f", not needed: {', '.join(idle)}"
         if drained:
             text += f", drained: {', '.join(drained)}"
         return f"{text}, not {', '.join(lost)}" if lost else text

@@ -29,7 +29,14 @@ class Exit:
         """It failed because it was no member any more, and not by itself."""
         return self.code > 0 and self.code != DRAINED and self.ending is Ending.FENCED
 
+    @property
+    def found_it_finished(self) -> bool:
+        """It stood by, or came too late: others had completed the job."""
+        return self.code > 0 and self.code != DRAINED and self.ending is Ending.FINISHED
+
     def __str__(self) -> str:
+        if self.found_it_finished:
+            return f"was not needed: the job was finished without it (exit code {self.code})"
         if self.fenced:
             return f"had been declared lost and was fenced (exit code {self.code})"
         return describe(self.code)
@@ -57,8 +64,8 @@ class WorkerSlot:
 
     @property
     def found_it_finished(self) -> bool:
-        """Whether one that was started again came too late: the job had been completed."""
-        return len(self.exits) > 1 and self.exits[-1].ending is Ending.FINISHED
+        """Whether others had completed the job before its newest process could."""
+        return bool(self.exits) and self.exits[-1].found_it_finished
 
     @property
     def pause_s(self) -> float:

@@ -48,19 +48,24 @@ class Lifetime:
             self._state.do(Save())
 
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> None:
-        """Let the job be joined again. Raises Refused for one that runs, is finished, or of
-        which nothing is left to go on with, unless from step 0."""
+        """Let the job be joined again. Raises Refused for one that has members, is finished, or of
+        which nothing is left to go on with, unless from step 0.
+
+        One that nobody is in can be joined already: whoever asks twice, since the first answer did
+        not come or the first wish was another, is answered as at first.
+        """
         phase = self._state.stage.phase
         if phase is Phase.FINISHED:
             raise Refused(refusals.finished(self._state.spec.job, self._state.stage.reason))
-        if phase not in OVER:
+        if phase not in OVER and (self._state.members or self._state.end.completing):
             raise Refused(refusals.not_over(self._state.spec.job, self._state.stage.reason))
         tally = self._state.tally
         if tally.is_cleared and not from_scratch:
             raise Refused(refusals.cleared(self._state.spec.job))
-        tally.result, tally.is_cleared = None, False
-        self._state.end = End()
         if from_scratch:
-            self._state.progress = Progress(tally=self._state.tally)
-        self._state.to(Trigger.RETRIED, reason, now_s)
+            self._state.progress = Progress(tally=tally)
+        if phase in OVER:
+            tally.result, tally.is_cleared = None, False
+            self._state.end = End()
+            self._state.to(Trigger.RETRIED, reason, now_s)
         self._state.do(Save())

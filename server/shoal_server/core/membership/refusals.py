@@ -99,7 +99,8 @@ def not_over(job: str, reason: str) -> Refusal:
         kind=RefusalKind.SPEC,
         what=f"job {job} is not over: it can be joined",
         seen=reason,
-        expected="a job that failed, was stopped, or whose state is lost",
+        expected="a job that failed, was stopped, or whose state is lost; or one without members",
+        fix=f"`shoal stop {job}` ends it at a step boundary.",
     )
 
 

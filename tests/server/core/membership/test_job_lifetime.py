@@ -90,6 +90,27 @@ def test_a_retried_job_goes_on_or_begins_at_step_0() -> None:
     assert w.roster() == ["c"]
 
 
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_job_that_nobody_is_in_may_be_asked_for_again(is_stopped: bool) -> None:
+    """Once more, as after an answer that was lost; and from step 0, which needs no detour over
+    being lost. What it had come to is not begun with otherwise."""
+    w = world("a")
+    w.train(7)
+    if is_stopped:
+        w.stop("enough")
+    else:
+        w.kill("a", seen_by_launcher=True)
+    w.run(5.0)
+    w.retry()
+    w.retry()
+    w.retry(from_scratch=True)
+    w.retry()
+    w.join("b")
+    w.run(9.0)
+    assert w.is_running()
+    assert w.roster() == ["b"]
+
+
 def test_what_runs_or_is_finished_is_not_retried() -> None:
     w = world("a")
     with pytest.raises(Refused, match="not over"):
