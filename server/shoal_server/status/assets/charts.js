@@ -91,7 +91,7 @@ function charts(job) {
     ...(logged || []).map(loggedChart),
   ].filter(Boolean);
   if (drawn.length === 0) return null;
-  return section("Charts", `since ${new Date(series.unix_s[0] * 1000).toLocaleString()}; a line down marks a change of members`,
+  return section("Charts", `since ${moment(new Date(series.unix_s[0] * 1000))}; a line down marks a change of members`,
     h("div", { class: "charts" }, drawn));
 }
 

@@ -12,7 +12,6 @@ async function session(method, body) {
 async function lookWhoAsks() {
   const who = await (await session("GET")).json();
   asking.may_act = Boolean(who.may_act);
-  if (page.state) show(page.state);
   form.hidden = !who.asks_for_token || Boolean(who.role);
   const out = document.getElementById("log-out");
   out.hidden = !who.asks_for_token || !who.role;
@@ -34,4 +33,7 @@ document.getElementById("log-out").addEventListener("click", async () => {
   location.reload();
 });
 
-lookWhoAsks().catch((error) => { told.textContent = String(error); });
+lookWhoAsks().catch((error) => { told.textContent = String(error); }).finally(() => {
+  page.knows_reader = true;
+  if (page.state) show(page.state);
+});

@@ -26,10 +26,13 @@ function h(tag, attributes, ...children) {
     if (name === "style") Object.assign(node.style, value);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  for (const child of children.flat(Infinity)) {
-    if (child !== undefined && child !== null && child !== false) node.append(child);
-  }
+  add(node, children);
   return node;
+}
+
+function add(node, child) {
+  if (Array.isArray(child)) for (const each of child) add(node, each);
+  else if (child !== undefined && child !== null && child !== false) node.append(child);
 }
 
 // Makes `old` look like `fresh` with as few changes as it takes, so that focus, selection, scroll
@@ -68,9 +71,18 @@ const fill = (id, ...children) =>
 // --- words and numbers ---
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
-const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
-const count = (value) => (isNumber(value) ? whole.format(value) : "–");
+// Without Intl: to load its data takes as long as all else that the first paint does.
+const count = (value) => (isNumber(value) ? value.toFixed(0).replace(/\B(?=(\d{3})+$)/g, ",") : "–");
+
+function compact(value) {
+  const unit = [[1e9, "B"], [1e6, "M"], [1e3, "K"]].find(([size]) => value >= size);
+  return unit ? `${(value / unit[0]).toFixed(1).replace(/\.0$/, "")}${unit[1]}` : count(value);
+}
+
+const padded = (...numbers) => numbers.map((n) => String(n).padStart(2, "0"));
+const clockOf = (time) => padded(time.getHours(), time.getMinutes(), time.getSeconds()).join(":");
+const moment = (time) =>
+  `${padded(time.getFullYear(), time.getMonth() + 1, time.getDate()).join("-")} ${clockOf(time)}`;
 
 function significant(value) {
   if (!isNumber(value)) return "–";
@@ -99,7 +111,7 @@ const spoken = (kind) => kind.replaceAll("_", " ");
 
 function ago(unix_s, now_s) {
   const time = new Date(unix_s * 1000);
-  return h("time", { datetime: time.toISOString(), title: time.toLocaleString() },
+  return h("time", { datetime: time.toISOString(), title: moment(time) },
     `${duration(now_s - unix_s)} ago`);
 }
 
@@ -133,7 +145,7 @@ function figures(job, state) {
   return h("dl", { class: "figures" },
     figure("Generation", summary.generation || "–"),
     figure("Members training", String(summary.num_training), `of ${job.detail.desired_members} desired`),
-    figure("Step", count(summary.step), isNumber(job.detail.course.num_steps) && `of ${compact.format(job.detail.course.num_steps)}`),
+    figure("Step", count(summary.step), isNumber(job.detail.course.num_steps) && `of ${compact(job.detail.course.num_steps)}`),
     figure("Samples per second", count(job.samples_per_s)),
     figure("Mean loss", significant(job.mean_loss)),
     figure("In this phase for", duration(state.now_unix_s - summary.since_unix_s)),
@@ -422,7 +434,7 @@ function blank(state, wanted) {
 
 // --- the page as a whole ---
 
-const page = { wanted: "", all_members: false, stream: null, heard_ms: 0, lost_since: null, state: null };
+const page = { wanted: "", all_members: false, stream: null, heard_ms: 0, lost_since: null, state: null, knows_reader: false };
 
 function show(state) {
   const { readiness } = state;
@@ -432,7 +444,7 @@ function show(state) {
     : h("p", { class: "notice warn" }, `Not ready: ${readiness.reason}`));
   fill("jobs", jobList(state, state.job && state.job.detail.summary.job));
   fill("job", state.job ? jobView(state) : blank(state, page.wanted));
-  fill("clock", `As of ${new Date(state.now_unix_s * 1000).toLocaleTimeString()}`);
+  fill("clock", `As of ${clockOf(new Date(state.now_unix_s * 1000))}`);
   const job = state.job && state.job.detail.summary;
   document.title = job ? `${job.job}: ${job.phase} · Shoal` : "Shoal";
 }
@@ -454,13 +466,14 @@ function heard(message) {
   }
   connection("live", "Live");
   page.state = state;
-  show(state);
+  // What the reader may do is part of what is shown, and asked at the same time: see login.js.
+  if (page.knows_reader) show(state);
 }
 
 function watch() {
   if (page.heard_ms && Date.now() - page.heard_ms > STALE_AFTER_MS) {
     page.lost_since = page.lost_since || new Date(page.heard_ms);
-    connection("lost", `Connection lost. State as of ${page.lost_since.toLocaleTimeString()}`);
+    connection("lost", `Connection lost. State as of ${clockOf(page.lost_since)}`);
   } else if (!page.heard_ms && page.stream && page.stream.readyState !== EventSource.OPEN) {
     connection("connecting", "Connecting");
   }
