@@ -2,12 +2,14 @@
 
 python examples/plain_grpc_worker.py COORDINATOR JOB
 
+Where the cluster speaks TLS, as `shoal up` does, SHOAL_TLS names the folder of its certificates.
 Any language with gRPC can do the same from the .proto files. It joins a job, gives it a parameter
 of two numbers, and fits a line to points, with the optimizer on the parameter servers. Start it
 several times with one job name, and the processes train together.
 """
 
 import json
+import os
 import random
 import struct
 import sys
@@ -15,6 +17,7 @@ import threading
 import time
 import uuid
 import zlib
+from pathlib import Path
 
 import grpc
 
@@ -34,6 +37,16 @@ PATIENCE_S = 30.0
 """How long a push is tried again, while a server is away or its shards move."""
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1)])
 SCHEMA = [shards.ParameterSpec(name="line", shape=[2], dtype="float32")]
+
+
+def open_channel(address: str, name: str) -> grpc.Channel:
+    """Within mutual TLS the certificate that answers is a role's, whatever the address."""
+    if "SHOAL_TLS" not in os.environ:
+        return grpc.insecure_channel(address)
+    folder = Path(os.environ["SHOAL_TLS"])
+    files = (folder / file for file in ("ca.crt", "worker.key", "worker.crt"))
+    credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+    return grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", name)])
 
 
 class Membership:
@@ -84,7 +97,7 @@ class Line:
 
     def _find(self, shard_map: shards.ShardMap) -> None:
         (self._shard,) = shard_map.shards
-        self._channel = grpc.insecure_channel(self._shard.address)
+        self._channel = open_channel(self._shard.address, "server.shoal")
         self._stub = ParametersStub(self._channel)
 
     def create(self) -> None:
@@ -163,7 +176,7 @@ def gradient_at(values: tuple[float, float]) -> tuple[float, float]:
 
 def main() -> None:
     address, job = sys.argv[1:]
-    with grpc.insecure_channel(address) as coordinator:
+    with open_channel(address, "coordinator.shoal") as coordinator:
         member = Membership(coordinator, job)
         line = Line(coordinator, member.token)
         line.create()

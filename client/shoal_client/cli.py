@@ -78,7 +78,9 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     if config is None:
         return lambda: 0 if arguments else BAD_ARGUMENTS
     for options in (each for each in vars(config).values() if isinstance(each, TlsOptions)):
-        if (files := options.files) is not None:
+        addresses = (*getattr(config, "coordinators", ()), *options.addresses)
+        files = options.files or identity.files_at(addresses, *options.roles)
+        if files is not None:
             identity.use(files)
     run: Callable[[Any], int] = _load(commands[_name_of(arguments)].run)
     return lambda: run(config)

@@ -109,7 +109,7 @@ TABLE = {
     ("docs/parameter-server.md", "$ shoal accept-loss"): (
         "tests/e2e/test_lost_shards.py::test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted"
     ),
-    ("docs/parameter-server.md", "$ python examples/plain"): (
+    ("docs/parameter-server.md", "$ SHOAL_TLS=up/certs python examples/plain"): (
         "tests/e2e/test_plain_grpc_worker.py::test_plain_grpc_clients_train_together"
     ),
     ("docs/pipeline.md", "with shoal.join"): WAYS,

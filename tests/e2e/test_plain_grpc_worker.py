@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.network import http
 
+from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_grpc_worker.py"
@@ -26,14 +28,19 @@ def test_the_example_uses_generated_modules_only() -> None:
     assert any(module.endswith("_grpc") for module in ours)
 
 
-def test_plain_grpc_clients_train_together(tmp_path: Path) -> None:
-    """Two of them fit one line, and every push of each is counted once."""
-    config = LocalClusterConfig(directory=tmp_path / "cluster", num_parameter_servers=1)
+@pytest.mark.parametrize("tls", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_plain_grpc_clients_train_together(tmp_path: Path, tls: bool) -> None:
+    """Two of them fit one line, and every push of each is counted once; within TLS, too."""
+    config = LocalClusterConfig(
+        directory=tmp_path / "cluster", num_parameter_servers=1, tls=LocalTls() if tls else None
+    )
+    shown = {"SHOAL_TLS": str(tmp_path / "cluster" / "certs")} if tls else {}
     with LocalCluster(config) as cluster:
         workers = [
             subprocess.Popen(
                 [sys.executable, str(EXAMPLE), cluster.coordinator, "line"],
                 stdout=subprocess.PIPE,
+                env={**os.environ, **shown},
                 text=True,
             )
             for _ in range(NUM_WORKERS)

@@ -39,6 +39,13 @@ class StatusAddress(TlsOptions):
     http: HttpUrl = ""
     coordinators: CoordinatorAddresses = ()
 
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Of the page, and of the coordinators."""
+        if self.http or self.coordinators:
+            return (*self.http.split(","), *self.coordinators)
+        return (DEFAULT_URL,)
+
     def urls(self) -> str:
         """Of the page, with commas between several. Raises what the coordinator raises that is
         asked for it."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.names import check_name
 from shoal_proto.terminal.printable import printable_json
-from shoal_proto.tls import identity
+from shoal_proto.tls import identity, local_clusters
 from shoal_proto.tls.names import COORDINATOR_NAME
 
 ANSWER_WITHIN_S = 5.0
@@ -78,11 +79,13 @@ class WhyConfig:
 
 
 def _whole(url: str) -> str:
-    """HOST:PORT is as good as a URL. With a certificate nothing is asked for without TLS."""
+    """HOST:PORT is as good as a URL. With a certificate nothing is asked for without TLS, but for
+    the page of a cluster that this user has started on this machine."""
     host = url.removeprefix("http://")
     if "://" in host:
         return url
-    return f"http://{host}" if identity.own() is None else f"https://{host}"
+    is_plain = identity.own() is None or local_clusters.find([host]) is not None
+    return f"http://{host}" if is_plain else f"https://{host}"
 
 
 def _token() -> str:
@@ -101,6 +104,12 @@ def _token() -> str:
         ) from error
 
 
+def _context() -> ssl.SSLContext | None:
+    """Of the files of this process' certificate as they are now; None without one."""
+    own = identity.own()
+    return None if own is None else own.material.client
+
+
 class StatusClient:
     """Reads the HTTP API of the coordinator that leads, of those at the URLs (with commas between
     them); raises the class of error that the server names. What a terminal would obey in the texts
@@ -109,13 +118,14 @@ class StatusClient:
     def __init__(self, urls: str) -> None:
         self._urls = [_whole(url.strip().rstrip("/")) for url in urls.split(",")]
         token = _token()
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        own = identity.own()
-        self._http = httpx.Client(
-            timeout=ANSWER_WITHIN_S,
-            trust_env=False,
-            headers=headers,
-            verify=True if own is None else own.material.client,
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._context = _context()
+        self._http = self._client()
+
+    def _client(self) -> httpx.Client:
+        verify = True if self._context is None else self._context
+        return httpx.Client(
+            timeout=ANSWER_WITHIN_S, trust_env=False, headers=self._headers, verify=verify
         )
 
     def __enter__(self) -> "StatusClient":
@@ -180,6 +190,9 @@ class StatusClient:
         return self._get_from(self._urls[-1], path, known)
 
     def _get_from(self, url: str, path: str, known: Sequence[int]) -> Json:
+        if (now := _context()) is not self._context:
+            self._http.close()
+            self._context, self._http = now, self._client()
         try:
             response = self._http.get(url + path, extensions=BY_ROLE)
         except (httpx.HTTPError, httpx.InvalidURL) as error:

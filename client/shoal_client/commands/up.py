@@ -16,17 +16,19 @@ from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
-from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder
 from shoal_client.commands.address import DEFAULT_URL
 from shoal_client.host.reports import check_reachable
+from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_proto.errors import InvalidSpec, Unavailable
 from shoal_proto.names import check_prefix
+from shoal_proto.tls import identity
+from shoal_proto.tls.identity import in_folder
+from shoal_proto.tls.names import Role
 
 GRPC_PORT = 7700
-RENEW_EVERY_S = DEFAULT_VALID.total_seconds() / 3
 HTTP_PORT = 7780
 CONNECTS_WITHIN_S = 3.0
 LEADS_WITHIN_S = 15.0
@@ -60,7 +62,11 @@ class UpConfig:
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
     """Make all parts log everything they do: SHOAL_LOG_LEVEL=debug."""
     tls: bool = False
-    """Use TLS: certificates are made in `certs` in --dir, and renewed while this runs."""
+    """Use TLS, which is the default: certificates are made in `certs` in --dir, and renewed while
+    this runs."""
+    http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """File of tokens, made by `shoal token`, with which other users of this machine get into the
+    status page. By default only the user that runs this command does, and root."""
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
 
     def __post_init__(self) -> None:
@@ -68,6 +74,10 @@ class UpConfig:
             if port is not None and not 0 <= port < 2**16:
                 raise InvalidSpec(f"bad {option}", seen=str(port), expected="0 to 65535")
         check_prefix(self.prefix)
+        if self.tls and self.cluster.insecure:
+            raise InvalidSpec(
+                "--insecure contradicts --tls", seen="both", expected="one of them, or neither"
+            )
         if self.num_coordinators < 1:
             raise InvalidSpec(
                 "bad --coordinators", seen=str(self.num_coordinators), expected="1 or more"
@@ -89,7 +99,6 @@ def up(config: UpConfig) -> int:
             )
             if config.etcd:
                 _check_listens(config.etcd)
-            certificates = _certificates(directory) if config.tls else None
             started = LocalClusterConfig(
                 directory=directory,
                 num_parameter_servers=config.cluster.num_parameter_servers,
@@ -102,14 +111,17 @@ def up(config: UpConfig) -> int:
                 etcd=config.etcd,
                 prefix=config.prefix,
                 environment=_environment(config),
-                certificates=certificates.path if certificates is not None else None,
+                tls=None if config.cluster.insecure else LocalTls(http_tokens=config.http_tokens),
             )
             cluster = stack.enter_context(LocalCluster(started, say=_say))
+            if cluster.certificates is not None:
+                files = in_folder(cluster.certificates, Role.OPERATOR)
+                stack.enter_context(identity.using(files))
             if config.etcd:
                 _await_leader(cluster, config.etcd)
             cluster.when_given_up(ended.put)
-            print(_welcome(cluster, directory, certificates), flush=True)
-            _say(f"stopping the cluster: {_end_of(ended, certificates)}")
+            print(_welcome(cluster, directory), flush=True)
+            _say(f"stopping the cluster: {ended.get()}")
             return 1
         except KeyboardInterrupt:
             print("stopping", flush=True)
@@ -148,26 +160,6 @@ def _await_leader(cluster: LocalCluster, etcd: str) -> None:
         ) from error
 
 
-def _certificates(directory: Path) -> CertificateFolder:
-    """Those of the cluster's folder, with the whole of their time before them."""
-    folder = CertificateFolder(directory / "certs")
-    if folder.is_made:
-        folder.renew()
-    else:
-        folder.init(hosts=["localhost", "127.0.0.1"])
-    return folder
-
-
-def _end_of(ended: "queue.SimpleQueue[str]", certificates: CertificateFolder | None) -> str:
-    """Why the cluster ended. Until then its certificates are renewed, long before they run out."""
-    while True:
-        try:
-            return ended.get(timeout=RENEW_EVERY_S)
-        except queue.Empty:
-            if certificates is not None:
-                certificates.renew()
-
-
 def _say(text: str) -> None:
     print(f"shoal up: {text}", file=sys.stderr, flush=True)
 
@@ -199,11 +191,16 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _welcome(cluster: LocalCluster, directory: Path, certificates: CertificateFolder | None) -> str:
+def _welcome(cluster: LocalCluster, directory: Path) -> str:
     servers = ", ".join(cluster.parameter_servers) or "none"
     coordinators = ",".join(each.grpc for each in cluster.coordinators)
     pages = ",".join(each.http for each in cluster.coordinators)
-    tls = f"\n  export SHOAL_TLS={certificates.path.resolve()}" if certificates is not None else ""
+    certificates = cluster.certificates
+    tls = (
+        "none (--insecure): every user of this machine gets in"
+        if certificates is None
+        else f"{certificates.resolve()}; your commands here find them, the page is yours alone"
+    )
     shown = "" if pages == DEFAULT_URL else f"\n  export SHOAL_HTTP={pages}"
     return f"""\
 coordinator        {coordinators}
@@ -212,9 +209,10 @@ parameter servers  {servers}
 etcd               {cluster.etcd}
 logs               {directory}
 snapshots          {cluster.snapshots}
+certificates       {tls}
 
 In another terminal:
-  export SHOAL_COORDINATOR={coordinators}{shown}{tls}
+  export SHOAL_COORDINATOR={coordinators}{shown}
   shoal run -n 3 --job first your_script.py
 
 A part that ends is started again. Ctrl-C stops the cluster.\

@@ -19,6 +19,7 @@ from rich.console import Console
 from shoal_client.demo.plan import PLANS, DemoPlan, Outcome
 from shoal_client.demo.show import Bars, table, verdict
 from shoal_client.demo.training import DemoTraining
+from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, tail
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.leftovers import adopt_orphans, sweep
@@ -41,6 +42,8 @@ class DemoConfig:
     """Write the figures to this file, as JSON."""
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
     """Keep logs and audits in this directory. By default they are kept only after a failure."""
+    insecure: bool = False
+    """Start the cluster without TLS."""
     epochs: Annotated[int, Parameter(metavar="N")] = 80
     """Passes over the training images in each of the two trainings. With very few, 95 % is not
     reached."""
@@ -63,7 +66,7 @@ def demo(config: DemoConfig) -> int:
     try:
         with _run_directory(config.directory) as directory:
             plans = [replace(plan, epochs=config.epochs) for plan in PLANS]
-            outcomes = _train(plans, directory, console)
+            outcomes = _train(plans, directory, console, None if config.insecure else LocalTls())
             if config.json_file is not None:
                 config.json_file.write_text(
                     json.dumps([asdict(each) for each in outcomes], indent=2)
@@ -79,13 +82,15 @@ def demo(config: DemoConfig) -> int:
     return 0 if all(each.good for each in outcomes) and not left else 1
 
 
-def _train(plans: Sequence[DemoPlan], directory: Path, console: Console) -> Sequence[Outcome]:
+def _train(
+    plans: Sequence[DemoPlan], directory: Path, console: Console, tls: LocalTls | None
+) -> Sequence[Outcome]:
     outcomes: list[Outcome] = []
     data = directory / "digits.npz"
     # One thread each: there are more processes here than cores.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     config = LocalClusterConfig(
-        directory=directory, environment=environment, restart=RestartPolicy()
+        directory=directory, environment=environment, restart=RestartPolicy(), tls=tls
     )
     with Supervisor() as supervisor, Bars(console) as bars:
         # While the cluster comes up: both take a second or two.

@@ -24,12 +24,12 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from shoal_client.local.access import CERTIFICATES, LocalAccess, LocalTls
 from shoal_client.local.etcd import EtcdMember, start_etcd, start_members
 from shoal_client.local.keeper import Keeper, NotStarted, RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_client.local.process import Command, Process, Supervisor, stop_all
 from shoal_proto.errors import InvalidSpec, Unavailable
-from shoal_proto.tls.identity import FOLDER_VARIABLE, without_tls
 
 LOG_TAIL_LINES = 20
 ETCD = "etcd"
@@ -64,9 +64,11 @@ class LocalClusterConfig:
     """Time for the parts to end by themselves, before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """The environment of every part, but for what it says of TLS."""
+    tls: LocalTls | None = None
+    """None: plain text, on loopback."""
     certificates: Path | None = None
-    """The folder, as `shoal certs init` makes it, by which the parts speak TLS; None: they do not.
-    etcd is on loopback without."""
+    """In place of `tls`: a folder, as `shoal certs init` makes it, by which the parts speak TLS,
+    the page included. etcd is on loopback without."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """The coordinator's time limits that are not its defaults, by option: {"--join-s": 600.0}. It
     refuses those that do not go together, and then the cluster does not come up."""
@@ -116,9 +118,13 @@ class LocalCluster:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
-        self._environment = without_tls(config.environment)
-        if config.certificates is not None:
-            self._environment[FOLDER_VARIABLE] = str(config.certificates.resolve())
+        self._access = LocalAccess(
+            config.environment,
+            given=config.certificates,
+            made=config.directory / CERTIFICATES if config.tls is not None else None,
+            http_tokens=config.tls.http_tokens if config.tls is not None else None,
+            say=say,
+        )
         self._supervisor = Supervisor(on_exit=self._exited, grace_s=config.grace_s)
         self._on_exit = on_exit
         self._say = say
@@ -187,11 +193,17 @@ class LocalCluster:
             self._etcd_serves.set()
             for keeper in self._keepers.values():
                 keeper.join()
+            self._access.close()
 
     @property
     def processes(self) -> Mapping[str, Process]:
         """The parts that run, by name: etcd, coordinator, ps-0, ps-1, ..."""
         return {process.name: process for process in self._supervisor.running}
+
+    @property
+    def certificates(self) -> Path | None:
+        """The folder with a certificate for each role; None: the parts speak plain text."""
+        return self._access.certificates
 
     @property
     def snapshots(self) -> Path:
@@ -250,8 +262,10 @@ class LocalCluster:
 
     def _start(self) -> None:
         own_etcd = None
+        self._access.make()
         if not self._config.etcd:
-            (own_etcd,) = start_etcd(self._begin, self._config.directory / ETCD)
+            options = self._access.etcd_options
+            (own_etcd,) = start_etcd(self._begin, self._config.directory / ETCD, options)
         self.etcd = own_etcd.endpoint if own_etcd is not None else self._config.etcd
         self._etcd_serves.set()
         # All at once: none of them needs another to come up.
@@ -264,6 +278,7 @@ class LocalCluster:
         self._servers = {
             name: self._await_ready(server, deadline_s)["grpc"] for name, server in servers.items()
         }
+        self._announce(() if own_etcd is None else (own_etcd.endpoint,))
         if own_etcd is not None:
             member = own_etcd.member
             self._keep(own_etcd.process, lambda failures: self._restart_etcd(member))
@@ -271,6 +286,10 @@ class LocalCluster:
             self._keep(process, partial(self._restart_coordinator, name))
         for name, server in servers.items():
             self._keep(server, partial(self._restart_server, name))
+
+    def _announce(self, etcd: Sequence[str]) -> None:
+        addresses = [each.grpc for each in self.coordinators]
+        self._access.announce([*addresses, *(each.http for each in self.coordinators)], etcd)
 
     def _spawn_coordinators(self) -> dict[str, Process]:
         names = [COORDINATOR]
@@ -343,6 +362,7 @@ class LocalCluster:
             name,
             *("--listen", listen, "--http", http, "--snapshot-url", str(self.snapshots)),
             *(f"--snapshot-root={url}" for url in self._config.snapshot_roots),
+            *self._access.coordinator_arguments,
             *limits,
         )
 
@@ -366,13 +386,14 @@ class LocalCluster:
         command = (
             *(sys.executable, "-m", "shoal_client", program),
             *("--etcd", self.etcd, "--ready-file", str(ready_path), *arguments),
+            *self._access.etcd_arguments(self._config.etcd),
             *(("--prefix", self._config.prefix) if self._config.prefix else ()),
         )
         return self._begin(
             Command(
                 name=name,
                 arguments=command,
-                environment=self._environment,
+                environment=self._access.environment,
                 log_path=self._log_path(name),
             )
         )

@@ -32,6 +32,42 @@ _ALONE = ("--heartbeat-interval", "20", "--election-timeout", "200")
 
 
 @dataclass(frozen=True, kw_only=True)
+class EtcdTls:
+    """Files by which an etcd serves only who has a certificate of its authority, as client and as
+    peer. It reads them anew for each connection."""
+
+    ca: Path
+    cert: Path
+    """Of the members; it names the address that they listen on."""
+    key: Path
+    client_cert: Path
+    client_key: Path
+
+    @property
+    def server_arguments(self) -> Sequence[str]:
+        """Of etcd."""
+        return [
+            *("--cert-file", str(self.cert), "--key-file", str(self.key)),
+            *("--client-cert-auth", "--trusted-ca-file", str(self.ca)),
+            *("--peer-cert-file", str(self.cert), "--peer-key-file", str(self.key)),
+            *("--peer-client-cert-auth", "--peer-trusted-ca-file", str(self.ca)),
+        ]
+
+    @property
+    def client_arguments(self) -> Sequence[str]:
+        """Of a coordinator or a parameter server."""
+        return [
+            *("--etcd-ca", str(self.ca)),
+            *("--etcd-cert", str(self.client_cert), "--etcd-key", str(self.client_key)),
+        ]
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """A client's, as of now."""
+        ca, key, cert = (f.read_bytes() for f in (self.ca, self.client_key, self.client_cert))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EtcdOptions:
     """How the members of a local etcd run."""
 
@@ -45,6 +81,8 @@ class EtcdOptions:
     """What it takes to reach an etcd that serves TLS; None: it serves plain text."""
     arguments: Sequence[str] = ()
     """Further arguments of etcd, such as its certificate files."""
+    tls: EtcdTls | None = None
+    """In place of these two: mutual TLS for clients and peers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +191,11 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
     ports = _free_ports(2 * num_members)
     names = [f"etcd-{index}" if num_members > 1 else "etcd" for index in range(num_members)]
     host = options.host
-    peers = {name: f"http://{host}:{port}" for name, port in zip(names, ports, strict=False)}
-    scheme = "http" if options.credentials is None else "https"
+    peer_scheme = "http" if options.tls is None else "https"
+    peers = {
+        name: f"{peer_scheme}://{host}:{port}" for name, port in zip(names, ports, strict=False)
+    }
+    scheme = peer_scheme if options.credentials is None else "https"
     clients = {
         name: f"{host}:{port}" for name, port in zip(names, ports[num_members:], strict=True)
     }
@@ -182,6 +223,7 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
                     *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
                     *(_ALONE if num_members == 1 else ()),
                     *(() if options.fsync else ("--unsafe-no-fsync",)),
+                    *(() if options.tls is None else options.tls.server_arguments),
                     *options.arguments,
                 ),
                 environment=_environment(),
@@ -241,7 +283,9 @@ def _serves(member: EtcdMember) -> bool:
         socket.create_connection((host, int(port)), timeout=0.2).close()
     except OSError:
         return False
-    credentials = member.options.credentials
+    tls, credentials = member.options.tls, member.options.credentials
+    if tls is not None:
+        credentials = tls.credentials()
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
     channel = (
         grpc.insecure_channel(member.endpoint, options)

@@ -5,11 +5,12 @@ A process has one, as it has one user: it is set where the process starts (the c
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls import local_clusters
 from shoal_proto.tls.files import TlsFiles, TlsIdentity
 from shoal_proto.tls.names import Role
 
@@ -78,13 +79,25 @@ def in_folder(folder: Path, *roles: Role) -> TlsFiles:
     )
 
 
-def from_environment(environment: Mapping[str, str] | None = None) -> TlsFiles | None:
-    """A worker's files: SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or the folder SHOAL_TLS.
-    None where none of them is set. Raises InvalidSpec."""
+def files_at(addresses: Iterable[str], *roles: Role) -> TlsFiles | None:
+    """The files for a cluster of this user on this machine that serves at one of these addresses,
+    of the first of the roles that has some; None where there is no such cluster, or it speaks plain
+    text. Raises InvalidSpec."""
+    found = local_clusters.find(addresses)
+    return None if found is None else in_folder(found.certificates, *roles)
+
+
+def from_environment(
+    environment: Mapping[str, str] | None = None, addresses: Iterable[str] = ()
+) -> TlsFiles | None:
+    """A worker's files: SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or the folder SHOAL_TLS;
+    where none of them is set, those for a local cluster at one of the addresses of coordinators.
+    None without all of these. Raises InvalidSpec."""
     variables = os.environ if environment is None else environment
     ca, cert, key = (Path(text) if (text := variables.get(name)) else None for name in VARIABLES)
     folder = variables.get(FOLDER_VARIABLE)
-    return chosen(Path(folder) if folder else None, ca, cert, key, Role.WORKER)
+    given = chosen(Path(folder) if folder else None, ca, cert, key, Role.WORKER)
+    return given or files_at(addresses, Role.WORKER)
 
 
 def without_tls(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The options of a command by which its process speaks TLS."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -20,7 +21,8 @@ def _option(name: str, metavar: str, variable: str) -> Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
-    """What the certificate of this process is. Without any of it there is no TLS."""
+    """What the certificate of this process is. Without any of it there is no TLS, except with a
+    cluster that this user has started on this machine: its certificates are found."""
 
     folder: Annotated[Path | None, _option("--tls", "DIRECTORY", FOLDER_VARIABLE)] = None
     """Use TLS, with this command's certificate from a folder that `shoal certs` made."""
@@ -39,6 +41,11 @@ class TlsOptions:
         """The files that were given, or those in the folder; None without TLS. Raises
         InvalidSpec."""
         return self.files_of(*self.roles)
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Of the cluster, where these options themselves say it."""
+        return ()
 
     def files_of(self, *roles: Role) -> TlsFiles | None:
         """As `files`, for other roles where a folder was given."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -14,11 +14,12 @@ from shoal_server.core.limits import Limits
 from shoal_server.etcd.election import DEFAULT_TTL_S
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.serving.admission.config import CallLimits, HttpLimits, JobLimits
-from shoal_server.serving.listening import listening
+from shoal_server.serving.listening import is_loopback, listening, split_address
 from shoal_server.serving.options import (
     FLAT,
     AdvertisedAddress,
     CoordinatorReach,
+    HttpClients,
     ListenAddress,
     ReadyFile,
 )
@@ -50,12 +51,10 @@ class CoordinatorConfig:
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Let only holders of a token read the page and its API, and only operators act: `shoal token`
     makes tokens and this file. Without it, everybody who reaches the port may do both."""
-    http_clients: Annotated[Literal["certificate", "token"], Parameter(show_default=True)] = (
-        "certificate"
-    )
+    http_clients: Annotated[HttpClients, Parameter(show_default=True)] = "certificate"
     """Who may connect to the page over TLS. certificate: holders of a certificate from the
-    cluster's authority. token: everybody, but reading needs a token; for browsers, which have no
-    certificate."""
+    cluster's authority. token: everybody, but reading needs a token; for browsers. user: a page on
+    loopback without TLS, for this user and root; others need a token."""
     advertise: AdvertisedAddress = ""
     ready_file: ReadyFile = None
     limits: Annotated[Limits, FLAT] = field(default_factory=Limits)
@@ -80,6 +79,12 @@ class CoordinatorConfig:
                 seen="--http-clients token without --http-tokens",
                 expected="a file of tokens as well",
                 fix="Make one: shoal token create --role viewer --name NAME --file FILE",
+            )
+        if self.http_clients == "user" and not is_loopback(split_address(self.http)[0]):
+            raise InvalidSpec(
+                "the user of a caller on another machine is not known",
+                seen=f"--http-clients user with --http {self.http}",
+                expected="an address on loopback for the page",
             )
         if self.copies < 1:
             raise InvalidSpec("bad --copies", seen=str(self.copies), expected="1 or more")

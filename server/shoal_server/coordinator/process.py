@@ -39,7 +39,7 @@ from shoal_server.status.app import build_app
 from shoal_server.status.http.bounds import HttpBounds
 from shoal_server.status.http.hosts import AllowedHosts
 from shoal_server.status.metrics import ProcessMeasures
-from shoal_server.status.serve import StatusServer
+from shoal_server.status.serve import StatusServer, scheme_for
 
 log = structlog.get_logger(__name__)
 
@@ -82,13 +82,15 @@ async def serve(config: CoordinatorConfig) -> None:
             bounds=HttpBounds(config.admission.http),
             calls=calls,
             hosts=AllowedHosts((*config.http_hosts, split_address(address)[0])),
-            guard=Guard(None if config.http_tokens is None else Tokens(config.http_tokens)),
+            guard=Guard(
+                None if config.http_tokens is None else Tokens(config.http_tokens),
+                own_user=config.http_clients == "user",
+            ),
             operations=_operations(config, coordinator),
         )
         host, port = split_address(config.http)
-        certificates = config.http_clients == "certificate"
         status = await stack.enter_async_context(
-            StatusServer(app, host, port, certificates=certificates)
+            StatusServer(app, host, port, clients=config.http_clients)
         )
         coordinator.view.http_url = _http_url(config, address, status.port)
         coordinator.add_services(server)
@@ -119,7 +121,8 @@ async def serve(config: CoordinatorConfig) -> None:
 
 def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOperations | None:
     """Over HTTP nobody acts by a certificate: of which role it is, only gRPC looks at."""
-    if config.http_tokens is None and identity.own() is not None:
+    known = config.http_tokens is not None or config.http_clients == "user"
+    if not known and identity.own() is not None:
         return None
     return JobOperations(coordinator.registry, coordinator.snapshots.take)
 
@@ -129,8 +132,7 @@ def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:
     host, grpc_host = split_address(config.http)[0], split_address(address)[0]
     if not is_loopback(host) or is_loopback(split_address(config.listen)[0]):
         host = grpc_host
-    scheme = "http" if identity.own() is None else "https"
-    return f"{scheme}://{join_address(host, port)}"
+    return f"{scheme_for(config.http_clients)}://{join_address(host, port)}"
 
 
 async def _ended(*tasks: asyncio.Task[object]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -33,6 +33,8 @@ ListenAddress = Annotated[
         name="--listen", metavar="[HOST:]PORT", help="Where to serve gRPC. A port alone: at --bind."
     ),
 ]
+HttpClients = Literal["certificate", "token", "user"]
+"""What lets a caller of the status page in: see `shoal coordinator --http-clients`."""
 AdvertisedAddress = Annotated[
     str,
     Parameter(

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from shoal_proto.errors import AddressInUse
 from shoal_proto.tls import identity
+from shoal_server.serving.options import HttpClients
 from shoal_server.serving.tasks import wait_first
 from shoal_server.status.http.bounds import HttpBounds
 from shoal_server.status.http.server import BoundedServer
@@ -18,19 +19,27 @@ BACKLOG = 128
 STOP_WITHIN_S = 2
 
 
+def scheme_for(clients: HttpClients) -> str:
+    """http or https: what this process serves such callers."""
+    return "http" if identity.own() is None or clients == "user" else "https"
+
+
 class StatusServer:
     """Serves the app between `async with` and its end.
 
     The port is bound on entry: a busy one raises AddressInUse before anything else happens, and
     port 0 takes a free one. Signals are left to the process' own handlers. Over TLS callers need a
-    certificate, unless `certificates` is False: then the app has to know them by something else.
+    certificate, unless `clients` is "token"; with "user" there is no TLS, whatever certificate this
+    process has. The app has to know those callers by something else.
     """
 
-    def __init__(self, app: FastAPI, host: str, port: int, *, certificates: bool = True) -> None:
+    def __init__(
+        self, app: FastAPI, host: str, port: int, *, clients: HttpClients = "certificate"
+    ) -> None:
         self._app = app
         self._host = host
         self._port = port
-        self._certificates = certificates
+        self._clients = clients
         self._server: BoundedServer | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -43,8 +52,7 @@ class StatusServer:
     def url(self) -> str:
         """Base URL for somebody on this machine; a wildcard address is shown as loopback."""
         host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
-        scheme = "http" if identity.own() is None else "https"
-        return f"{scheme}://{host}:{self._port}"
+        return f"{scheme_for(self._clients)}://{host}:{self._port}"
 
     async def __aenter__(self) -> "StatusServer":
         # The same app may have been served before, and its streams told to end.
@@ -65,7 +73,7 @@ class StatusServer:
             timeout_graceful_shutdown=STOP_WITHIN_S,
         )
         config.load()
-        config.ssl = _tls(certificates=self._certificates)
+        config.ssl = _tls(self._clients)
         bounds: HttpBounds = self._app.state.bounds
         self._server = BoundedServer(config, listener, bounds.limits, bounds.connections)
         self._task = asyncio.create_task(self._server.serve(), name="status-http")
@@ -89,15 +97,15 @@ class StatusServer:
         await self._task
 
 
-def _tls(*, certificates: bool) -> ssl.SSLContext | None:
+def _tls(clients: HttpClients) -> ssl.SSLContext | None:
     """What connections are taken with, where this process has a certificate. One that was renewed
     is taken from the next handshake on."""
     own = identity.own()
-    if own is None:
+    if own is None or clients == "user":
         return None
 
     def now() -> ssl.SSLContext:
-        return own.material.server if certificates else own.material.open
+        return own.material.server if clients == "certificate" else own.material.open
 
     # The one that listens is never read anew: each handshake gets that of its time.
     context = now()

@@ -1,5 +1,6 @@
 """Who may read and who may act over HTTP, by token and by session; and who did, in the log."""
 
+import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from shoal_server.status.access.guard import OPEN, REPORT, Guard
 from shoal_server.status.access.sessions import COOKIE, VALID_S, Sessions
 from shoal_server.status.access.tokens import HttpRole, Tokens
 from shoal_server.status.app import build_app
+from shoal_server.status.http import server as http_server
 from shoal_server.status.serve import StatusServer
 from shoal_server.token_command import TokenConfig, token
 
@@ -224,6 +226,36 @@ async def test_a_token_that_is_taken_out_has_ended(world: World, tmp_path: Path)
         served.file.write_text("what is this\n")
         spoilt = await served.http.get("/api/v1/jobs", headers=served.operator)
         assert (spoilt.status_code, spoilt.json()["kind"]) == (503, "AccessDenied")
+
+
+@pytest.mark.parametrize("takes_tokens", [False, True])
+async def test_only_its_own_user_gets_in_without_a_token(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_tokens: bool
+) -> None:
+    """The kernel says whose a connection is: another user's, or one of which it says nothing, is a
+    stranger's, whatever it asks for; a token lets others in where there is one."""
+    secret = tokens.add(tmp_path / "tokens", "bob", HttpRole.OPERATOR)
+    known = Tokens(tmp_path / "tokens") if takes_tokens else None
+    asked = Asked()
+    app = build_app(world, world.board, guard=Guard(known, own_user=True), operations=asked)
+    async with StatusServer(app, "127.0.0.1", 0, clients="user") as server:
+
+        async def calls(token: str = "") -> tuple[int, int, bool]:
+            headers = bearer(token) if token else {}
+            # A connection of its own: by that callers are told apart.
+            async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+                read = await http.get("/api/v1/jobs", headers=headers)
+                act = await http.post("/api/v1/jobs/digits/stop", json={}, headers=headers)
+                who = (await http.get("/api/v1/session", headers=headers)).json()
+            return read.status_code, act.status_code, who["asks_for_token"]
+
+        assert await calls() == (200, 204, False)
+        for user in (os.geteuid() + 1, None):
+            monkeypatch.setattr(http_server, "user_of_peer", lambda connected, user=user: user)
+            assert await calls() == (401, 401, True)
+            assert await calls(secret) == ((200, 204, True) if takes_tokens else (401, 401, True))
+        monkeypatch.setattr(http_server, "user_of_peer", lambda connected: 0)
+        assert await calls() == (200, 204, False)
 
 
 def test_sessions_end_by_themselves_and_are_bounded(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ async def test_over_tls_a_browser_is_let_in_where_it_shows_a_token(
     with identity.using(in_folder(folder.path, Role.COORDINATOR)):
         async with (
             StatusServer(app, "127.0.0.1", 0) as closed,
-            StatusServer(app, "127.0.0.1", 0, certificates=False) as opened,
+            StatusServer(app, "127.0.0.1", 0, clients="token") as opened,
             httpx.AsyncClient(trust_env=False, verify=browser) as http,
         ):
             with pytest.raises(httpx.HTTPError):

@@ -17,6 +17,7 @@ from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import chance
 from shoal_client.host.reports import check_reachable
+from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
@@ -47,17 +48,17 @@ def run(config: RunConfig) -> int:
             _say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
             _check_job(config)
             return Launcher(config).run()
-        # The cluster of its own is reached from this machine only.
-        identity.use(None)
         # Before the launcher takes the signals over: a SIGTERM must undo what has started.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
         cluster = _own_cluster(stack, config)
+        tls = LauncherTls(folder=cluster.certificates)
+        stack.enter_context(identity.using(tls.files))
         launcher = Launcher(
             replace(
                 config,
                 coordinators=(cluster.coordinator,),
                 cluster=ClusterOptions(),
-                tls=LauncherTls(),
+                tls=tls,
                 alone=True,
             )
         )
@@ -108,6 +109,7 @@ def _own_cluster(stack: ExitStack, run: RunConfig) -> LocalCluster:
         limits=options.limits,
         environment=environment,
         restart=RestartPolicy(),
+        tls=None if options.insecure else LocalTls(),
     )
     cluster = stack.enter_context(LocalCluster(config, say=_say))
     _say(f"coordinator at {cluster.coordinator}, status page at {cluster.http_url}")

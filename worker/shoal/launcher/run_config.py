@@ -15,7 +15,7 @@ from shoal_client.local.options import ClusterOptions
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.secrets import job_secret
-from shoal_proto.tls.identity import without_tls
+from shoal_proto.tls.identity import files_at, without_tls
 from shoal_proto.tls.names import Role
 from shoal_proto.tls.options import LauncherTls, LauncherTlsOption
 
@@ -134,6 +134,13 @@ class RunConfig:
                 expected="time limits only if the run starts a cluster of its own",
                 fix="Give them to `shoal up` or `shoal coordinator`.",
             )
+        if self.coordinators and self.cluster.insecure:
+            raise InvalidSpec(
+                "--insecure is for a cluster of the run's own, and this run uses an existing one",
+                seen=f"--insecure with the coordinator {','.join(self.coordinators)}",
+                expected="--insecure only if the run starts a cluster of its own",
+                fix="Without a certificate the run speaks plain text already.",
+            )
         job_secret(self.environment)  # refused here, and not by each worker
         self._set_bounds()
 
@@ -174,7 +181,7 @@ def _job_of(target: str, module: bool) -> str:
 
 def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dict[str, str]:
     """The environment of one worker, the one with this index on its host."""
-    files = config.tls.files_of(Role.WORKER)
+    files = config.tls.files_of(Role.WORKER) or files_at(config.coordinators, Role.WORKER)
     environment = without_tls(config.environment) | (files.environment() if files else {})
     if config.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"

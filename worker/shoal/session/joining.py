@@ -40,7 +40,8 @@ def join(
     different hosts find out before each generation whether they reach each other; "always",
     "never"), SHOAL_BACKEND ("gloo", "nccl", "in-memory"; by itself NCCL for a model on CUDA and
     Gloo for all else), SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder of
-    `shoal certs`), which turn TLS on. `validators` are the session's own, beside those that
+    `shoal certs`), which turn TLS on; for a cluster that this user has started on this machine they
+    are found. `validators` are the session's own, beside those that
     `shoal.validator` registered. `trackers`: where `session.log` goes beside the status page, such
     as `shoal.TensorBoard("runs")`, `shoal.WandB("project")` and `shoal.MLflow("file:mlruns")`.
 
@@ -61,9 +62,10 @@ def join(
     _check_not_imported_by_a_child()
     _set_log_level(os.environ)
     tracing.from_environment("worker")
-    if (files := from_environment(os.environ)) is not None:
+    config = read_config(given, os.environ)
+    if (files := from_environment(os.environ, config.coordinators)) is not None:
         identity.use(files)
-    return Session(read_config(given, os.environ), validators, _trackers(trackers))
+    return Session(config, validators, _trackers(trackers))
 
 
 def _trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:

@@ -53,11 +53,12 @@ class NodeConfig:
     @classmethod
     def read(cls, parameters: RendezvousParameters) -> "NodeConfig":
         """torchrun's options, checked. Raises InvalidSpec, which names the option at fault."""
-        if (files := from_environment()) is not None:
+        coordinators = _endpoints(parameters.endpoint)
+        if (files := from_environment(addresses=coordinators)) is not None:
             identity.use(files)
         join = JoinConfig(
             job=_run_id(parameters.run_id),
-            coordinators=_endpoints(parameters.endpoint),
+            coordinators=coordinators,
             min_members=parameters.min_nodes,
             max_members=parameters.max_nodes,
             desired_members=parameters.max_nodes,

@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from shoal_proto.errors import AccessDenied
 from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.serving.access.asker import Asker
-from shoal_server.status.access.guard import Guard, session_of
+from shoal_server.status.access.guard import OWN_USER, Guard, session_of
 from shoal_server.status.access.sessions import cookie
 from shoal_server.status.access.tokens import MAX_TOKEN_LENGTH
 from shoal_server.status.http.errors import ErrorBody, answer
@@ -92,7 +92,7 @@ def router(guard: Guard, operations: Operations | None) -> APIRouter:
     api = APIRouter(prefix="/api/v1")
     _add_session(api, guard, has_operations=operations is not None)
     if operations is not None:
-        _add_operations(api, operations, Asker(is_known=guard.tokens is not None))
+        _add_operations(api, operations, Asker(is_known=not guard.is_open))
     return api
 
 
@@ -102,7 +102,7 @@ def _add_session(api: APIRouter, guard: Guard, *, has_operations: bool) -> None:
         """Whose token or session came with the request."""
         holder = guard.holder(request.scope)
         may_act = has_operations and holder is not None and holder.role.may_act()
-        asks = guard.tokens is not None
+        asks = not guard.is_open and holder is not OWN_USER
         if not asks or holder is None:
             return SessionView(name="", role="", asks_for_token=asks, may_act=may_act)
         role = holder.role.value

@@ -1,5 +1,6 @@
 """Every HTTP request before the API sees it: who asks, whether they may, a log of who acted."""
 
+import os
 import re
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
@@ -8,6 +9,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal_proto.errors import AccessDenied, InvalidSpec
+from shoal_server.serving.access.local_users import PEER_USER
 from shoal_server.status.access.sessions import COOKIE, Sessions
 from shoal_server.status.access.tokens import HttpRole, TokenHolder, Tokens
 from shoal_server.status.http.errors import answer
@@ -38,21 +40,34 @@ READING = ("GET", "HEAD", "OPTIONS")
 _JOB = re.compile("/api/v1/jobs/([^/]+)")
 NOBODY = TokenHolder(name="", role=HttpRole.OPERATOR, digest="")
 """Whoever reaches a server that asks for no tokens."""
+OWN_USER = TokenHolder(name="this machine's user", role=HttpRole.OPERATOR, digest="")
+"""Who connects as the user that this process runs as, or as root, where that is asked for."""
 
 
 class Guard:
-    """`tokens`: None lets everybody do everything, as is right where only this machine's users
-    reach the port, or only holders of a certificate."""
+    """`tokens`: None lets everybody do everything, as is right where only holders of a certificate
+    reach the port; but with `own_user` nobody but who connects as this process' user, or as
+    root."""
 
-    def __init__(self, tokens: Tokens | None = None) -> None:
+    def __init__(self, tokens: Tokens | None = None, *, own_user: bool = False) -> None:
         self.tokens = tokens
         self.sessions = None if tokens is None else Sessions(tokens)
+        self._users = frozenset({os.geteuid(), 0}) if own_user else frozenset()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody who reaches the port is let in."""
+        return self.tokens is None and not self._users
 
     def holder(self, scope: Scope) -> TokenHolder | None:
         """Who asks; None: nobody who is known. Raises InvalidSpec where the tokens cannot be
         read."""
-        if self.tokens is None or self.sessions is None:
+        if self.is_open:
             return NOBODY
+        if scope.get("state", {}).get(PEER_USER) in self._users:
+            return OWN_USER
+        if self.tokens is None or self.sessions is None:
+            return None
         kind, _, token = header(scope, b"authorization").partition(" ")
         if kind:
             return self.tokens.holder(token.strip()) if kind.lower() == "bearer" else None
@@ -122,7 +137,7 @@ class AccessControl:
         if path in OPEN or REPORT.fullmatch(path) or holder is NOBODY:
             return None
         if holder is None:
-            return _unknown(path), 401
+            return _unknown(path, takes_tokens=self._guard.tokens is not None), 401
         if acts and not holder.role.may_act():
             seen = f"the token of {holder.name}, a {holder.role.value}"
             return AccessDenied(f"{method} {path} is for operators", seen=seen), 403
@@ -137,7 +152,15 @@ def _netloc(origin: str) -> str:
         return ""
 
 
-def _unknown(path: str) -> AccessDenied:
+def _unknown(path: str, *, takes_tokens: bool) -> AccessDenied:
+    if not takes_tokens:
+        return AccessDenied(
+            f"{path} is for the user that runs this cluster",
+            seen="a connection of another user, or of one that the kernel does not name",
+            expected="a connection made on this machine, as that user or as root",
+            fix="For others: start the cluster with --http-tokens FILE; `shoal token create` makes"
+            " the file.",
+        )
     return AccessDenied(
         f"{path} is for holders of a token",
         seen="none, or one that is not known",

@@ -9,6 +9,7 @@ import structlog
 import uvicorn
 
 from shoal_proto.errors import Overloaded
+from shoal_server.serving.access.local_users import PEER_USER, user_of_peer
 from shoal_server.serving.admission.config import HttpLimits
 from shoal_server.serving.admission.connections import ConnectionCounts
 from shoal_server.serving.tasks import SupervisedTasks, cancel
@@ -81,7 +82,7 @@ class BoundedServer(uvicorn.Server):
             self._counts,
             config=self.config,
             server_state=self.server_state,
-            app_state=self.lifespan.state,
+            app_state={**self.lifespan.state, PEER_USER: user_of_peer(connected)},
         )
         connected.setblocking(False)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

@@ -1,0 +1,163 @@
+"""How the parts of a local cluster know each other, and this user's commands find their way in.
+
+There are two authorities: one for Shoal's processes and one for etcd, so that a worker's
+certificate opens no etcd.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from shoal_client.certificates.authority import CertificateHolder
+from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder
+from shoal_client.local.etcd import HOST, EtcdOptions, EtcdTls
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls import local_clusters
+from shoal_proto.tls.identity import CA_FILE, FOLDER_VARIABLE, without_tls
+from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
+from shoal_proto.tls.names import Caller, Role
+
+CERTIFICATES = "certs"
+ETCD_CERTIFICATES = "etcd"
+RENEW_EVERY = DEFAULT_VALID / 3
+LOOK_EVERY_S = 60.0
+"""By the clock on the wall, which goes on while a machine sleeps: certificates run out by it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTls:
+    """Certificates are made in `certs` in the cluster's directory, and renewed; all parts speak
+    mutual TLS by them, etcd too. The status page is HTTP, for this user alone. Commands and scripts
+    of this user on this machine find the certificates by the coordinators' addresses."""
+
+    http_tokens: Path | None = None
+    """File of tokens by which others get into the status page; None: there are none."""
+
+
+class LocalAccess:
+    """Without a folder the parts speak plain text. With one that is given, all but etcd speak TLS
+    by it. With one that is made here, etcd does as well; it is renewed until `close`, and commands
+    of this user on this machine find it."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        *,
+        given: Path | None = None,
+        made: Path | None = None,
+        http_tokens: Path | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.certificates = given or made
+        self._made = made
+        self._http_tokens = http_tokens
+        self._say = say
+        self.environment = without_tls(environment)
+        """Of each part."""
+        if self.certificates is not None:
+            self.environment[FOLDER_VARIABLE] = str(self.certificates.resolve())
+        self._announcement: Announcement | None = None
+        self._closed = threading.Event()
+        self._renewing: threading.Thread | None = None
+
+    def make(self) -> None:
+        """Have the certificates, with the whole of their time before them. Raises InvalidSpec."""
+        if self._made is None:
+            return
+        _make(CertificateFolder(self._made), _shoals())
+        _make(CertificateFolder(self._made / ETCD_CERTIFICATES), _etcds())
+        self._renewing = threading.Thread(target=self._renew, name="shoal-certs", daemon=True)
+        self._renewing.start()
+
+    def announce(self, addresses: Sequence[str], etcd: Sequence[str]) -> None:
+        """Have this user's commands find the certificates by these addresses. Raises
+        InvalidSpec."""
+        if self._made is not None:
+            record = LocalClusterRecord(addresses=addresses, etcd=etcd, certificates=self._made)
+            self._announcement = Announcement(record)
+
+    @property
+    def etcd_options(self) -> EtcdOptions:
+        """Of an etcd that is started for the cluster."""
+        if self._made is None:
+            return EtcdOptions()
+        return EtcdOptions(tls=_etcd_tls(self._made))
+
+    def etcd_arguments(self, existing: str) -> Sequence[str]:
+        """By which a part gets into etcd: the cluster's own, or an existing one at host:port,...
+        that was started for another local cluster of this user."""
+        folder = self._made
+        if existing:
+            found = local_clusters.find(existing.split(","))
+            folder = None if found is None else found.certificates
+        return () if folder is None else _etcd_tls(folder).client_arguments
+
+    @property
+    def coordinator_arguments(self) -> Sequence[str]:
+        """A browser has no certificate, and no need of one: the kernel says whose it is."""
+        if self._made is None:
+            return ()
+        tokens = () if self._http_tokens is None else ("--http-tokens", str(self._http_tokens))
+        return ("--http-clients", "user", *tokens)
+
+    def close(self) -> None:
+        """Make and announce nothing any more."""
+        self._closed.set()
+        if self._renewing is not None:
+            self._renewing.join()
+        if self._announcement is not None:
+            self._announcement.close()
+            self._announcement = None
+
+    def _renew(self) -> None:
+        assert self._made is not None
+        due_unix_s = time.time() + RENEW_EVERY.total_seconds()
+        while not self._closed.wait(LOOK_EVERY_S):
+            if time.time() < due_unix_s:
+                continue
+            try:
+                for folder in (self._made, self._made / ETCD_CERTIFICATES):
+                    CertificateFolder(folder).renew()
+                if self._announcement is not None:
+                    self._announcement.touch()
+            except (InvalidSpec, OSError) as error:
+                self._say(f"the certificates could not be renewed: {error}")
+                continue
+            due_unix_s = time.time() + RENEW_EVERY.total_seconds()
+
+
+def _make(folder: CertificateFolder, holders: Sequence[CertificateHolder]) -> None:
+    if folder.is_made:
+        folder.renew()
+        return
+    folder.init(roles=())
+    for holder in holders:
+        folder.issue(holder)
+
+
+def _shoals(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
+    return [CertificateHolder(caller=Caller(role, role.value), valid=valid) for role in Role]
+
+
+def _etcds(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
+    # Names of roles mean nothing to etcd: it lets in whoever its own authority signed for.
+    return [
+        CertificateHolder(
+            caller=Caller(Role.SERVER, "etcd"), hosts=[HOST, "localhost"], valid=valid
+        ),
+        CertificateHolder(caller=Caller(Role.OPERATOR, "etcd-client"), valid=valid),
+    ]
+
+
+def _etcd_tls(certificates: Path) -> EtcdTls:
+    folder = certificates.resolve() / ETCD_CERTIFICATES
+    return EtcdTls(
+        ca=folder / CA_FILE,
+        cert=folder / "etcd.crt",
+        key=folder / "etcd.key",
+        client_cert=folder / "etcd-client.crt",
+        client_key=folder / "etcd-client.key",
+    )

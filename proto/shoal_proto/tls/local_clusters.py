@@ -1,0 +1,176 @@
+"""Which clusters this user runs on this machine: by this the user's commands and scripts find the
+certificates of one from its address alone.
+
+A cluster is a file in a folder that is this user's alone. Its file is locked for as long as the
+cluster is up: what a killed one left counts for nothing, and is removed by the next that starts.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import structlog
+
+from shoal_proto.errors import InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MAX_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalClusterRecord:
+    """One cluster that is up."""
+
+    addresses: Sequence[str]
+    """host:port of its coordinators, and of their pages."""
+    etcd: Sequence[str] = ()
+    """host:port of the etcd that was started for it."""
+    certificates: Path
+    """The folder with a certificate for each role."""
+
+
+class Announcement:
+    """Makes a cluster known to this user's other processes, until `close` or this process' end."""
+
+    def __init__(self, record: LocalClusterRecord) -> None:
+        """Raises InvalidSpec if the folder cannot be made, or is another user's."""
+        directory = _folder()
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise InvalidSpec(
+                "this user's folder of local clusters cannot be made",
+                seen=str(error),
+                expected="a directory for temporary files in which this user may make one",
+                fix="Set TMPDIR to a directory of your own.",
+            ) from error
+        if not _is_private(directory):
+            raise InvalidSpec(
+                "this user's folder of local clusters is not private",
+                seen=str(directory),
+                expected="a folder of this user, with mode 700",
+                fix="Remove it, or set TMPDIR to a directory of your own.",
+            )
+        _remove_left_over(directory)
+        name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.path = directory / f"{name}.json"
+        part = directory / f"{name}.part"
+        self._file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # Locked before it has its name: who finds it finds it locked.
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.write(self._file, json.dumps(_as_json(record)).encode())
+        part.rename(self.path)
+
+    def touch(self) -> None:
+        """Show whoever clears directories for temporary files of old ones that this is in use."""
+        os.utime(self._file)
+
+    def close(self) -> None:
+        """Take it back."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+def find(addresses: Iterable[str]) -> LocalClusterRecord | None:
+    """The cluster of this user that serves at one of these, each HOST:PORT or a URL; None if there
+    is none. Only addresses of this machine itself are looked for."""
+    wanted = {found for each in addresses if (found := _local(each))}
+    if not wanted:
+        return None
+    return next((each for each in _running() if wanted & {*each.addresses, *each.etcd}), None)
+
+
+def _running() -> Iterator[LocalClusterRecord]:
+    directory = _folder()
+    if not _is_private(directory):
+        return
+    for path in sorted(directory.glob("*.json")):
+        try:
+            with path.open("rb") as file:
+                if not _is_locked(file.fileno()):
+                    continue
+                content = json.loads(file.read(MAX_BYTES))
+            found = LocalClusterRecord(
+                addresses=content["addresses"],
+                etcd=content["etcd"],
+                certificates=Path(content["certificates"]),
+            )
+            network = content["network"]
+        except FileNotFoundError:
+            continue  # it has ended since
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("local_cluster_not_read", path=str(path), reason=repr(error))
+            continue
+        # The same loopback address is another cluster's in another network namespace.
+        if network == _network():
+            yield found
+
+
+def _as_json(record: LocalClusterRecord) -> Mapping[str, object]:
+    return {
+        "addresses": [_local(each) or each for each in record.addresses],
+        "etcd": [_local(each) or each for each in record.etcd],
+        "certificates": str(record.certificates.resolve()),
+        "network": _network(),
+    }
+
+
+def _remove_left_over(directory: Path) -> None:
+    for path in directory.glob("*.json"):
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            if not _is_locked(file.fileno()):
+                path.unlink()
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"shoal-clusters-{os.geteuid()}"
+
+
+def _is_private(directory: Path) -> bool:
+    try:
+        found = directory.lstat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not stat.S_IMODE(found.st_mode) & 0o077
+    )
+
+
+def _network() -> int:
+    """Which network this process sees; 0: the kernel does not say."""
+    try:
+        return os.stat("/proc/self/ns/net").st_ino  # noqa: PTH116 - what a link of /proc leads to
+    except OSError:
+        return 0
+
+
+def _local(address: str) -> str:
+    """host:port on loopback, written one way; empty: it is elsewhere, or no address."""
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return ""
+    if host not in _LOOPBACK or port is None:
+        return ""
+    return f"127.0.0.1:{port}" if host != "::1" else f"[::1]:{port}"

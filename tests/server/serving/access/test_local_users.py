@@ -1,0 +1,76 @@
+"""Whose process has made a connection, as the kernel says."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from shoal_server.serving.access import local_users
+from shoal_server.serving.access.local_users import user_of_peer
+
+
+@contextmanager
+def connection(host: str = "127.0.0.1") -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends: of the caller, and of who took the connection."""
+    with (
+        socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ) as listener,
+        socket.create_connection(listener.getsockname()[:2]) as caller,
+        listener.accept()[0] as taken,
+    ):
+        yield caller, taken
+
+
+@pytest.fixture(params=["sock_diag", "/proc"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Kernels without sock_diag are asked for the table."""
+    if request.param == "/proc":
+
+        def none(*ends: object) -> int:
+            raise OSError("no sock_diag here")
+
+        monkeypatch.setattr(local_users, "_looked_up", none)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_user_of_who_connects_is_known(way: str, host: str) -> None:
+    with connection(host) as (_, taken):
+        assert user_of_peer(taken) == os.geteuid()
+
+
+def test_a_connection_that_its_owner_closed_is_nobodys(way: str) -> None:
+    """The kernel shows such a socket as root's."""
+    with connection() as (caller, taken):
+        caller.close()
+        assert taken.recv(1) == b""
+        assert user_of_peer(taken) is None
+
+
+def test_another_kind_of_socket_is_nobodys(way: str) -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        assert user_of_peer(one) is None
+
+
+def test_a_user_without_an_id_here_is_nobody(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container with users of its own all others are shown as one, which some process of the
+    container may be as well."""
+    monkeypatch.setattr(local_users, "_unmapped", os.geteuid)
+    with connection() as (_, taken):
+        assert user_of_peer(taken) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes sockets of other users")
+def test_another_user_is_told_apart(way: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        os.seteuid(12345)
+        try:
+            caller = socket.create_connection(listener.getsockname())
+        finally:
+            os.seteuid(0)
+        with caller, listener.accept()[0] as taken:
+            assert user_of_peer(taken) == 12345
