@@ -3,7 +3,7 @@
 import ssl
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -49,7 +49,8 @@ class Material:
     open: ssl.SSLContext
     """For taking connections of callers that need have no certificate: browsers."""
     client: ssl.SSLContext
-    """For making connections, to a name of `shoal_proto.tls.names`. The same object always."""
+    """For making connections, to a name of `shoal_proto.tls.names`. Another one with each renewal:
+    an authority that the files do not have any more is not trusted any more."""
 
 
 class TlsIdentity:
@@ -88,11 +89,7 @@ class TlsIdentity:
             log.warning("certificate_not_renewed", cert=str(self.files.cert), reason=str(error))
             return
         self._seen = stamps
-        # The context that clients hold is the same for good: it is told of the new certificate.
-        client = self._material.client
-        client.load_verify_locations(cadata=found.ca.decode("ascii"))
-        client.load_cert_chain(self.files.cert, self.files.key)
-        self._material = replace(found, client=client)
+        self._material = found
         log.info("certificate_read_anew", cert=str(self.files.cert))
 
     def _stamps(self) -> list[tuple[int, int, int]]:

@@ -134,10 +134,33 @@ def test_renewed_files_are_taken_and_half_written_ones_are_not(
     files.key.write_bytes(whole)
     renewed = own.material
     assert renewed is not first and renewed.cert == files.cert.read_bytes()
-    # What a client holds on to has the new one as well.
-    assert renewed.client is first.client
     files.cert.unlink()
     assert own.material is renewed
+
+
+def test_an_authority_that_the_files_do_not_have_any_more_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has the old one's key makes no server for a process that runs on."""
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
+    servers = []
+    for name in ("old", "new"):
+        folder = CertificateFolder(tmp_path / name)
+        folder.init()
+        # As with a page for browsers: it takes everybody, so that only the client decides.
+        servers.append(TlsIdentity(in_folder(folder.path, Role.COORDINATOR)).material.open)
+    place = tmp_path / "old"
+    own = TlsIdentity(in_folder(place, Role.WORKER))
+
+    def takes(server: ssl.SSLContext) -> bool:
+        into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        calling = own.material.client.wrap_bio(into, out, server_hostname=COORDINATOR_NAME)
+        return _meet(calling, server.wrap_bio(out, into, server_side=True))
+
+    assert [takes(each) for each in servers] == [True, False]
+    for path in (tmp_path / "new").iterdir():
+        path.replace(place / path.name)
+    assert [takes(each) for each in servers] == [False, True]
 
 
 def test_what_is_half_set_up_is_refused(tmp_path: Path) -> None:

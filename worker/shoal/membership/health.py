@@ -6,7 +6,6 @@ and training never waits for one or fails by one.
 
 import json
 import math
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -14,16 +13,13 @@ from dataclasses import asdict
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpcore
 import structlog
 
-from shoal.membership.health_connection import ForkableBackend
-from shoal_proto.forks.openssl import NO_FORK
+from shoal.membership.health_connection import CoordinatorHttp
 from shoal_proto.health import FIRST_FIGURES, CourseFigures, HealthFigures, max_lengths
-from shoal_proto.tls import identity
-from shoal_proto.tls.names import COORDINATOR_NAME
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +71,7 @@ class HealthReporter:
         """Whether the coordinator is of a release that knows the first figures alone."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(
-            target=self._run, args=(_connections(),), name="shoal-health", daemon=True
+            target=self._run, args=(CoordinatorHttp(),), name="shoal-health", daemon=True
         )
         self._thread.start()
 
@@ -122,7 +118,7 @@ class HealthReporter:
     ) -> None:
         self.close()
 
-    def _run(self, connections: httpcore.ConnectionPool) -> None:
+    def _run(self, connections: CoordinatorHttp) -> None:
         with connections:
             while (report := self._next_report()) is not None:
                 sent_s = time.monotonic()
@@ -148,24 +144,15 @@ class HealthReporter:
         return {name: value for name, value in report.items() if name in known}
 
     def _posted(
-        self, connections: httpcore.ConnectionPool, url: str, report: dict[str, Any]
+        self, connections: CoordinatorHttp, url: str, report: dict[str, Any]
     ) -> httpcore.Response:
-        return connections.request(
-            "POST",
-            url.rstrip("/") + self._path,
-            headers={"host": urlsplit(url).netloc, "content-type": "application/json"},
-            content=json.dumps(self._known(report)).encode(),
-            # The certificate that answers is to be a coordinator's, whatever the address.
-            extensions={"timeout": _LIMITS, "sni_hostname": COORDINATOR_NAME},
-        )
+        content = json.dumps(self._known(report)).encode()
+        return connections.post(url.rstrip("/") + self._path, content, _LIMITS)
 
-    def _send(self, connections: httpcore.ConnectionPool, report: dict[str, Any]) -> None:
+    def _send(self, connections: CoordinatorHttp, report: dict[str, Any]) -> None:
         url = self._url()
         if not url:
             return
-        own = identity.own()
-        if own is not None:
-            _ = own.material.client  # takes a certificate that was renewed
         try:
             response = self._posted(connections, url, report)
             if response.status == UNPROCESSABLE and not self._in_few_words:
@@ -189,24 +176,6 @@ class HealthReporter:
         elif not self._outage:
             log.warning("health_report_failed", url=url, reason=problem[:500])
         self._outage = True
-
-
-def _connections() -> httpcore.ConnectionPool:
-    """To the coordinator, a neighbour: by no proxy of the environment's."""
-    return httpcore.ConnectionPool(
-        # Without TLS no certificates are read, which takes 30 ms.
-        ssl_context=_context(),
-        max_connections=1,
-        network_backend=ForkableBackend(),
-    )
-
-
-def _context() -> ssl.SSLContext:
-    own = identity.own()
-    if own is not None:
-        return own.material.client
-    with NO_FORK:
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _json(value: Any) -> Any:

@@ -5,11 +5,14 @@ import ssl
 import time
 from urllib.parse import urlsplit
 
+import pytest
 from cryptography.x509 import load_der_x509_certificate
 from support.clusters.tls_world import TlsWorld
 from support.members.scripted_member import ScriptedMember
 
 from shoal_client.certificates.folder import CertificateFolder
+from shoal_client.commands.status import StatusClient
+from shoal_proto.tls import identity
 from shoal_proto.tls.names import COORDINATOR_NAME, SERVER_NAME, Role
 
 WITHIN_S = 30.0
@@ -48,3 +51,18 @@ def test_each_port_shows_the_renewed_certificate(world: TlsWorld, member: Script
         stale = {a: n for a, n in stale.items() if serial(world, a, n) == before[a]}
     assert stale == {}
     assert member.generation == generation and member.failure is None
+
+
+def test_a_command_that_goes_on_takes_the_renewed_certificate(
+    world: TlsWorld, member: ScriptedMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `shoal top` does for days."""
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
+    operator = world.files(Role.OPERATOR)
+    with identity.using(operator), StatusClient(world.cluster.http_url) as status:
+        assert [job["job"] for job in status.jobs()] == ["j"]
+        CertificateFolder(world.certificates).renew()
+        # What it has held of before would not be shown any more.
+        before = status._context
+        assert [job["job"] for job in status.jobs()] == ["j"]
+        assert status._context is not before
