@@ -12,7 +12,7 @@ from fuzzing.findings import Findings, Input
 from fuzzing.json_values import spoil_json
 from fuzzing.messages import spoilt
 
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.journal.config import JournalConfig
@@ -76,6 +76,8 @@ class FileFuzzer:
             self._readers[sent.to](sent.parts[0])
         except ShoalError as error:
             outcome = type(error).__name__
+            if isinstance(error, InternalError):
+                findings.found(sent, f"{sent.to}: {error!r}")
         except Exception as error:  # noqa: BLE001 - that is what is looked for
             findings.found(sent, f"{sent.to}: {error!r}")
         findings.note(sent, outcome)

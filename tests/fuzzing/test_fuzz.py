@@ -17,12 +17,18 @@ from fuzzing.files import FileFuzzer
 from fuzzing.findings import Findings, Input, corpus
 from fuzzing.messages import MessageMaker, spoilt
 
-from shoal_proto.errors import InternalError, SnapshotDamaged
+from shoal_proto.errors import JournalDamaged, MalformedMessage, SnapshotDamaged
 from shoal_proto.v1.replication_pb2 import DenseSpec
+from shoal_server.parameters.journal.config import JournalConfig
+from shoal_server.parameters.journal.log import Journal
+from shoal_server.parameters.service.snapshots_servicer import _read
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.message_bounds import MessageBounds
-from shoal_server.snapshots.manifest import Manifest
+from shoal_server.snapshots.library import SnapshotLibrary
+from shoal_server.snapshots.locations import Location
+from shoal_server.snapshots.manifest import Manifest, ManifestEntry, part_file
+from shoal_server.snapshots.storage import Storage
 
 SEED = 20261123
 NIGHTLY_S = 300.0
@@ -88,13 +94,41 @@ def _of_another_optimizer(spec: DenseSpec) -> None:
 def test_an_image_of_what_no_server_makes_is_refused_by_name(
     tmp_path: Path, spoil: Callable[[DenseSpec], None], named: str
 ) -> None:
-    """Its checksum is right: somebody has written it so, or a later release has."""
+    """Its checksum is right: somebody has written it so, or a later release has. In a snapshot and
+    in a journal, too."""
     data = FileFuzzer(random.Random(SEED), tmp_path).image
     image = image_file.from_bytes(data, sha256=image_file.digest(data), file="image", shard_id=0)
     spec = DenseSpec.FromString(image.spec)
     spoil(spec)
-    with pytest.raises(InternalError, match=named):
+    with pytest.raises(MalformedMessage, match=named):
         restore(replace(image, spec=spec.SerializeToString()))
+    forged = replace(image, spec=spec.SerializeToString())
+
+    storage = Storage(Location.of_directory(tmp_path / "snapshots"))
+    file = image_file.Digested(image_file.pieces(forged))
+    path = part_file(1, "cut", 0)
+    folder, _, name = path.rpartition("/")
+    storage.write_pieces(f"job/{folder}", lambda: name, file)
+    part = ManifestEntry(
+        shard_id=0,
+        epoch=1,
+        version=1,
+        kind="dense",
+        file=path,
+        num_bytes=file.num_bytes,
+        sha256=file.sha256,
+    )
+    with pytest.raises(SnapshotDamaged, match=named):
+        _read(SnapshotLibrary(storage, "job"), part)
+
+    config = JournalConfig(directory=tmp_path / "journal")
+    with Journal(config, fsync=lambda descriptor: None) as journal:
+        journal.put_image("job", 1, forged)
+    again = Journal(config, fsync=lambda descriptor: None)
+    with pytest.raises(JournalDamaged, match=named):
+        again.recover(restore)
+    with again:
+        pass
 
 
 def test_a_manifest_of_a_time_that_no_real_number_holds_is_refused(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from shoal_proto.errors import JournalDamaged
+from shoal_proto.errors import JournalDamaged, MalformedMessage, ShoalError
 from shoal_server.parameters.journal.config import START_BYTES
-from shoal_server.parameters.journal.images import JournalImages
+from shoal_server.parameters.journal.images import JournalImages, Kept
 from shoal_server.parameters.journal.index import EntryLocation, JournalIndex, JournalSegment
 from shoal_server.parameters.journal.segment_format import JournalEntry, scan
 from shoal_server.parameters.shard.image import Image
@@ -63,7 +63,7 @@ def replay(
     directory: Path, images: JournalImages, index: JournalIndex, make: Callable[[Image], State]
 ) -> Sequence[Recovered[State]]:
     """Make each shard from its image and apply what came after it."""
-    states = {key: make(images.read(kept)) for key, kept in index.images.items()}
+    states = {key: _made(images, kept, make) for key, kept in index.images.items()}
     epochs = {key: kept.epoch for key, kept in index.images.items()}
     counts = dict.fromkeys(states, 0)
     for file, number, entry in _entries(directory, index.segments):
@@ -79,13 +79,32 @@ def replay(
                 f"version {record.push.version} of shard {key[1]}, job {key[0]}",
                 "its image" if state is None else f"version {state.version + 1}",
             )
-        state.replay(record)
+        try:
+            state.replay(record)
+        except (ShoalError, ValueError, RuntimeError) as error:
+            raise _foreign(file, f"version {record.push.version}: {error}") from error
         epochs[key] = entry.epoch
         counts[key] += 1
     return [
         Recovered(job=key[0], epoch=epochs[key], state=state, num_replayed=counts[key])
         for key, state in states.items()
     ]
+
+
+def _made(images: JournalImages, kept: Kept, make: Callable[[Image], State]) -> State:
+    try:
+        return make(images.read(kept))
+    except MalformedMessage as error:
+        raise _foreign(kept.path, error.seen) from error
+
+
+def _foreign(file: str, seen: str) -> JournalDamaged:
+    return JournalDamaged(
+        f"the journal's file {file} has the right checksum, and was written by something else",
+        seen=seen[:300],
+        expected="what this release of Shoal writes",
+        fix="Restore a snapshot, or start the server with an empty --journal.",
+    )
 
 
 def _entries(

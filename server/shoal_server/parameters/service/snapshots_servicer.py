@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import structlog
 
-from shoal_proto.errors import InvalidSpec, SnapshotDamaged, WrongEpoch
+from shoal_proto.errors import InvalidSpec, MalformedMessage, SnapshotDamaged, WrongEpoch
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsServicer
@@ -200,10 +200,10 @@ def _read(library: SnapshotLibrary, part: ManifestEntry) -> AnyShard:
     image = image_file.from_bytes(data, sha256=part.sha256, file=part.file, shard_id=part.shard_id)
     try:
         return restore.restore(image)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+    except MalformedMessage as error:
         raise SnapshotDamaged(
             f"the file {part.file} of shard {part.shard_id} holds no shard",
-            seen=repr(error)[:200],
+            seen=error.seen,
             expected="tensors and metadata that fit together",
             fix="Restore another snapshot.",
             details={"file": part.file, "shard": str(part.shard_id)},

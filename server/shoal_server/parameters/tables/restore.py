@@ -1,21 +1,39 @@
 """From an image back to a shard of its kind."""
 
-from shoal_proto.errors import MalformedMessage
+from google.protobuf.message import DecodeError
+
+from shoal_proto.errors import MalformedMessage, RetryError, ShoalError
 from shoal_server.parameters.shard.dense import DenseBody, dense_from_image
 from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.tables.shard import TableBody, table_from_image
 
+_OF_BAD_DATA = (
+    *(ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, OverflowError),
+    DecodeError,
+)
+"""What torch, protobuf and Python raise of values that no shard has."""
+
 
 def restore(image: Image) -> AnyShard:
     """The shard that the image is of; it takes the image's tensors over.
 
-    Raises MalformedMessage for an image of an unknown kind, or one that does not fit together.
+    Raises MalformedMessage for an image of an unknown kind, or one that does not fit together:
+    its checksum may be right, and whoever wrote it another program.
     """
-    if image.kind == DenseBody.kind:
-        return dense_from_image(image)
-    if image.kind == TableBody.kind:
-        return table_from_image(image)
+    try:
+        if image.kind == DenseBody.kind:
+            return dense_from_image(image)
+        if image.kind == TableBody.kind:
+            return table_from_image(image)
+    except RetryError:
+        raise
+    except (ShoalError, *_OF_BAD_DATA) as error:
+        raise MalformedMessage(
+            f"the image of shard {image.shard_id} holds no shard",
+            seen=(str(error) if isinstance(error, ShoalError) else repr(error))[:300],
+            expected="tensors and metadata that fit together",
+        ) from error
     raise MalformedMessage(
         f"shard {image.shard_id} is of a kind unknown to this server",
         seen=repr(image.kind),
