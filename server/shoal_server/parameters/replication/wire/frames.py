@@ -25,6 +25,8 @@ PIECE_BYTES = 2 * 1024 * 1024
 INLINE_BYTES = 128 * 1024
 """A gradient of so many goes with the message that announces it."""
 MAX_RECORD_BYTES = 8 * 1024**3
+PART_BYTES = 128
+"""What Python takes for a piece beside its bytes, at most."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 BYTES = 4
 """Number of the field `bytes` in FollowRequest."""
@@ -193,6 +195,8 @@ class _Unfinished:
     parts: list[pieces.Buffer] = field(default_factory=list)
     held_bytes: int = 0
     """Of them, what counts as memory of this server."""
+    uncounted_bytes: int = 0
+    """Too few to be counted: most records are whole before they are more."""
     why_dropped: str = ""
     is_borrowed: bool = False
 
@@ -202,22 +206,40 @@ class _Unfinished:
         self.left_bytes -= len(data)
         if not data or self.why_dropped:
             return
-        if self.memory is not None and (len(data) > INLINE_BYTES or self.held_bytes):
-            try:
-                self.memory.reserve(len(data), "what another server tells of its shards")
-            except Overloaded as error:
-                self.drop(str(error))
-                return
-            self.held_bytes += len(data)
+        if not self._count(len(data) + PART_BYTES):
+            return
         if is_lent and self.arrived.push is not None and not (self.left_bytes or self.parts):
             self.is_borrowed = True
         elif is_lent:
             data = bytes(data)
         self.parts.append(data)
 
+    def announce(self) -> None:
+        """Count what has come with the start of a record that is not whole yet: the numbers of its
+        rows can be most of a message."""
+        if self.arrived.push is not None:
+            self._count(self.arrived.push.ByteSize())
+
+    def _count(self, num_bytes: int) -> bool:
+        """Whether there is memory for so much more. However it is cut into pieces."""
+        if self.memory is None:
+            return True
+        self.uncounted_bytes += num_bytes
+        if self.uncounted_bytes <= INLINE_BYTES:
+            return True
+        try:
+            self.memory.reserve(self.uncounted_bytes, "what another server tells of its shards")
+        except Overloaded as error:
+            self.drop(str(error))
+            return False
+        self.held_bytes += self.uncounted_bytes
+        self.uncounted_bytes = 0
+        return True
+
     def drop(self, why: str) -> None:
         """Keep nothing of it, and let the rest of it go by."""
         self.parts.clear()
+        self.arrived = replace(self.arrived, push=None)
         self.why_dropped = why
         self.give_back()
 
@@ -277,7 +299,10 @@ class Assembly:
         key = start.job, start.shard_id
         record = UpdateMessage(key, start.epoch, start.record.version)
         self._open = _Unfinished(Arrived(record, push=start.record), start.num_bytes, self._memory)
-        return self._add(checked(start.first))
+        whole = self._add(checked(start.first))
+        if self._open is not None:
+            self._open.announce()
+        return whole
 
     def _begin_chunk(self, start: pb.ChunkStart) -> Arrived | None:
         _check_size(start.num_bytes, MAX_CHUNK_BYTES)
