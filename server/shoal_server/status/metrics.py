@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from shoal_proto.errors import ShoalError
 from shoal_proto.health import gauges
+from shoal_proto.terminal.printable import printable
 from shoal_server.serving.durations import Durations
 from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.serving.process_metrics import build_info, histogram, loop_lag
@@ -74,7 +75,7 @@ async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     states = Counter(job.state for job in every)
     jobs += tuple(over[:MAX_OVER])
-    registry.register(_Snapshot(reading, jobs, states, shards, measures))
+    registry.register(_Printable(_Snapshot(reading, jobs, states, shards, measures)))
     return generate_latest(registry)
 
 
@@ -84,6 +85,22 @@ async def _shards(reading: StatusQueries, job: str) -> ShardsView | None:
     except ShoalError as error:
         log.warning("shards_not_read", job=job, reason=str(error))
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Printable(Collector):
+    """What members say stands in labels: whoever looks at the text in a terminal is shown it, and
+    the terminal is told nothing."""
+
+    inner: Collector
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self.inner.collect():
+            metric.samples = [
+                sample._replace(labels={k: printable(v) for k, v in sample.labels.items()})
+                for sample in metric.samples
+            ]
+            yield metric
 
 
 @dataclass(frozen=True, eq=False)  # the registry keeps collectors by identity

@@ -15,6 +15,7 @@ from support.clusters.status_world import World
 from shoal_proto.errors import Unavailable
 from shoal_proto.health import gauges
 from shoal_proto.incarnation import public_id
+from shoal_proto.terminal.printable import printable
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.health import EXAMPLE
 from shoal_server.status.views import FIGURES, AcceptedLossView, LostShardView, Readiness
@@ -392,6 +393,17 @@ async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.A
     assert series[f'{staleness}_bucket{{job="digits",le="0"}}'] == 4 * 300
     assert series[f'{staleness}_bucket{{job="digits",le="+Inf"}}'] == 4 * 811
     assert series[f'{staleness}_sum{{job="digits"}}'] == 4 * (400 + 2 * 111)
+
+
+async def test_metrics_are_no_order_to_a_terminal(world: World, http: httpx.AsyncClient) -> None:
+    """A worker names what it logs, and somebody looks at the text with curl."""
+    name = "a\x1b]0;owned\x07\u202e\x9b2J\nshoal_job_lost_shards"
+    answer = await http.post(HEALTH, json={**REPORT, "course": {"logged": {name: [3, 0.5]}}})
+    assert answer.status_code == 204, answer.text
+    text = (await http.get("/metrics")).text
+    assert [each for each in text if printable(each, lines=True) != each] == []
+    shown = r"a\\x1b]0;owned\\x07\\u202e\\x9b2J\\nshoal_job_lost_shards"
+    assert f'shoal_job_logged_value{{job="digits",name="{shown}"}} 0.5' in text.splitlines()
 
 
 async def test_every_figure_of_a_report_is_shown_counted_and_described(
