@@ -83,6 +83,10 @@ class MemberCalls:
         fields = {"waits_for": _name(call), "reason": str(error)}
         return [ev.Log(event="coordinator_away", fields=fields, is_warning=True), next_call]
 
+    def once_more(self, call: ev.Call) -> ev.Call:
+        """After a pause: not all that is in the way takes its time to say so."""
+        return replace(call, after_s=call.back_off.pause_s(1.0))
+
     def given_up(self, call: ev.Call, error: ShoalError) -> list[ev.Effect]:
         is_news = True
         if isinstance(call.request, pb.HeartbeatRequest):

@@ -401,7 +401,7 @@ class MemberCore:
         return self._calls.new(request, rule, self.limits.lease_s, now_s, give_up_s)
 
     def _drain_unanswered(self, call: ev.Call, error: ShoalError, now_s: float) -> Effects:
-        if not isinstance(error, RetryError):
+        if not isinstance(error, RetryError | JobQuarantined):
             # A leader that does not know this member yet is asked again on admission.
             return self._calls.given_up(call, error)
         assert isinstance(call.request, pb.DrainRequest)
@@ -410,7 +410,7 @@ class MemberCore:
         if now_s >= call.give_up_s:
             self.leaving.is_unheard = True
             return self._take_drain(f"{call.request.reason}; meanwhile {error}", now=True)
-        return [self._drain_call(call.request.reason, now_s, call.give_up_s)]
+        return [self._calls.once_more(call)]
 
     def _leave(self, event: ev.LeaveWished, now_s: float) -> Effects:
         drained = isinstance(self.failure, MemberDrained)

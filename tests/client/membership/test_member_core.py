@@ -15,6 +15,7 @@ from shoal_proto.errors import (
     DeadlineExceeded,
     Fenced,
     JobFinished,
+    JobQuarantined,
     MemberDrained,
     ProposalConflict,
     ShoalError,
@@ -571,6 +572,21 @@ def test_a_refused_call_may_tell_a_member_that_it_has_left_before_the_notice_doe
     call = the_call(member.core.step(leave, 0))
     assert member.does(ended(call, drained)) == []
     assert member.core.leaving.was_told
+
+
+def test_who_trains_on_in_a_job_in_quarantine_goes_when_its_drain_is_over() -> None:
+    """Nobody agrees with it on anything until the job is repaired; it asks now and then."""
+    member = training()
+    call = the_call(member.core.step(ev.DrainWished(reason="SIGTERM"), 0))
+    quarantined = JobQuarantined("a record cannot be read")
+    pauses = []
+    for at_s in (0.1, 5.0, 19.9):
+        call = the_call(member.core.step(ended(call, quarantined), at_s))
+        pauses.append(call.after_s)
+    assert pauses == sorted(pauses) and pauses[0] > 0
+    effects = member.core.step(ended(call, quarantined), 20.1)
+    assert [told(effect) for effect in effects] == ["drain_noticed", "TellEnding MemberDrained"]
+    assert isinstance(member.core.failure, MemberDrained)
 
 
 def test_who_finds_nobody_to_agree_with_on_its_drain_goes() -> None:
