@@ -118,6 +118,42 @@ def test_all_ranks_are_asked_by_one_message_also_where_gradients_are_clipped(
     assert shoal.run_in_memory(body, world_size) == [("", 1)] * world_size
 
 
+def told_elsewhere(strategy: LayoutStrategy, faulty: int) -> tuple[str, int]:
+    """What the check raises where another message has carried what each rank found."""
+    layout = after_backward(strategy)
+    check = layout.non_finite_check
+    assert layout.faults_are_own
+    assert check is not None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank == faulty:
+        list(gradients(layout).values())[-1].view(-1)[0] = torch.inf
+    check.look(layout.parameters)
+    assert check.is_own is (rank == faulty)
+    check.hear([each == faulty for each in range(world_size)])
+    layout.reduce()
+    reset_counts()
+    return told(layout), sum(count.calls for count in counts().values())
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+def test_a_fault_that_was_told_with_the_step_takes_no_message_of_its_own(
+    name: str, faulty: int
+) -> None:
+    world_size, strategy = ARRANGEMENTS[name]
+    heard = shoal.run_in_memory(functools.partial(told_elsewhere, strategy, faulty), world_size)
+    for rank, (text, num_messages) in enumerate(heard):
+        assert text.startswith("NonFiniteGradient" if rank == faulty else "GenerationBroken")
+        assert not num_messages
+
+
+def test_stages_with_a_parameter_in_common_tell_of_their_sum_behind_it() -> None:
+    layouts = shoal.run_in_memory(
+        lambda: after_backward(Pipeline(microbatches=2), models.tied_gpt).faults_are_own, 3
+    )
+    assert layouts == [False] * 3
+
+
 def too_large_together(strategy: LayoutStrategy, shared: str) -> str:
     """Two ranks have finite gradients whose sum is not."""
     layout = after_backward(strategy, models.tied_gpt)
