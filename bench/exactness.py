@@ -133,6 +133,8 @@ def newest(job: ShoalJob) -> Step:
 
 def main() -> None:
     num_faults = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_FAULTS
+    # One process takes minutes for such small steps if two threads wait for each other's core.
+    torch.set_num_threads(1)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         config = LocalClusterConfig(directory=Path(name) / "cluster", num_parameter_servers=0)
