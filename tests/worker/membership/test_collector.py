@@ -4,7 +4,9 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+import shoal
 from shoal.membership.collector import LongLivedObjects
 
 
@@ -69,4 +71,13 @@ def test_a_collector_that_is_off_is_left_alone() -> None:
         LongLivedObjects().freeze()
     finally:
         gc.enable()
+    assert not gc.get_freeze_count()
+
+
+def test_a_session_has_them_left_alone_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)
+    model = torch.nn.Linear(2, 1)
+    with shoal.join("alone") as session:
+        session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert gc.get_freeze_count()
     assert not gc.get_freeze_count()
