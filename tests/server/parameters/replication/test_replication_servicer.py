@@ -1,9 +1,11 @@
 """The Replication service on the wire: what a backup takes from a primary, and what it refuses."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -13,10 +15,12 @@ import torch
 from support.clusters.assignment_records import write_assignments
 from support.clusters.parameter_servers import config
 
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import Piece
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.replication.protocol.messages import (
@@ -50,6 +54,7 @@ ANSWER_S = 30.0
 
 Frames = list[pb.FollowRequest]
 T = TypeVar("T")
+AnyCall = grpc.aio.StreamStreamCall[pb.FollowRequest, pb.FollowReply]
 
 
 def as_message(frame: frames.Frame) -> pb.FollowRequest:
@@ -292,6 +297,50 @@ async def test_a_copy_that_differs_is_dropped_and_made_anew(world: World) -> Non
         assert (received.num_different, world.version) == (1, 0)
         assert told(await link.ask(world.primary.image())) == [2]
     await world.assert_same()
+
+
+@pytest.mark.long
+async def test_many_followers_that_never_end_and_never_read_take_bounded_memory() -> None:
+    """Each begins a record of gigabytes, sends of it what it can in small pieces, and takes no
+    answer: all of them together hold no more than the limit, and a little for each stream."""
+    limit_bytes, num_streams, sent_bytes = 16 << 20, 64, 8 << 20
+    data = bytes(frames.INLINE_BYTES)
+    piece = pb.FollowRequest(bytes=Piece(data=data, checksum=crc32(data)))
+    start = pb.RecordStart(job=JOB, shard_id=0, epoch=EPOCH, num_bytes=frames.MAX_RECORD_BYTES)
+    store = MemoryStore()
+    async with (
+        running(config("ps-0", memory_limit_bytes=limit_bytes), store) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+
+        async def follow(number: int) -> AnyCall:
+            call = ReplicationStub(channel).Follow()
+            primary = pb.Holder(server_id=f"ps-{number}", incarnation="one")
+            await call.write(pb.FollowRequest(hello=pb.Hello(primary=primary, link=1)))
+            await call.write(pb.FollowRequest(record=start))
+            for _ in range(sent_bytes // len(data)):
+                await call.write(piece)
+                await call.write(pb.FollowRequest(beat=pb.FollowBeat()))
+            return call
+
+        before_bytes, peak_bytes = resident_bytes(), 0
+        calls = [asyncio.create_task(follow(number)) for number in range(num_streams)]
+        while not all(call.done() for call in calls):
+            await asyncio.wait(calls, timeout=0.05, return_when=asyncio.ALL_COMPLETED)
+            held_bytes = server.replicas.received._memory.held_bytes
+            peak_bytes = max(peak_bytes, resident_bytes())
+            assert held_bytes <= limit_bytes
+        # Without a bound: the 512 MiB that were sent.
+        assert peak_bytes - before_bytes < 8 * limit_bytes
+        for call in calls:
+            (await call).cancel()
+    await store.close()
+
+
+def resident_bytes() -> int:
+    """Of this process, in which the server is."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def corrupted(told: Frames) -> Frames:
