@@ -1,0 +1,77 @@
+"""The HTTP API by schemathesis: requests drawn from its own schema, good and bad, and answers that
+have to be as the schema says."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from fuzzing.cluster import FuzzedCluster
+from fuzzing.http_requests import STREAM
+from hypothesis import HealthCheck
+from hypothesis.errors import Unsatisfiable
+from schemathesis.checks import CHECKS, load_all_checks
+from support.network import http
+
+SEED = 20261123
+EXAMPLES = 150
+"""Of each operation, with values that the schema allows and as many with others."""
+ALL = (
+    *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
+    *("response_schema_conformance", "response_headers_conformance"),
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedCluster]:
+    with FuzzedCluster(tmp_path_factory.mktemp("schema")) as started:
+        yield started
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
+def test_answers_are_as_the_schema_says(
+    cluster: FuzzedCluster, mode: schemathesis.GenerationMode
+) -> None:
+    """Of every operation but the stream, which has no end: no 500, no status, type, header or field
+    that the schema does not have; and nothing that is not foreseen in a log."""
+    load_all_checks()
+    checks = CHECKS.get_by_names(ALL)
+    url = cluster.coordinator.http
+    document = http.get(f"{url}/openapi.json").json()
+    schema = schemathesis.openapi.from_dict(document)
+    known = {"job": cluster.job, "member": cluster.token.member_id}
+    seen = 0
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        if operation.path == STREAM:
+            continue
+
+        @hypothesis.seed(SEED)
+        @hypothesis.settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            database=None,
+            # Schemathesis draws and throws away much of what is wrong in no way.
+            suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+        )
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        def check(case: Any) -> None:
+            # Half of them about what there is: the rest ends at the first look.
+            if len(str(case.path_parameters)) % 2:
+                case.path_parameters |= {
+                    k: v for k, v in known.items() if k in case.path_parameters
+                }
+            case.call_and_validate(base_url=url, checks=checks, timeout=10.0)
+
+        try:
+            check()
+        except Unsatisfiable:
+            # Nothing of what it takes can be wrong: it takes nothing.
+            assert mode is schemathesis.GenerationMode.NEGATIVE and not operation.body
+            continue
+        seen += 1
+    assert seen > (15 if mode is schemathesis.GenerationMode.POSITIVE else 8)
+    assert cluster.not_foreseen() == []
+    assert cluster.depositions() == []
