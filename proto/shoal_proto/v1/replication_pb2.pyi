@@ -1076,11 +1076,16 @@ class FollowReply(_message.Message):
     RECEIVED_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    READS_TO_END_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     shard_id: _builtins.int
     epoch: _builtins.int
     received: _builtins.int
     """All records up to this version were received."""
+    reads_to_end: _builtins.bool
+    """Said at first, without a job: all that is sent over this link is read, also what is sent right
+    before its sender ends. So a record was received once it lies in the memory of this process.
+    """
     @_builtins.property
     def holds(self) -> Global___Holds: ...
     @_builtins.property
@@ -1100,10 +1105,11 @@ class FollowReply(_message.Message):
         received: _builtins.int = ...,
         taken: Global___ChunkTaken | None = ...,
         refused: Global___Refused | None = ...,
+        reads_to_end: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "holds", b"holds", "installed", b"installed", "received", b"received", "refused", b"refused", "taken", b"taken"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "epoch", b"epoch", "holds", b"holds", "installed", b"installed", "job", b"job", "received", b"received", "refused", b"refused", "shard_id", b"shard_id", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "epoch", b"epoch", "holds", b"holds", "installed", b"installed", "job", b"job", "reads_to_end", b"reads_to_end", "received", b"received", "refused", b"refused", "shard_id", b"shard_id", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["holds", "installed", "received", "taken", "refused"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015

@@ -42,6 +42,7 @@ from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
     promoted,
+    was_handed_over,
 )
 
 Effects = Iterator[Effect]
@@ -79,6 +80,7 @@ class ReplicationCore:
             ev.Forget: self._forgotten,
             ev.LinkOpened: self._link_opened,
             ev.LinkBroke: self._link_broke,
+            ev.Held: self._held,
             ev.Replied: self._replied,
             ev.ImageCut: self._image_cut,
             ev.ImageNotCut: self._image_not_cut,
@@ -154,16 +156,14 @@ class ReplicationCore:
 
     def _written(self, event: ev.Written) -> Effects:
         self._records.end_write(event.key)
-        led = self.leading.find(event.key)
-        if led is not None:
+        if (led := self.leading.find(event.key)) is not None:
             led.written()
             yield from self._tend(led)
         else:
             yield from self._wish(event.key)
 
     def _not_written(self, event: ev.NotWritten) -> Effects:
-        led = self.leading.find(event.key)
-        if led is not None:
+        if (led := self.leading.find(event.key)) is not None:
             yield from led.keep_leading()
 
     def _refreshed(self, event: ev.Refreshed) -> Effects:
@@ -186,7 +186,7 @@ class ReplicationCore:
             if new is None:
                 self._claims.take(key)
         elif new.primary == self.me:
-            yield from self._to_lead(key, new)
+            yield from self._to_lead(key, new, stopped=was_handed_over(old, new))
         else:
             yield from self._to_back_up(key, new)
         if new is not None:
@@ -213,7 +213,7 @@ class ReplicationCore:
         if led.assignment.on_disk == self.me.server_id:
             self._claims.left(led.key)
 
-    def _to_lead(self, key: Key, new: ShardAssignment) -> Effects:
+    def _to_lead(self, key: Key, new: ShardAssignment, *, stopped: bool = False) -> Effects:
         led, copy = self.leading.find(key), self._copies.find(key)
         if led is not None and led.epoch == new.epoch:
             led.assignment = new
@@ -229,7 +229,7 @@ class ReplicationCore:
                 yield from self._copies.drop(key)
             elif copy.phase is CopyPhase.HELD:
                 copy.phase = CopyPhase.SETTLING
-                yield Settle(key)
+                yield Settle(key, None if stopped else copy.primary)
         elif key in self._claims and new.content is ShardContent.PRESENT:
             self._claims.take(key)
             if new.on_disk == self.me.server_id:
@@ -278,7 +278,7 @@ class ReplicationCore:
         content = led.assignment.content
         self._leave_on_disk(led)
         yield from self.leading.end(led.key)
-        copy = Copy(led.epoch, led.born, led.version, content, CopyPhase.SETTLING)
+        copy = Copy(self.me, led.epoch, led.born, led.version, content, CopyPhase.SETTLING)
         self._copies.keep(led.key, copy)
         yield StepDown(led.key, self._records[led.key].epoch)
 
@@ -286,6 +286,9 @@ class ReplicationCore:
         key, new = event.key, self._records.find(event.key)
         copy = self._copies.find(key)
         if copy is None or copy.phase is not CopyPhase.SETTLING:
+            return
+        if copy.received > event.version:
+            yield Settle(key)  # More was received meanwhile.
             return
         copy.phase, copy.received = CopyPhase.HELD, event.version
         if new is not None and copy.is_of_other_content(new):
@@ -336,26 +339,22 @@ class ReplicationCore:
                 yield answer
 
     def _abandoned(self, event: ev.Abandoned) -> Effects:
-        led = self.leading.find(event.key)
-        if led is not None:
+        if (led := self.leading.find(event.key)) is not None:
             led.abandon(event.token)
         yield from ()
 
     def _on_disk(self, event: ev.OnDisk) -> Effects:
-        led = self.leading.find(event.key)
-        if led is not None:
+        if (led := self.leading.find(event.key)) is not None:
             self.leading.on_disk(led, event.version, self._now_s)
             yield from self._release(led)
             yield from self._wish(event.key)
 
     def _disk_failed(self, event: ev.DiskFailed) -> Effects:
-        led = self.leading.find(event.key)
-        if led is not None:
+        if (led := self.leading.find(event.key)) is not None:
             yield from led.disk_failed()
 
     def _stopped(self, event: ev.Stopped) -> Effects:
-        led = self.leading.find(event.key)
-        if led is not None:
+        if (led := self.leading.find(event.key)) is not None:
             led.stopped(event.version)
             yield from self._tend(led)
 
@@ -388,6 +387,10 @@ class ReplicationCore:
         for led in touched.shards:
             yield from self._tend(led)
 
+    def _held(self, event: ev.Held) -> Effects:
+        if (led := self.leading.held(event)) is not None:
+            yield from self._release(led)
+
     def _replied(self, event: ev.Replied) -> Effects:
         if not self.leading.links.is_current(event.peer, event.link):
             return
@@ -407,8 +410,7 @@ class ReplicationCore:
     def _image_not_cut(self, event: ev.ImageNotCut) -> Effects:
         yield Note("image_not_taken", key=event.key, detail=event.detail)
         yield from self.leading.image_not_cut(event)
-        led = self.leading.find(event.key)
-        if led is not None:
+        if (led := self.leading.find(event.key)) is not None:
             yield from self._tend(led)
 
     # --- links to here ---
@@ -418,6 +420,8 @@ class ReplicationCore:
         yield from ()
 
     def _caller_left(self, event: ev.CallerLeft) -> Effects:
+        if event.is_torn:
+            yield from self._copies.torn(event.peer)
         yield from self._watch.left(event.peer, event.link)
 
     def _requested(self, event: ev.Requested) -> Effects:

@@ -166,6 +166,16 @@ def handed_over(assignment: ShardAssignment, primary: Holder) -> ShardAssignment
     )
 
 
+def was_handed_over(old: ShardAssignment | None, new: ShardAssignment) -> bool:
+    """Whether the primary itself has given the shard to its successor."""
+    return (
+        old is not None
+        and new.epoch == old.epoch + 1
+        and new.primary == old.successor
+        and old.primary in new.backups
+    )
+
+
 def without_backup(assignment: ShardAssignment, primary: Holder, lost: Holder) -> ShardAssignment:
     """The primary goes on without a backup, or without one that was joining."""
     if assignment.primary != primary or lost not in assignment.holders[1:]:

@@ -9,7 +9,9 @@ import numpy as np
 
 PLACE_BYTES = 2 * 1024 * 1024
 """Most shards of parameters fit into one: their pushes then lie in one piece at the other end."""
-NUM_PLACES = 8
+NUM_PLACES = 16
+"""Twice as many as shards of one push are worked on at a time: there is a free one for each,
+although half of them are given back at once."""
 
 
 class Places:

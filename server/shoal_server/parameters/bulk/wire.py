@@ -37,8 +37,6 @@ class FrameConnection:
         self._flushing: set[asyncio.Task[None]] = set()
         self._sent_s = self._loop.time()
         self._take: TakeFrame | None = None
-        self._awaited: asyncio.Future[Frame] | None = None
-        """The next frame that is not taken, while somebody waits for it."""
 
     async def next_frame(self) -> Frame:
         """The next one that nobody takes at once (see `deliver`).
@@ -63,11 +61,6 @@ class FrameConnection:
         raises, `next_frame` raises. None: nobody takes any."""
         self._take = take
 
-    def look(self) -> None:
-        """Have what has come by now taken at once, if somebody waits in `next_frame`."""
-        if self._awaited is not None and not self._awaited.done():
-            self._readable(self._awaited)
-
     def _next_left(self) -> Frame | None:
         while (frame := self._reader.next()) is not None:
             if self._take is None or not self._take(frame):
@@ -78,12 +71,10 @@ class FrameConnection:
         """Its socket stays registered with the event loop until then, whatever is taken."""
         number = self.socket.fileno()
         awaited: asyncio.Future[Frame] = self._loop.create_future()
-        self._awaited = awaited
         self._loop.add_reader(number, self._readable, awaited)
         try:
             return await awaited
         finally:
-            self._awaited = None
             self._loop.remove_reader(number)
 
     def _readable(self, awaited: "asyncio.Future[Frame]") -> None:
@@ -136,6 +127,21 @@ class FrameConnection:
         """Send a frame now, or else behind what is being sent."""
         if not self.send_now(frame):
             self._flush(frame)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether what was sent lies in the memory of the other end's process, which may read it
+        after this end is gone, too."""
+        is_plain = isinstance(self._bytes, PlainBytes)
+        return is_plain and self.socket.family == socket.AF_UNIX
+
+    def end_reading(self) -> None:
+        """The other end can send nothing more from here on; what it has sent can still be read,
+        and HungUp comes behind it. See unix(7): both is decided under one lock of the kernel."""
+        try:
+            self.socket.shutdown(socket.SHUT_RD)
+        except OSError as error:
+            log.debug("reading_ended_already", reason=str(error))
 
     @property
     def is_quiet(self) -> bool:

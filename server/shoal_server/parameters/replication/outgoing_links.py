@@ -20,6 +20,7 @@ from shoal_server.core.replication.protocol.effects import (
     Send,
 )
 from shoal_server.core.replication.protocol.events import (
+    Held,
     ImageCut,
     ImageNotCut,
     LinkBroke,
@@ -124,11 +125,6 @@ class OutgoingLinks:
             if link is not None and follower.phase is FollowerPhase.FOLLOWING:
                 self._links[peer, link.number].compare(digest)
 
-    def look(self, replica: ShardReplica) -> None:
-        """Have answers taken that have come by now of who follows the shard."""
-        for link in self._followed_by(replica):
-            link.look()
-
     def draft(self, replica: ShardReplica, data: memoryview) -> memoryview | None:
         """The data of a push that is about to be applied, in memory that is shared with one of who
         follows the shard; None where there is none. See `PeerLink.draft`."""
@@ -174,7 +170,7 @@ class OutgoingLinks:
             raise InternalError("an image is not wanted any more", seen=f"image {request.image}")
         return await giving_way(self._run, partial(kept.cut.chunk, request.index))
 
-    def tell(self, event: LinkOpened | LinkBroke | Replied) -> None:
+    def tell(self, event: LinkOpened | LinkBroke | Held | Replied) -> None:
         if isinstance(event, LinkBroke):
             self._links.pop((event.peer, event.link), None)
         self._driver.tell(event)

@@ -19,7 +19,7 @@ from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.replication.protocol.events import LinkBroke, LinkOpened, Replied
+from shoal_server.core.replication.protocol.events import Held, LinkBroke, LinkOpened, Replied
 from shoal_server.core.replication.protocol.messages import (
     Continue,
     ImageChunk,
@@ -66,7 +66,7 @@ class LinkOwner(Protocol):
         """Its data. Raises InternalError if the image is not wanted any more."""
         ...
 
-    def tell(self, event: LinkOpened | LinkBroke | Replied) -> None: ...
+    def tell(self, event: LinkOpened | LinkBroke | Held | Replied) -> None: ...
 
 
 class PeerLink:
@@ -85,8 +85,6 @@ class PeerLink:
         self._wake = asyncio.Event()
         self._wake_images = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._stream: WatchedStream | None = None
-        """That for pushes, once it is greeted."""
         self._idle: WatchedStream | None = None
         """The stream for pushes, while nothing is being written to it."""
 
@@ -116,17 +114,18 @@ class PeerLink:
         if record is None:
             return False
         of_record = frames.of_record(*request.key, request.epoch, record, stream.inline_bytes)
-        return stream.send_now(*of_record, keep=partial(self._owner.lies_at, request))
+        if not stream.send_now(*of_record, keep=partial(self._owner.lies_at, request)):
+            return False
+        # For rows there may be no memory.
+        if stream.is_received and not record.push.row_ids:
+            key, epoch, version = request.key, request.epoch, request.version
+            self._owner.tell(Held(self._to, self._number, key, epoch, version))
+        return True
 
     def draft(self, data: memoryview) -> memoryview | None:
         """Data of a push that is sent next, if any is, in memory that is shared with the other end;
         None where that cannot be. They lie there until the next ones are drafted."""
         return self._idle.draft(data) if self._idle is not None and not self._pushes else None
-
-    def look(self) -> None:
-        """Have replies taken that have come by now."""
-        if self._stream is not None:
-            self._stream.look()
 
     def compare(self, digest: pb.FollowRequest) -> None:
         """Behind what was sent before."""
@@ -145,12 +144,10 @@ class PeerLink:
                 try:
                     await stream.greet(self._hello(for_images=False))
                     self._owner.tell(LinkOpened(self._to, self._number))
-                    self._stream = stream
                     stream.deliver(self._replied)
                     images = self._carry_images(address)
                     await stream.carry(self._write(stream), self._read(stream), images)
                 finally:
-                    self._stream = None
                     heard = stream.heard_s > 0.0
         except ShoalError as error:
             reason = str(error)

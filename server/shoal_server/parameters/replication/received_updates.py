@@ -12,9 +12,11 @@ from shoal_proto.errors import Overloaded
 from shoal_server.core.replication.protocol.effects import Replay, Settle
 from shoal_server.core.replication.protocol.events import CopyFailed, Settled
 from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.giving_way import LARGE
+from shoal_server.parameters.replication.incoming_links import IncomingLinks
 from shoal_server.parameters.replication.wire.frames import Arrived, Assembly
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
@@ -52,9 +54,11 @@ class ReceivedUpdates:
         memory: Memory,
         run: Runner,
         is_coming: Callable[[Key, int], bool],
+        links: IncomingLinks,
     ) -> None:
         self._driver = driver
         self._is_coming = is_coming
+        self._links = links
         self._catalog = catalog
         self._memory = memory
         self._run = run
@@ -183,20 +187,23 @@ class ReceivedUpdates:
     def _settle(self, effect: Settle) -> None:
         replica = self._catalog.find(*effect.key)
         assert replica is not None
-        self._tasks.start(self._settled(effect.key, replica))
+        self._tasks.start(self._settled(effect.key, replica, effect.last))
 
-    async def _settled(self, key: Key, replica: ShardReplica) -> None:
+    async def _settled(self, key: Key, replica: ShardReplica, last: Holder | None) -> None:
+        if last is not None:
+            await self._links.read_to_end(last)
         await self.settle(replica)
         if self._catalog.find(*key) is replica:
             self._driver.tell(Settled(key, replica.state.version))
 
     async def settle(self, replica: ShardReplica) -> None:
         """Return once everything that was received for a copy is applied."""
-        backlog = self._backlogs.get((replica.job, replica.shard_id))
-        if backlog is None or backlog.replica is not replica or backlog.applied is None:
-            return
-        # What was acknowledged is applied although who waits for it is cancelled.
-        await asyncio.wait({backlog.applied})
+        key = replica.job, replica.shard_id
+        while (backlog := self._backlogs.get(key)) is not None and backlog.replica is replica:
+            if backlog.applied is None or backlog.applied.done():
+                return
+            # What was acknowledged is applied although who waits for it is cancelled.
+            await asyncio.wait({backlog.applied})
 
 
 def _work_bytes(replica: ShardReplica, arrived: Arrived) -> int:

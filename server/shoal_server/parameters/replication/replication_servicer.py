@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, closing
+from typing import Protocol
 
 import structlog
 import torch
@@ -16,9 +17,11 @@ from shoal_server.core.replication.protocol.events import CallerCame, CallerLeft
 from shoal_server.core.replication.protocol.messages import Refused, UpdateMessage, Why
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.bulk.offers import Offers, Purpose
+from shoal_server.parameters.bulk.wire import HungUp
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
 from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.incoming_links import IncomingLinks
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.replication.wire.bounded_queue import BoundedQueue
@@ -35,30 +38,56 @@ MAX_ANSWERS = 4096
 Caller = tuple[Holder, int]
 
 
-SendNow = Callable[[pb.FollowReply], bool]
-"""Sends an answer without waiting, if that can be; whether it was sent."""
-
-
 TakeArriving = Callable[[Arriving], bool]
 """Deals with what a primary tells without waiting, if that can be; whether it did."""
-Deliver = Callable[[TakeArriving | None], None]
-"""Has what comes taken right when it comes, from now on; None: no more."""
 
 
-def _never(reply: pb.FollowReply) -> bool:
-    """By gRPC."""
-    return False
+class DirectWay(Protocol):
+    """What a link's stream can do at once, beside giving its requests one by one."""
+
+    @property
+    def reads_to_end(self) -> bool:
+        """Whether all that a primary has sent is read, whatever becomes of it."""
+        ...
+
+    def send_now(self, reply: pb.FollowReply) -> bool:
+        """Send an answer without waiting, if that can be; whether it was sent."""
+        ...
+
+    def deliver(self, take: TakeArriving | None) -> None:
+        """From now on, have what comes taken right when it comes; None: no more."""
+        ...
+
+    def end_reading(self) -> None:
+        """Where all is read: nothing more can be sent to here."""
+        ...
 
 
-def _to_nobody(take: TakeArriving | None) -> None:
-    """By gRPC: it comes by the stream of requests."""
+class _ByGrpc:
+    """One by one it is."""
+
+    reads_to_end = False
+
+    def send_now(self, reply: pb.FollowReply) -> bool:
+        return False
+
+    def deliver(self, take: TakeArriving | None) -> None:
+        """It comes by the stream of requests."""
+
+    def end_reading(self) -> None:
+        """What is not read is sent again."""
+
+
+_BY_GRPC = _ByGrpc()
 
 
 class _Answers:
     """The answers of one link, in order, until one of its streams is over."""
 
-    def __init__(self, send_now: SendNow) -> None:
-        self._send_now = send_now
+    def __init__(self, way: DirectWay) -> None:
+        self._send_now = way.send_now
+        self.is_torn = False
+        """Something that counts as received was not read."""
         self.queue = BoundedQueue[pb.FollowReply](MAX_ANSWERS)
         self.is_over = asyncio.Event()
 
@@ -80,11 +109,13 @@ class ReplicationServicer:
         driver: CoreDriver,
         *,
         received: ReceivedUpdates,
+        links: IncomingLinks,
         timeouts: PeerTimeouts,
         offers: Offers,
     ) -> None:
         self._driver = driver
         self._received = received
+        self._links = links
         self._timeouts = timeouts
         self._offers = offers
         self._callers: dict[Caller, _Answers] = {}
@@ -104,13 +135,10 @@ class ReplicationServicer:
         return self.follow(requests)
 
     async def follow(
-        self,
-        requests: AsyncIterator[Arriving],
-        send_now: SendNow = _never,
-        deliver: Deliver = _to_nobody,
+        self, requests: AsyncIterator[Arriving], way: DirectWay = _BY_GRPC
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Take in what a primary tells; what is received is acknowledged in the replies, or by
-        `send_now` where that takes one. Of the requests, pushes may come by `deliver`."""
+        """Take in what a primary tells; what is received is acknowledged in the replies, or by the
+        direct way where that takes it. Of the requests, pushes may come by that, too."""
         first = await anext(requests, pb.FollowRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("hello"):
             raise MalformedMessage(
@@ -121,26 +149,26 @@ class ReplicationServicer:
         if hello.for_images:
             stream = self._images(caller, requests)
         else:
-            stream = self._link(hello, requests, send_now, deliver)
+            stream = self._link(hello, requests, way)
         async with aclosing(stream) as out:
             async for reply in out:
                 yield reply
 
     async def _link(
-        self,
-        hello: pb.Hello,
-        requests: AsyncIterator[Arriving],
-        send_now: SendNow,
-        deliver: Deliver,
+        self, hello: pb.Hello, requests: AsyncIterator[Arriving], way: DirectWay
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """A link's first stream: the link is there as long as it is."""
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
         self._compare(hello)
-        answers = self._callers[caller] = _Answers(send_now)
+        # An earlier one that it has given up: what came over it comes first.
+        await self._links.read_to_end(caller[0])
+        answers = self._callers[caller] = _Answers(way)
         self._driver.tell(CallerCame(*caller))
+        if way.reads_to_end:
+            answers.put(pb.FollowReply(reads_to_end=True))
         reason = "the stream ended"
         try:
-            async with aclosing(self._carried(caller, answers, requests, deliver)) as out:
+            async with aclosing(self._carried(caller, answers, requests, way)) as out:
                 async for reply in out:
                     yield reply
         except Exception as error:
@@ -151,7 +179,7 @@ class ReplicationServicer:
             answers.end()
             if self._callers.get(caller) is answers:
                 del self._callers[caller]
-                self._driver.tell(CallerLeft(*caller))
+                self._driver.tell(CallerLeft(*caller, is_torn=answers.is_torn))
 
     async def _images(
         self, caller: Caller, requests: AsyncIterator[Arriving]
@@ -164,9 +192,9 @@ class ReplicationServicer:
                 seen=f"link {caller[1]} of server {caller[0].server_id}",
                 expected="a link whose first stream is open",
             )
-        beats = _Answers(_never)
+        beats = _Answers(_BY_GRPC)
         try:
-            async with aclosing(self._carried(caller, beats, requests, _to_nobody)) as out:
+            async with aclosing(self._carried(caller, beats, requests, _BY_GRPC)) as out:
                 async for reply in out:
                     yield reply
         finally:
@@ -190,12 +218,14 @@ class ReplicationServicer:
         caller: Caller,
         answers: _Answers,
         requests: AsyncIterator[Arriving],
-        deliver: Deliver,
+        way: DirectWay,
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """The answers; an empty one where there was none for a beat: the primary is to hear that
         somebody is there, whatever this server is busy with."""
         silence = Silence(self._timeouts)
-        reading = asyncio.create_task(self._read(caller, answers, requests, silence, deliver))
+        reading = asyncio.create_task(self._read(caller, answers, requests, silence, way))
+        if way.reads_to_end:
+            self._links.read_by(reading, caller[0], way.end_reading)
         silent = asyncio.create_task(silence.wait())
         for task in (reading, silent):
             task.add_done_callback(lambda _: answers.end())
@@ -213,7 +243,15 @@ class ReplicationServicer:
                 )
             if reading.done():
                 reading.result()
+        except asyncio.CancelledError:
+            # This server ends, and with it what it has not read.
+            await cancel(reading)
+            raise
         finally:
+            if way.reads_to_end:
+                way.end_reading()
+                await asyncio.wait({reading})
+                answers.is_torn = _is_torn(reading)
             await cancel(reading, silent)
 
     async def _read(
@@ -222,7 +260,7 @@ class ReplicationServicer:
         answers: _Answers,
         requests: AsyncIterator[Arriving],
         silence: Silence,
-        deliver: Deliver,
+        way: DirectWay,
     ) -> None:
         with closing(self._received.assembly()) as assembly:
 
@@ -237,11 +275,11 @@ class ReplicationServicer:
                 silence.expect()
                 return True
 
-            deliver(take)
+            way.deliver(take)
             try:
                 await self._take_all(caller, answers, requests, silence, assembly)
             finally:
-                deliver(None)
+                way.deliver(None)
 
     async def _take_all(
         self,
@@ -303,3 +341,11 @@ class ReplicationServicer:
 def _is_of_push(request: Arriving) -> bool:
     """Whether it tells of a push, or has some of the data of one."""
     return isinstance(request, OnlyPiece) or request.HasField("record")
+
+
+def _is_torn(reading: "asyncio.Task[None]") -> bool:
+    """Whether it ended before the end of what was sent."""
+    if reading.cancelled():
+        return True
+    error = reading.exception()
+    return error is not None and not isinstance(error, HungUp)

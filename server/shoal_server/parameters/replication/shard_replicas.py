@@ -37,6 +37,7 @@ from shoal_server.parameters.replication.acknowledgements import Acknowledgement
 from shoal_server.parameters.replication.comparing import Comparing
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.incoming_images import IncomingImages
+from shoal_server.parameters.replication.incoming_links import IncomingLinks
 from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.replication.record_writer import RecordWriter
@@ -74,8 +75,14 @@ class ShardReplicas:
         self._directory = ServerDirectory(store, self._look_whether_empty)
         self._record = AssignmentTable(store, self._changed, self._record_gone)
         self._images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
+        self._incoming = IncomingLinks()
         self.received = ReceivedUpdates(
-            driver, catalog=catalog, memory=memory, run=run, is_coming=self._images.is_coming
+            driver,
+            catalog=catalog,
+            memory=memory,
+            run=run,
+            is_coming=self._images.is_coming,
+            links=self._incoming,
         )
         links = OutgoingLinks(
             driver, catalog=catalog, directory=self._directory, run=run, timeouts=timeouts
@@ -111,7 +118,11 @@ class ShardReplicas:
     def servicer(self, offers: Offers) -> ReplicationServicer:
         """What other servers tell this one by."""
         return ReplicationServicer(
-            self._driver, received=self.received, timeouts=self._timeouts, offers=offers
+            self._driver,
+            received=self.received,
+            links=self._incoming,
+            timeouts=self._timeouts,
+            offers=offers,
         )
 
     def lease_renewed(self, sent_s: float) -> None:
@@ -141,7 +152,7 @@ class ShardReplicas:
         """Of a shard that is led here: up to which version its followers are known to have it."""
         led = self._driver.core.led((job, shard_id))
         followers = led.followers if led is not None else {}
-        return {holder: follower.received for holder, follower in followers.items()}
+        return {holder: follower.confirmed for holder, follower in followers.items()}
 
     def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
         """Who holds each shard of a job, as of the newest record seen."""

@@ -57,10 +57,6 @@ class _Led:
     replica: ShardReplica
     acknowledgements: Acknowledgements
     tell_applied: Callable[[], None]
-    links: OutgoingLinks
-
-    def look(self) -> None:
-        self.links.look(self.replica)
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
         return self.acknowledgements.is_there(self.replica, version, level)
@@ -181,7 +177,7 @@ class ShardRoles:
         replica.epoch, replica.role = effect.epoch, ReplicaRole.PRIMARY
         replica.is_forming, replica.is_handing_over = True, False
         replica.log = RecordLog(replica.state.version)
-        replica.leading = _Led(replica, self._acknowledgements, self._tell_applied, self._links)
+        replica.leading = _Led(replica, self._acknowledgements, self._tell_applied)
         replica.state.subscribe(partial(self._pushed, replica), partial(self._keep, replica))
         if self.shard_journal is not None:
             self.shard_journal.lead(replica)

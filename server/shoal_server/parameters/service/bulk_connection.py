@@ -149,8 +149,7 @@ class BulkServerConnection:
         except DecodeError as error:
             raise _unreadable(opening, error, f"the request of a {opening.kind.name}") from error
         if opening.kind is Kind.FOLLOW and self._is_peer:
-            told = self._calls.replication.follow(call.told(), self._send_now, call.deliver)
-            return _one_by_one(told)
+            return _one_by_one(self._calls.replication.follow(call.told(), call))
         raise MalformedMessage(
             "a frame that begins no call of this connection",
             seen=opening.kind.name,
@@ -163,9 +162,6 @@ class BulkServerConnection:
         if self._caller is not None:
             check_request(self._caller, request)
         return request
-
-    def _send_now(self, reply: FollowReply) -> bool:
-        return self._wire.send_now(_frame(reply))
 
     async def _fail(self, error: ShoalError) -> None:
         """Tell the client, if it still listens; nothing more is sent after it."""
@@ -183,7 +179,8 @@ class BulkServerConnection:
 
 
 class _BulkCall:
-    """What comes in of one call, and the way back of its values."""
+    """What comes in of one call, and the way back of its values. A server's call that tells of its
+    shards is a `DirectWay` of it."""
 
     def __init__(self, wire: FrameConnection, arena: SharedArena | None) -> None:
         self._wire = wire
@@ -231,6 +228,19 @@ class _BulkCall:
             return True
 
         self._wire.deliver(None if take is None else given)
+
+    def send_now(self, reply: FollowReply) -> bool:
+        """Whether a reply was sent without waiting."""
+        return self._wire.send_now(_frame(reply))
+
+    @property
+    def reads_to_end(self) -> bool:
+        """Whether all that was sent is read, whatever becomes of its sender."""
+        return self._wire.is_local
+
+    def end_reading(self) -> None:
+        """Take nothing more that is not sent yet."""
+        self._wire.end_reading()
 
     def _arriving(self, frame: Frame) -> Arriving | None:
         """What another server tells by it; None: nothing."""

@@ -145,7 +145,6 @@ class DensePushKind:
         if isinstance(answer, ShoalError):
             return applied
         leading, version = part.replica.leading, answer.told_version
-        leading.look()
         if leading.is_acknowledged(version, level):
             return applied
         return leading.once_acknowledged(version, level, answer)

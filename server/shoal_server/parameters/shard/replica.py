@@ -32,10 +32,6 @@ class ShardLeadership(Protocol):
         """Pass on at once what was applied; from another thread, nothing: it is passed on soon."""
         ...
 
-    def look(self) -> None:
-        """Have what backups have answered by now taken."""
-        ...
-
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
         """Whether a version is as safe as that already."""
         ...
@@ -60,9 +56,6 @@ class NotLed:
 
     def tell_applied(self) -> None:
         """Nobody is told."""
-
-    def look(self) -> None:
-        """Nobody answers."""
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
         return False

@@ -24,6 +24,7 @@ from shoal_server.core.replication.protocol.effects import (
     Send,
     Settle,
     Stop,
+    Trim,
     Write,
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
@@ -303,6 +304,59 @@ def test_the_answers_of_a_link_that_is_over_are_none_of_the_next_one() -> None:
     assert world.tell(ev.Replied(B, old, Received(KEY, 1, 2))) == []
 
 
+def held(world: World, version: int, peer: Holder = B) -> list[Effect]:
+    return world.tell(ev.Held(peer, world.links[peer], KEY, 1, version))
+
+
+def test_a_push_was_received_once_it_lies_in_the_memory_of_every_backup() -> None:
+    """They read it whatever happens. What was kept for them is kept until they have."""
+    world = World()
+    world.led(B, C)
+    world.tell(ev.Applied(KEY, 2))
+    world.asks(2)
+    assert only(Acknowledge, held(world, 2)) == []
+    assert only(Acknowledge, held(world, 2, C)) == [Acknowledge("asked")]
+    assert only(Trim, world.answered(B, Received(KEY, 1, 2))) == []
+    assert only(Trim, world.answered(C, Received(KEY, 1, 2))) == [Trim(KEY, 2)]
+
+
+def test_what_came_before_must_have_been_received_too() -> None:
+    """It may have gone another way, and be refused."""
+    world = World()
+    world.led(B)
+    world.tell(ev.Applied(KEY, 2))
+    world.tell(ev.Applied(KEY, 3))
+    world.asks(3)
+    assert only(Acknowledge, held(world, 3)) == []
+    assert only(Acknowledge, world.answered(B, Received(KEY, 1, 2))) == [Acknowledge("asked")]
+
+
+def test_what_lay_in_memory_when_a_link_broke_is_asked_for_once_more() -> None:
+    """It is acknowledged by then; the backup may lack it if its process is gone."""
+    world = World()
+    world.led(B)
+    world.tell(ev.Applied(KEY, 2))
+    held(world, 2)
+    world.broke(B, gone=False)
+    world.now_s += LIMITS.reconnect_s / 10
+    world.tell(ev.Woken())
+    world.opened(B)
+    effects = world.answered(B, Holds(KEY, 1, 1, 1, 1))
+    assert requests(effects) == [Continue(KEY, 1, 1)]
+    assert requests(world.answered(B, Installed(KEY, 1, 0, 1))) == [UpdateMessage(KEY, 1, 2)]
+
+
+def test_a_shard_is_handed_over_once_its_successor_has_read_all() -> None:
+    """It leads at once."""
+    world = World()
+    world.led(B)
+    world.tell(ev.Applied(KEY, 2))
+    held(world, 2)
+    world.assigned(record(ME, B, successor=B))
+    assert only(Write, world.tell(ev.Stopped(KEY, 2))) == []
+    assert only(Write, world.answered(B, Received(KEY, 1, 2))) == [Write(KEY)]
+
+
 def test_who_is_told_of_a_later_epoch_refuses_at_once() -> None:
     """It may be cut from etcd for long: its workers are not to wait for that."""
     world = World()
@@ -417,7 +471,7 @@ def test_an_image_is_not_kept_where_the_record_names_this_server_by_then() -> No
     world.backs()
     world.told(ImageStart(KEY, 1, 1, 6, 9, 1))
     world.told(ImageChunk(KEY, 6, 0))
-    assert only(Settle, world.assigned(record(ME, epoch=2))) == [Settle(KEY)]
+    assert only(Settle, world.assigned(record(ME, epoch=2))) == [Settle(KEY, B)]
     assert only(Lead, world.tell(ev.Settled(KEY, 3))) == [Lead(KEY, 2)]
     assert only(Adopt, world.tell(ev.ImageRestored(KEY, 6))) == []
     (refused,) = replies(world.told(UpdateMessage(KEY, 1, 4)))

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pytest
 from support.sim.replication.schedule import simulate_replication
 
+from shoal_server.core.replication import replication_core
 from shoal_server.core.replication.backing import journal_claims
 from shoal_server.core.replication.backing.copies import Copies, CopyPhase
 from shoal_server.core.replication.backing.journal_claims import JournalClaims
 from shoal_server.core.replication.leading.followers import Follower
 from shoal_server.core.replication.leading.led_shard import LedShard
 from shoal_server.core.replication.lease import Lease
-from shoal_server.core.replication.protocol.effects import Effect
+from shoal_server.core.replication.protocol.effects import Answer, Effect
 from shoal_server.core.replication.protocol.events import Assigned
-from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.replication.protocol.messages import Key, UpdateMessage
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards import rebalance
 from shoal_server.core.shards.abandoned_loads import AbandonedLoads
@@ -68,14 +69,16 @@ def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
     """What it has received, and not applied, was acknowledged."""
     real = ReplicationCore._to_lead
 
-    def to_lead(core: ReplicationCore, key: Key, new: ShardAssignment) -> Iterator[Effect]:
+    def to_lead(
+        core: ReplicationCore, key: Key, new: ShardAssignment, *, stopped: bool = False
+    ) -> Iterator[Effect]:
         copy = core._copies.find(key)
         if copy is not None and copy.phase is CopyPhase.HELD and core.leading.find(key) is None:
             core._copies.take(key)
             led = core.leading.led(key, new, copy.received, origin=copy.epoch, born=copy.born)
             yield from core._begin(led)
         else:
-            yield from real(core, key, new)
+            yield from real(core, key, new, stopped=stopped)
 
     patch.setattr(ReplicationCore, "_to_lead", to_lead)
 
@@ -196,6 +199,35 @@ def what_nobody_loads_any_more_is_waited_for(patch: Patch) -> None:
     patch.setattr(AbandonedLoads, "given_up", given_up)
 
 
+def what_was_sent_is_not_read_before_the_copy_leads(patch: Patch) -> None:
+    """Its last primary may have acknowledged it."""
+    patch.setattr(replication_core, "was_handed_over", lambda old, new: True)
+
+
+def a_shard_is_handed_over_before_its_copies_have_read_all(patch: Patch) -> None:
+    """Its successor leads at once, and what others have not read they refuse from then on."""
+    patch.setattr(LedShard, "is_confirmed", property(lambda led: led.is_safe(led.version)))
+
+
+def what_follows_on_a_copy_is_refused_of_who_leads_no_longer(patch: Patch) -> None:
+    """It was acknowledged before, and the copy may be the next to lead."""
+    real = Copies._record
+
+    def record(
+        copies: Copies,
+        peer: Holder,
+        link: int,
+        told: UpdateMessage,
+        assignment: ShardAssignment | None,
+    ) -> Iterator[Effect]:
+        if copies._may_tell(assignment, peer, told):
+            yield from real(copies, peer, link, told, assignment)
+        else:
+            yield Answer(peer, link, copies._other_holders(told, assignment))
+
+    patch.setattr(Copies, "_record", record)
+
+
 # Two more break none of the invariants. Handing a shard over before its successor is level: what
 # that lacks was acknowledged to nobody, since it counts; it is sent again, and the copy that the
 # old primary keeps is one that has something else. Counting an answer of another epoch: what comes
@@ -206,10 +238,14 @@ FOCUS: Mapping[Fault, Sequence[str]] = {
     an_absence_goes_on_though_nobody_looked: ["away twice"],
     what_nobody_loads_any_more_is_waited_for: ["restore", "kill restorer"],
     an_older_copy_of_a_disk_is_led: ["save disk", "roll back", "kill all"],
+    what_was_sent_is_not_read_before_the_copy_leads: ["restart", "kill"],
 }
 """Faults that meet it more often than those of all kinds do."""
 
 FAULTS: Sequence[Fault] = (
+    what_was_sent_is_not_read_before_the_copy_leads,
+    a_shard_is_handed_over_before_its_copies_have_read_all,
+    what_follows_on_a_copy_is_refused_of_who_leads_no_longer,
     no_fence_after_the_lease,
     a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step,
     a_lost_backup_counts_for_nothing_before_that_is_written,
@@ -228,6 +264,7 @@ FAULTS: Sequence[Fault] = (
     what_nobody_loads_any_more_is_waited_for,
 )
 RARE = (
+    what_was_sent_is_not_read_before_the_copy_leads,
     a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step,
     a_version_is_durable_before_the_record_names_the_disk,
     an_absence_goes_on_though_nobody_looked,

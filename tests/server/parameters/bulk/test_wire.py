@@ -85,20 +85,23 @@ async def test_frames_are_taken_when_they_come_and_only_the_others_wake_who_wait
 ) -> None:
     """In order, also where one of them comes in two parts, or before anybody waits."""
     ours, theirs = ends
-    wire, taken = FrameConnection(ours), list[int]()
+    wire, taken, halfway = FrameConnection(ours), list[int](), asyncio.Event()
     theirs.send(told(1))
 
     def take(frame: Frame) -> bool:
         if frame.shard_id > 4:
             return False
         taken.append(frame.shard_id)
+        if len(taken) == 2:
+            halfway.set()
         return True
 
     wire.deliver(take)
     waiting = asyncio.create_task(wire.next_frame())
     await asyncio.sleep(0)
     theirs.send(told(2) + told(3)[:7])
-    wire.look()
+    async with asyncio.timeout(20):
+        await halfway.wait()
     assert taken == [1, 2]
     theirs.send(told(3)[7:] + told(4) + told(5) + told(1))
     async with asyncio.timeout(20):
@@ -131,3 +134,32 @@ async def test_what_is_wrong_with_a_frame_is_told_to_who_waits(
     with pytest.raises(HungUp):
         async with asyncio.timeout(20):
             await waiting
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["it lives", "it is gone"])
+async def test_what_was_sent_on_one_machine_is_read_although_nothing_more_is_taken(
+    ends: tuple[socket.socket, socket.socket], is_gone: bool
+) -> None:
+    """Nothing that a sender saw go is lost, and nothing goes that is not read."""
+    ours, theirs = ends
+    wire, other = FrameConnection(ours), FrameConnection(theirs)
+    assert wire.is_local
+    assert other.send_now(told(1)) and other.send_now(told(2)) and other.is_quiet
+    # Nobody reads it: then the kernel tells of a reset where the connection is closed.
+    assert wire.send_now(told(9))
+    if is_gone:
+        theirs.close()
+    wire.end_reading()
+    assert not other.send_now(told(3))
+    async with asyncio.timeout(20):
+        assert [(await wire.next_frame()).shard_id for _ in range(2)] == [1, 2]
+        with pytest.raises(HungUp):
+            await wire.next_frame()
+
+
+async def test_what_was_sent_to_another_machine_may_be_lost() -> None:
+    """It may be on its way yet."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        with ours:
+            assert not FrameConnection(ours).is_local

@@ -45,7 +45,7 @@ class ServerCopies:
             fx.Resume: self._resume,
             fx.StepDown: self._step_down,
             fx.Drop: lambda effect: self._drop(effect.key),
-            fx.Settle: lambda effect: self._settle(self.found[effect.key]),
+            fx.Settle: self._settle_last,
             fx.Trim: self._trim,
             fx.CutImage: self._cut_image,
             fx.ReleaseChunks: lambda effect: None,
@@ -161,6 +161,17 @@ class ServerCopies:
             del copy.log[version]
 
     # --- following ---
+
+    def _settle_last(self, effect: fx.Settle) -> None:
+        copy, last = self.found[effect.key], effect.last
+
+        def read_to_end() -> None:
+            if last is not None:
+                self._server.peers.read_to_end(last)
+            if not copy.is_dropped:
+                self._settle(copy)
+
+        self._server.process.act(self._takes_s(), read_to_end)
 
     def _settle(self, copy: Copy) -> None:
         def settled() -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from support.sim.replication.shard import NOTHING, Copy, Disk
+from support.sim.replication.shard import NOTHING, Copy, Disk, Update, chained
 from support.sim.virtual_time import Clock
 
 from shoal_server.core.replication.protocol.events import Level
@@ -57,6 +57,8 @@ class Ledger:
         """Whether it has been away for so long, or is dead."""
         self.is_fenced: Callable[[Holder], bool] = lambda holder: False
         """Whether others may take it for dead by now."""
+        self.unread: Callable[[Holder, Copy], Mapping[int, Update]] = lambda holder, copy: {}
+        """By version: updates for a copy that its process has not read yet."""
         self.num_acknowledged = 0
 
     def _promise(self, key: Key) -> Promise:
@@ -150,7 +152,7 @@ class Ledger:
         for holder in (record.primary, *record.backups):
             copy = self._find(holder, key)
             if copy is not None:
-                assert copy.has(*promise.replicated), (
+                assert self._will_have(holder, copy, *promise.replicated), (
                     f"{key}: {holder} has {copy.version} updates, not all of the"
                     f" {promise.replicated[0]} acknowledged ones; {record}"
                 )
@@ -162,6 +164,18 @@ class Ledger:
                 f" {len(on_disk.updates) if on_disk else 0} updates,"
                 f" not all of the {promise.durable[0]} durable ones"
             )
+
+    def _will_have(self, holder: Holder, copy: Copy, version: int, link: int) -> bool:
+        """Whether it has that row, or will once it has read what lies in its memory."""
+        if copy.has(version, link):
+            return True
+        chain = copy.chain[-1]
+        unread = self.unread(holder, copy)
+        for number in range(copy.version + 1, version + 1):
+            if number not in unread:
+                return False
+            chain = chained(chain, unread[number])
+        return version > copy.version and chain == link
 
     # --- what servers do to their copies ---
 

@@ -1,4 +1,8 @@
-"""Connections between servers: in order each way, until one end or the network breaks them."""
+"""Connections between servers: in order each way, until one end or the network breaks them.
+
+Those between servers on one machine lose nothing that was sent before one end was closed: it lies
+in the memory of the other end's process, which reads it to its end, as the server that ships does.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,6 +13,10 @@ from support.sim.virtual_time import Clock
 
 SILENCE_S = 2.0
 """After which one end that hears nothing takes the link for broken."""
+
+
+LATE_S = 1.5
+"""The most that a process which is busy reads later than usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +36,23 @@ class End:
     last_s: float = 0.0
     """When the last of what is on its way to here arrives."""
     coming: deque[object] = field(default_factory=deque)
+    takes: bool = True
+    """Nothing more can be sent to here."""
 
 
 class Link:
     """Whoever opened it has the first end."""
 
-    def __init__(self, clock: Clock, network: Network, opener: End, acceptor: End) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        opener: End,
+        acceptor: End,
+        *,
+        is_local: bool = False,
+    ) -> None:
+        self.is_local = is_local
         self._clock = clock
         self._network = network
         self.ends = (opener, acceptor)
@@ -46,9 +65,24 @@ class Link:
     def other(self, end: End) -> End:
         return self.ends[1] if end is self.ends[0] else self.ends[0]
 
-    def send(self, end: End, message: object) -> None:
-        if end.is_open:
-            self._put(self.other(end), message)
+    def send(self, end: End, message: object) -> bool:
+        """Whether it lies in the memory of the other end's process by now."""
+        other = self.other(end)
+        if not end.is_open or not other.takes:
+            return False
+        self._put(other, message)
+        return self.is_local and other.is_open and other.process.alive
+
+    def read_to_end(self, end: End) -> None:
+        """Nothing more is taken there; what was sent before is."""
+        if not (self.is_local and end.is_open):
+            return
+        end.takes = False
+        while end.coming:
+            message = end.coming.popleft()
+            if not isinstance(message, HangUp):
+                end.receive(message)
+        self._break(end)
 
     def close(self, end: End) -> None:
         """What is on its way to the other end gets there, or the last of it does not."""
@@ -57,7 +91,7 @@ class Link:
         end.is_open = False
         other = self.other(end)
         chance = self._clock.random
-        if other.coming and chance.random() < 0.5:
+        if other.coming and not self.is_local and chance.random() < 0.5:
             for _ in range(chance.randint(0, len(other.coming))):
                 other.coming.pop()
         self._put(other, HangUp())
@@ -69,6 +103,9 @@ class Link:
     def _put(self, to: End, message: object) -> None:
         now_s = self._clock.now_s
         delay_s = self._network.delay_s(*(end.process.name for end in self.ends))
+        if self.is_local and self._clock.random.random() < 0.03:
+            # The other end is busy, and reads it late.
+            delay_s += self._clock.random.random() * LATE_S
         to.last_s = max(to.last_s, now_s + delay_s)
         to.coming.append(message)
         self._clock.later(to.last_s - now_s, lambda: self._arrive(to))
@@ -89,9 +126,11 @@ class Link:
             end.receive(message)
 
     def _is_cut(self) -> bool:
-        return self._network.is_cut(*(end.process.name for end in self.ends))
+        return not self.is_local and self._network.is_cut(*(end.process.name for end in self.ends))
 
     def _break(self, end: End) -> None:
+        if end.is_open and end.coming and end is self.ends[1]:
+            self.read_to_end(end)
         if end.is_open:
             self.close(end)
             end.broken()
@@ -120,7 +159,8 @@ class Link:
 
     def _silent_s(self, end: End) -> float:
         """For how long nothing may have come to that end."""
-        since_s = [self._network.cut_since_s(*(each.process.name for each in self.ends))]
+        names = [each.process.name for each in self.ends]
+        since_s = [None if self.is_local else self._network.cut_since_s(*names)]
         since_s.append(self.other(end).process.paused_since_s)
         begun_s = [each for each in since_s if each is not None]
         return max((self._clock.now_s - each for each in begun_s), default=0.0)

@@ -1,6 +1,7 @@
 """One process and the other servers: links, what goes over them, and whether somebody answers."""
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from support.sim.replication.links import SILENCE_S, End, Link
@@ -12,6 +13,7 @@ from shoal_server.core.replication.protocol.messages import (
     ChunkTaken,
     Holds,
     ImageChunk,
+    Key,
     Reply,
     Request,
     UpdateMessage,
@@ -97,7 +99,8 @@ class ServerPeers:
 
         near = End(self._server.process, heard, broken)
         far = End(other.process, lambda m: other.peers.hear(me, number, m), left)
-        link = Link(setting.clock, setting.network, near, far)
+        is_local = setting.chance.random() < 0.6
+        link = Link(setting.clock, setting.network, near, far, is_local=is_local)
         if other.process.paused_since_s is not None:
             link.troubled()
         self._opened[peer, number] = link, near
@@ -113,7 +116,11 @@ class ServerPeers:
         found = self._opened.get((effect.peer, effect.link))
         assert found is not None, f"{effect} over a link that is not there"
         link, end = found
-        link.send(end, (effect.request, self._data_of(effect.request)))
+        request = effect.request
+        is_held = link.send(end, (request, self._data_of(request)))
+        if is_held and isinstance(request, UpdateMessage):
+            held = ev.Held(effect.peer, effect.link, request.key, request.epoch, request.version)
+            self._server.process.act(0.0, lambda: self._server.tell(held))
 
     def _data_of(self, request: Request) -> Any:
         copies, key = self._server.copies, request.key
@@ -141,6 +148,7 @@ class ServerPeers:
 
     def hear(self, peer: Holder, number: int, message: Any) -> None:
         if message == HELLO:
+            self.read_to_end(peer, before=number)
             self._server.tell(ev.CallerCame(peer, number))
             link, end = self._accepted[peer, number]
             link.send(end, WELCOME)
@@ -150,6 +158,23 @@ class ServerPeers:
         copies.incoming = request, data
         self._server.tell(ev.Requested(peer, number, request))
         copies.incoming = None
+
+    def read_to_end(self, peer: Holder, before: float = inf) -> None:
+        """Take nothing more of it, and all that it has sent, by links of lower numbers."""
+        for (caller, number), (link, end) in list(self._accepted.items()):
+            if caller == peer and number < before:
+                link.read_to_end(end)
+
+    def unread(self, key: Key, epoch: int) -> Mapping[int, Any]:
+        """By version: updates that lie in this process's memory, and have not been read."""
+        return {
+            message[0].version: message[1]
+            for link, end in self._accepted.values()
+            if link.is_local and end.is_open
+            for message in end.coming
+            if isinstance(message, tuple) and isinstance(message[0], UpdateMessage)
+            if (message[0].key, message[0].epoch) == (key, epoch)
+        }
 
     def caller_left(self, peer: Holder, number: int) -> None:
         if self._accepted.pop((peer, number), None) is not None:

@@ -53,6 +53,9 @@ class ReplicationWorld:
         self.store.on_record = self._recorded
         self.ledger.may_be_dead = self._may_be_dead
         self.ledger.is_fenced = self._is_fenced
+        self.ledger.unread = lambda holder, copy: self.setting.servers[holder].peers.unread(
+            copy.key, copy.epoch
+        )
         self.network.on_cut = self._troubled
         self.network.on_mend = self._mended
         self.copies = copies

@@ -12,6 +12,7 @@ from shoal_server.core.replication.protocol.effects import (
     DropImage,
     Effect,
     EnterEpoch,
+    Note,
     Refresh,
     Replay,
     StoreChunk,
@@ -45,8 +46,10 @@ class CopyPhase(Enum):
 
 @dataclass(slots=True)
 class Copy:
+    primary: Holder
+    """That told of it last."""
     epoch: int
-    """Of the primary that told of it last."""
+    """Of that primary."""
     born: int
     received: int
     """The version up to which everything is here, applied or not."""
@@ -89,6 +92,12 @@ class Copies:
     def find(self, key: Key) -> Copy | None:
         return self._held.get(key)
 
+    def torn(self, primary: Holder) -> Iterator[Effect]:
+        """What that primary has sent was not read to its end."""
+        for key in [key for key, copy in self._held.items() if copy.primary == primary]:
+            yield Note("copy_torn", key=key, peer=primary)
+            yield from self.drop(key)
+
     def keep(self, key: Key, copy: Copy) -> None:
         self._held[key] = copy
 
@@ -115,15 +124,15 @@ class Copies:
                 yield from self._offered(peer, link, request, assignment)
             case ImageChunk():
                 yield from self._chunk(peer, link, request)
-            case Continue() | UpdateMessage() | ImageStart():
+            case UpdateMessage():
+                yield from self._record(peer, link, request, assignment)
+            case Continue() | ImageStart():
                 if not self._may_tell(assignment, peer, request):
                     yield Answer(peer, link, self._other_holders(request, assignment))
                 elif isinstance(request, ImageStart):
                     yield from self._image(peer, link, request)
-                elif isinstance(request, Continue):
-                    yield from self._continued(peer, link, request, assignment)
                 else:
-                    yield from self._record(peer, link, request)
+                    yield from self._continued(peer, link, request, assignment)
 
     def _may_tell(
         self, assignment: ShardAssignment | None, peer: Holder, told: Offer | UpdateMessage | Begins
@@ -192,26 +201,34 @@ class Copies:
         if copy is None or assignment is None or copy.received != request.version:
             yield Answer(peer, link, Refused(key, request.epoch, Why.NO_COPY, str(copy)))
             return
-        copy.epoch, copy.content = request.epoch, assignment.content
+        copy.primary, copy.epoch, copy.content = peer, request.epoch, assignment.content
         yield from self._forget_image(key)
         yield EnterEpoch(key, request.epoch)
         yield Answer(peer, link, Installed(key, request.epoch, 0, copy.received))
 
-    def _record(self, peer: Holder, link: int, record: UpdateMessage) -> Iterator[Effect]:
+    def _record(
+        self, peer: Holder, link: int, record: UpdateMessage, assignment: ShardAssignment | None
+    ) -> Iterator[Effect]:
+        """What follows on the copy is taken, whatever the record says by now: its primary may take
+        what it has sent for received. But only one that may still tell hears that it was."""
         key, copy = record.key, self._held.get(record.key)
+        may_tell = self._may_tell(assignment, peer, record)
         if (
             copy is None
-            or copy.phase is not CopyPhase.HELD
-            or copy.epoch != record.epoch
+            or (copy.primary, copy.epoch) != (peer, record.epoch)
             or record.version > copy.received + 1
         ):
-            yield Answer(peer, link, Refused(key, record.epoch, Why.NO_COPY, str(copy)))
+            refusal = Refused(key, record.epoch, Why.NO_COPY, str(copy))
+            yield Answer(
+                peer, link, refusal if may_tell else self._other_holders(record, assignment)
+            )
             return
         is_next = record.version == copy.received + 1
         if is_next:
             copy.received = record.version
         # First: somebody waits for it, and to apply it takes a while.
-        yield Answer(peer, link, Received(key, record.epoch, copy.received))
+        received = Received(key, record.epoch, copy.received)
+        yield Answer(peer, link, received if may_tell else self._other_holders(record, assignment))
         if is_next:
             yield Replay(key, record.version)
 
@@ -271,7 +288,7 @@ class Copies:
             yield Answer(peer, link, Refused(key, start.epoch, Why.FAILED, "it is older"))
         else:
             del self._coming[key]
-            self._held[key] = Copy(start.epoch, start.born, start.version, assignment.content)
+            self._held[key] = Copy(peer, start.epoch, start.born, start.version, assignment.content)
             yield Adopt(key, image, start.epoch, start.version)
             yield Answer(peer, link, Installed(key, start.epoch, image, start.version))
 

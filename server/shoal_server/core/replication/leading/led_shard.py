@@ -125,6 +125,11 @@ class LedShard:
         return safe is None or safe >= version
 
     @property
+    def is_confirmed(self) -> bool:
+        """Whether each of them has said that it has all that was applied."""
+        return all(follower.confirmed >= self.version for follower in self._required())
+
+    @property
     def durable_version(self) -> int | None:
         """The newest version that the disk which the record names has; None: none does."""
         is_named = self.assignment.on_disk == self.assignment.primary.server_id
@@ -281,7 +286,8 @@ class LedShard:
     def _is_level_with(self, successor: Holder | None) -> bool:
         if self.handover.phase is not HandoverPhase.STOPPED or successor is None:
             return False
-        return successor in self.followers and self.is_safe(self.version)
+        # It leads at once: what it has not read by then, it would not have.
+        return successor in self.followers and self.is_confirmed
 
     def written(self) -> None:
         """No write is under way any more."""

@@ -123,6 +123,15 @@ class Leading:
                 if link is not None:
                     yield Send(holder, link.number, UpdateMessage(led.key, led.epoch, version))
 
+    def held(self, event: ev.Held) -> LedShard | None:
+        """The shard, if one of its followers has more of it by now."""
+        led = self._shards.get(event.key)
+        follower = led.followers.get(event.peer) if led is not None else None
+        is_current = self.links.is_current(event.peer, event.link)
+        if led is None or follower is None or led.epoch != event.epoch or not is_current:
+            return None
+        return led if follower.holds(event.version) else None
+
     # --- what followers answer ---
 
     def replied(self, peer: Holder, reply: Reply, now_s: float) -> Touched:
@@ -193,7 +202,7 @@ class Leading:
             return
         yield from link.images.drop(led.key)
         # What it had is not what it is to have, and is not counted before the image is there.
-        follower.received, follower.image_version = 0, None
+        follower.forget()
         link.images.add(led.key)
         yield from self._next_image(peer)
 

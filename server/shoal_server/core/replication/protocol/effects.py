@@ -92,6 +92,10 @@ class Settle:
     """Apply all that was received; then `Settled` or `CopyFailed`."""
 
     key: Key
+    last: Holder | None = None
+    """The primary that the copy followed, which may still be sending, and takes what it has sent
+    for received: nothing more is taken of it first, and all that it has sent by then is read. None:
+    it has stopped, and heard that all was received."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,18 @@ class LinkBroke:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A record was sent so that the other end's process has it in its memory by now, and reads it
+    before anything becomes of its copy (see `Settle`), whatever becomes of this process."""
+
+    peer: Holder
+    link: int
+    key: Key
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Replied:
     peer: Holder
     link: int
@@ -212,8 +224,12 @@ class CallerCame:
 
 @dataclass(frozen=True, slots=True)
 class CallerLeft:
+    """All that it had sent was read before."""
+
     peer: Holder
     link: int
+    is_torn: bool = False
+    """It was not: what copies lack of it may have been acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +327,7 @@ Event = (
     | Forget
     | LinkOpened
     | LinkBroke
+    | Held
     | Replied
     | ImageCut
     | ImageNotCut

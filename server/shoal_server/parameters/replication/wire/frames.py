@@ -206,9 +206,12 @@ class _Unfinished:
         self.left_bytes -= len(data)
         if not data or self.why_dropped:
             return
-        if not self._count(len(data) + PART_BYTES):
+        is_borrowed = is_lent and self.arrived.push is not None
+        is_borrowed = is_borrowed and not (self.left_bytes or self.parts)
+        # What lies whole in shared memory takes no more, and its sender counts on that.
+        if not is_borrowed and not self._count(len(data) + PART_BYTES):
             return
-        if is_lent and self.arrived.push is not None and not (self.left_bytes or self.parts):
+        if is_borrowed:
             self.is_borrowed = True
         elif is_lent:
             data = bytes(data)

@@ -71,8 +71,10 @@ class PeerStream(Protocol):
         where that can be. What `take` raises, `replies` raises."""
         ...
 
-    def look(self) -> None:
-        """Have replies taken that have come by now."""
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether all that was written lies in the memory of the other end's process, which can
+        read it whatever becomes of this one."""
         ...
 
 
@@ -121,8 +123,9 @@ class GrpcStream:
     def deliver(self, take: Callable[[FollowReply], None]) -> None:
         """They come by `replies`."""
 
-    def look(self) -> None:
-        """There is nothing to look at."""
+    @property
+    def is_in_memory(self) -> bool:
+        return False
 
 
 class BulkStream:
@@ -211,8 +214,9 @@ class BulkStream:
 
         self._wire.deliver(taken)
 
-    def look(self) -> None:
-        self._wire.look()
+    @property
+    def is_in_memory(self) -> bool:
+        return self._wire.is_local and self._wire.is_quiet
 
     def _reply(self, frame: bulk.Frame) -> FollowReply:
         try:

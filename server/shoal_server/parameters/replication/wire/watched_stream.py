@@ -36,6 +36,7 @@ class WatchedStream:
         self._address = address
         self._timeouts = timeouts
         self._silence = Silence(timeouts)
+        self._reads_to_end = False
         self.heard_s = 0.0
         """When the other end said something last, by the clock of the event loop."""
 
@@ -71,7 +72,7 @@ class WatchedStream:
     async def replies(self) -> AsyncIterator[pb.FollowReply]:
         """What is answered, but for the answers to beats, and for what `deliver` gives away."""
         async for reply in self._stream.replies():
-            self._heard()
+            self._heard(reply)
             if reply.job:
                 yield reply
 
@@ -80,17 +81,20 @@ class WatchedStream:
         can be. What `take` raises, `replies` raises."""
 
         def heard(reply: pb.FollowReply) -> None:
-            self._heard()
+            self._heard(reply)
             if reply.job:
                 take(reply)
 
         self._stream.deliver(heard)
 
-    def look(self) -> None:
-        """Have replies taken that have come by now."""
-        self._stream.look()
+    @property
+    def is_received(self) -> bool:
+        """Whether all that was sent counts as received: it lies in the memory of the other end's
+        process, which has said that it reads it, whatever happens."""
+        return self._reads_to_end and self._stream.is_in_memory
 
-    def _heard(self) -> None:
+    def _heard(self, reply: pb.FollowReply) -> None:
+        self._reads_to_end |= reply.reads_to_end
         self.heard_s = asyncio.get_running_loop().time()
         self._silence.heard()
 
