@@ -246,8 +246,9 @@ class ReplicationCore:
         if self.me in new.backups:
             yield from self._watch.back(key, new.primary)
         if self.me in (new.joining, new.successor):
-            # It will have copies here in return.
-            yield from self.leading.links.connect(new.primary)
+            # They will have copies of what is led here then.
+            for holder in sorted({new.primary, *new.backups} - {self.me}):
+                yield from self.leading.links.connect(holder)
 
     # --- leading ---
 

@@ -400,6 +400,14 @@ def test_shards_whose_successors_are_named_together_are_handed_over_together() -
     assert world.core.wakes_s() > 1.0
 
 
+def test_who_is_to_lead_is_connected_to_all_who_will_follow() -> None:
+    """The first push then waits for them, and not for a link to them."""
+    world = World()
+    effects = world.assigned(record(B, ME, C, successor=ME))
+    assert [effect.peer for effect in only(OpenLink, effects)] == [B, C]
+    assert only(OpenLink, world.assigned(record(B, ME, C, successor=ME))) == []
+
+
 def test_a_successor_that_is_lost_before_it_takes_over_is_not_waited_for() -> None:
     world = World(replace(LIMITS, announced_s=0.3))
     world.led(B)
