@@ -32,11 +32,13 @@ class CoordinatorProcess(ServedProcess):
         listen: str = "127.0.0.1:0",
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        is_loopback = listen.startswith("127.")
         super().__init__(
             supervisor,
             directory,
             name,
             *("coordinator", "--etcd", etcd, "--listen", listen),
+            *(() if is_loopback else ("--insecure",)),
             *("--http", f"{listen.rpartition(':')[0]}:0"),
             *("--heartbeat-s", str(heartbeat_s), "--leader-lease-s", str(lease_s)),
             environment=environment,

@@ -38,6 +38,7 @@ from shoal_server.etcd.remote.wire import key_values, range_request
 from shoal_server.parameters.config import ParameterServerConfig, WorkLimits
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.process import serve
+from shoal_server.serving.options import ServerReach
 
 START_S = 30.0
 CALL_S = 5.0
@@ -193,6 +194,8 @@ class ParameterCluster:
             if self._with_journals
             else None,
             work=WorkLimits(num_threads=2),
+            # Nobody else is on the network of the hosts.
+            reach=ServerReach(insecure=host is not None),
         )
         return Server(server_id, config, self._directory / f"{server_id}.log", wires, host)
 
