@@ -196,7 +196,8 @@ class _Unfinished:
     held_bytes: int = 0
     """Of them, what counts as memory of this server."""
     uncounted_bytes: int = 0
-    """Too few to be counted: most records are whole before they are more."""
+    """Too few to be counted: most records are whole before they are more. What goes with the message
+    that announces it is never dropped: its sender counts on that, too."""
     why_dropped: str = ""
     is_borrowed: bool = False
 
@@ -228,7 +229,7 @@ class _Unfinished:
         if self.memory is None:
             return True
         self.uncounted_bytes += num_bytes
-        if self.uncounted_bytes <= INLINE_BYTES:
+        if self.uncounted_bytes <= INLINE_BYTES + PART_BYTES:
             return True
         try:
             self.memory.reserve(self.uncounted_bytes, "what another server tells of its shards")
