@@ -196,8 +196,8 @@ class _Unfinished:
     held_bytes: int = 0
     """Of them, what counts as memory of this server."""
     uncounted_bytes: int = 0
-    """Too few to be counted: most records are whole before they are more. What goes with the message
-    that announces it is never dropped: its sender counts on that, too."""
+    """Too few to be counted: most records are whole before they are more. What goes with the
+    message that announces it is never dropped: its sender counts on that, too."""
     why_dropped: str = ""
     is_borrowed: bool = False
 
