@@ -451,6 +451,28 @@ def test_first_values_are_opened_once_the_record_tells_of_them() -> None:
 # --- backing up ---
 
 
+def test_all_that_its_last_primary_has_sent_is_read_before_a_copy_leads() -> None:
+    """That may have acknowledged it; one that has handed the shard over has not."""
+    world = World()
+    world.backs()
+    assert only(Settle, world.assigned(record(ME, epoch=2))) == [Settle(KEY, last=B)]
+    effects = world.told(UpdateMessage(KEY, 1, 4))
+    assert only(Replay, effects) == [Replay(KEY, 4)]
+    assert [reply.newest_epoch for reply in replies(effects) if isinstance(reply, Refused)] == [2]
+    assert only(Lead, world.tell(ev.Settled(KEY, 3))) == []
+    assert only(Lead, world.tell(ev.Settled(KEY, 4))) == [Lead(KEY, 2)]
+    world = World()
+    world.backs()
+    world.assigned(record(B, ME, successor=ME))
+    assert only(Settle, world.assigned(record(ME, B, epoch=2))) == [Settle(KEY, last=None)]
+
+
+def test_a_copy_that_may_lack_what_was_sent_to_it_is_let_go_of() -> None:
+    world = World()
+    world.backs()
+    assert only(Drop, world.tell(ev.CallerLeft(B, 7, is_torn=True))) == [Drop(KEY)]
+
+
 def test_a_push_is_received_in_order_and_replayed_once() -> None:
     world = World()
     world.backs()
