@@ -22,6 +22,7 @@ from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter
 from shoal.layouts.sharded.shared_slots import NUM_GATHERED, SharedSlots
 from shoal.state.shards import StateShard
+from shoal.state.shared_exchange import SharedExchange
 from shoal_proto.errors import GenerationBroken
 
 LONG_S = 3600.0
@@ -74,6 +75,21 @@ def words_told(num_rounds: int, *, shares: bool) -> str:
     except GenerationBroken as error:
         return str(error)
     return ""
+
+
+def gathered(most: int) -> list[bool]:
+    """Whether ranks hear one another's words in memory, which is of a page for each: short ones, of
+    several lengths, and one of `most` bytes of the last rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    exchange = SharedExchange(shared(4096 * world_size))
+    heard = []
+    for length in (0, 7, most if rank == world_size - 1 else 3):
+        words = exchange.gather(bytes([rank]) * (length + rank), 1 << 20)
+        whole = words is not None
+        assert words is None or all(set(each) <= {r} for r, each in enumerate(words))
+        assert words is None or words[rank] == bytes([rank]) * (length + rank)
+        heard.append(whole)
+    return heard
 
 
 def is_shared(apart: int = -1, num_bytes: int = 4096) -> bool:

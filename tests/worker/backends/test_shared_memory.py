@@ -39,6 +39,11 @@ def test_words_are_heard_by_all_ranks_over_their_group() -> None:
     assert ended == [""] * 3
 
 
+def test_words_that_are_too_long_for_the_memory_are_told_in_another_way_by_all() -> None:
+    assert run_on_gloo(3, shared_memory_bodies.gathered, 4000) == [[True] * 3] * 3
+    assert run_on_gloo(3, shared_memory_bodies.gathered, 5000) == [[True, True, False]] * 3
+
+
 @pytest.mark.parametrize("how", ["kill", "kill rank 0", "cut"])
 def test_whoever_waits_is_told_at_once_of_a_lost_rank(tmp_path: Path, how: str) -> None:
     """The limit is an hour away. Rank 0 passes it on, and its own end is seen by all."""
