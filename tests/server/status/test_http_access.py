@@ -13,7 +13,7 @@ import structlog
 from fastapi import FastAPI
 from support.clusters.status_world import World
 
-from shoal_proto.errors import InvalidSpec, UnknownJob
+from shoal_proto.errors import InvalidSpec, StateLost, UnknownJob
 from shoal_server.serving.access.asker import Asker
 from shoal_server.status.access import tokens
 from shoal_server.status.access.guard import OPEN, REPORT, Guard
@@ -42,6 +42,8 @@ class Asked:
         self.calls.append(("retry", job))
 
     async def snapshot(self, job: str, who: Asker) -> None:
+        if job == "lost":
+            raise StateLost("shard 0 of job lost was lost with every server that had it")
         self.calls.append(("snapshot", job))
 
     async def drain(self, job: str, member_id: str, reason: str, who: Asker) -> None:
@@ -226,6 +228,17 @@ async def test_a_token_that_is_taken_out_has_ended(world: World, tmp_path: Path)
         served.file.write_text("what is this\n")
         spoilt = await served.http.get("/api/v1/jobs", headers=served.operator)
         assert (spoilt.status_code, spoilt.json()["kind"]) == (503, "AccessDenied")
+
+
+async def test_a_job_whose_state_is_lost_is_no_fault_of_the_server(
+    world: World, tmp_path: Path
+) -> None:
+    async with serving(world, tmp_path) as served:
+        path = "/api/v1/jobs/lost/snapshot"
+        answer = await served.http.post(path, headers=served.operator)
+        assert (answer.status_code, answer.json()["kind"]) == (409, "StateLost")
+        described = served.app.openapi()["paths"]["/api/v1/jobs/{job}/snapshot"]["post"]
+        assert "409" in described["responses"]
 
 
 @pytest.mark.parametrize("takes_tokens", [False, True])

@@ -24,7 +24,10 @@ REFUSED: dict[int | str, dict[str, Any]] = {
     403: {"model": ErrorBody, "description": "Not an operator, or a page of another site."},
     404: {"model": ErrorBody, "description": "No such job or member."},
     408: {"model": ErrorBody, "description": "The body did not come in time."},
-    409: {"model": ErrorBody, "description": "The job is over, or another process is the member."},
+    409: {
+        "model": ErrorBody,
+        "description": "The job is over, lost or quarantined, or another process is the member.",
+    },
     413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
     503: {"model": ErrorBody, "description": "Not leading, or etcd is away."},
