@@ -19,7 +19,7 @@ from shoal.layouts.tensor.layout import TensorLayout
 from shoal.state.replicated import State
 from shoal.state.resharding import reshard
 from shoal.state.transfer import receive, send
-from shoal.strategies.synchronous.strategy import check_same_step
+from shoal.strategies.synchronous.generation_group import check_same_step
 
 
 def _steps(way: LayOut) -> Callable[[dist.ProcessGroup], Callable[[], object]]:

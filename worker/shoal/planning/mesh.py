@@ -54,8 +54,13 @@ class _Part:
 class MeshFigures:
     """Computes one plan. What goes from rank to rank in a pass is known only if the inputs are."""
 
-    def __init__(self, subject: Subject, plan: HybridPlan) -> None:
+    def __init__(
+        self, subject: Subject, plan: HybridPlan, *, tells_faults_ahead: bool = False
+    ) -> None:
+        """`tells_faults_ahead`: where only a rank itself can see that its gradients are not finite,
+        its member tells the others so when they agree on the step."""
         self._subject, self._plan = subject, plan
+        self._tells_faults_ahead = tells_faults_ahead
         self._mesh = plan.mesh
         self._parts = {
             (stage, split): self._part(stage, split)
@@ -164,6 +169,10 @@ class MeshFigures:
             passed = done.outputs if index + 1 < self._mesh.pipeline else ()
             yield _Pass(count=count, outputs=tuple(passed), moved=done.collectives(count))
 
+    def _has_told_faults(self, part: _Part) -> bool:
+        holders = part.stage.holders.values() if part.stage is not None else ()
+        return self._tells_faults_ahead and all(len(stages) == 1 for stages in holders)
+
     def _update(self, index: int, part: _Part) -> Iterable[Collective]:
         """What a rank moves from the last gradient to the end of the step."""
         if part.stage is not None:
@@ -182,7 +191,7 @@ class MeshFigures:
                 for bucket in buckets(list(part.trained.values()))
             ]
             yield _collective("all_reduce", averaged)
-        if self._mesh.world_size > 1:
+        if self._mesh.world_size > 1 and not self._has_told_faults(part):
             yield non_finite_message(self._mesh.world_size)
         if self._mesh.tensor > 1:
             whole = [p for p in part.trained.values() if id(p) not in part.cut]

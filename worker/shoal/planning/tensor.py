@@ -128,9 +128,11 @@ def _collectives(
     taken = Collective(
         kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
     )
-    told = non_finite_message(subject.world_size)
-    moved = (*moved, *_summed(subject, tensor_plan))
-    return (*moved, taken, told) if aligned else (*moved, told)
+    summed = _summed(subject, tensor_plan)
+    # Where no sum can make one, members tell of faults when they agree on the step.
+    sums = summed_parameters(subject.model, tensor_plan.sequence)
+    told = (non_finite_message(subject.world_size),) if sums else ()
+    return (*moved, *summed, taken, *told) if aligned else (*moved, *summed, *told)
 
 
 def _summed(subject: Subject, tensor_plan: TensorPlan) -> tuple[Collective, ...]:

@@ -128,7 +128,8 @@ class Pipeline(LayoutStrategy):
             tensor=derive(subject.model, 1),
             schedule=self._schedule,
         )
-        return MeshFigures(subject, plan).plan(self.name, self._split.notes)
+        figures = MeshFigures(subject, plan, tells_faults_ahead=True)
+        return figures.plan(self.name, self._split.notes)
 
     def options(self) -> Mapping[str, str]:
         chosen = {
