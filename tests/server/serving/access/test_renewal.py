@@ -60,9 +60,9 @@ def test_a_command_that_goes_on_takes_the_renewed_certificate(
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
     operator = world.files(Role.OPERATOR)
     with identity.using(operator), StatusClient(world.cluster.http_url) as status:
-        assert [job["job"] for job in status.jobs()] == ["j"]
+        assert "j" in [job["job"] for job in status.jobs()]
         CertificateFolder(world.certificates).renew()
         # What it has held of before would not be shown any more.
         before = status._context
-        assert [job["job"] for job in status.jobs()] == ["j"]
+        assert "j" in [job["job"] for job in status.jobs()]
         assert status._context is not before

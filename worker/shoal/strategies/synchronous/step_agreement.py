@@ -207,8 +207,8 @@ class StepAgreement:
 
     def propose(self, *, is_faulty: bool = False) -> None:
         """All passes of the step were made: say so, and with what it is to be applied. `is_faulty`:
-        this member's own gradients are not finite."""
-        if not self._words.is_told:
+        this member's own gradients are not finite. Of a settled step nothing more is said."""
+        if not self._words.is_told and not self._settled:
             self._conflict = self._hyper.conflict(self._step)
             word = 2 * self._passes + 1
             more = self._stop(self._step) | _FAULT * is_faulty
