@@ -26,6 +26,9 @@ from shoal.torch_private.c10d import abort_on
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import GenerationBroken
 
+LEFT = [0.0]
+"""What is in the half that an aborted collective did not bring: the last one counts."""
+
 
 class LateWork(Pending):
     """A collective whose results arrive when it is waited for."""
@@ -40,7 +43,7 @@ class LateWork(Pending):
         for result, arrived in arrivals:
             if self._group.aborted:
                 half = result.numel() // 2
-                result.view(-1)[:half].zero_()
+                result.view(-1)[:half].fill_(self._group.left)
             else:
                 result.copy_(arrived)
 
@@ -63,6 +66,7 @@ class LateGroup(InMemoryGroup):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.aborted = False
+        self.left = LEFT[-1]
 
     def abort(self) -> None:
         self.aborted = True
@@ -100,11 +104,13 @@ class LateRunGroup(TheRunsOwn):
 
 
 @contextmanager
-def late_groups() -> Iterator[None]:
-    """Within, every in-memory group is a late one."""
+def late_groups(left: float = 0.0) -> Iterator[None]:
+    """Within, every in-memory group is a late one. `left`: what an aborted one leaves."""
     module: Any = in_memory
     module.InMemoryGroup = LateGroup
+    LEFT.append(left)
     try:
         yield
     finally:
+        LEFT.pop()
         module.InMemoryGroup = InMemoryGroup

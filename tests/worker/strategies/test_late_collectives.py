@@ -118,6 +118,16 @@ def test_no_step_is_committed_with_half_of_a_collective(strategy: str) -> None:
     assert cut == (1, True)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "tensor"])
+def test_what_an_aborted_collective_left_is_no_gradient_of_a_member(strategy: str) -> None:
+    """It may be anything; a member that took it for a fault of its own would leave its job."""
+    with late_groups(left=float("nan")):
+        cut, _ = run_in_memory(
+            lambda: steps_of_a_cut_member(STRATEGIES[strategy](), "in the passes"), 2
+        )
+    assert cut == (1, True)
+
+
 def test_half_of_an_update_is_nobodys_state() -> None:
     """ZeRO-1 sends behind the update what each owner has updated."""
     with late_groups():

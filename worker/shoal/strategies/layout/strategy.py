@@ -401,12 +401,14 @@ class LayoutStrategy(SynchronousStrategy):
         if binding is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
         self._check_weighted()
-        layout = self._reduce()
+        with self._generation_group.judging():
+            layout = self._reduce()
         if not layout.synchronised():
             raise not_reduced(self._step, layout.unreached, type(self).__name__)
         overflowed = False
         if layout.looks_for_faults:
-            layout.check()
+            with self._generation_group.judging():
+                layout.check()
         elif self._process_group is not None:
             overflowed = found_by_any(layout.overflowed(), self._process_group, self._device)
         self._settle()

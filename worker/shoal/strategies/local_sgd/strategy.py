@@ -206,7 +206,8 @@ class LocalSGD(SynchronousStrategy):
             return
         if self._agreement is not None:
             self._agreement.settle_round(self._round.applied, self._round.conflict)
-        self._outer_loop.synchronise(self._step, self._round.mean_weight(num_steps), group)
+        with self._generation_group.judging():
+            self._outer_loop.synchronise(self._step, self._round.mean_weight(num_steps), group)
         self._round.end()
 
     def finish(self) -> None:

@@ -273,7 +273,8 @@ class DDP(SynchronousStrategy):
         overflowed = False
         for replica in replicas:
             if self._registered.scaler is None:
-                replica.exchange.check(self._step)
+                with self._generation_group.judging():
+                    replica.exchange.check(self._step)
             else:
                 overflowed = overflowed or not replica.exchange.has_finite_averages()
         self._settle()

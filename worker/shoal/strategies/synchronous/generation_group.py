@@ -1,6 +1,8 @@
 """The group of the generation that a member is in: connected, cut by any thread, let go of."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import structlog
 import torch
@@ -14,7 +16,7 @@ from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
 from shoal.membership.step_messages import all_know_present
 from shoal_client.connection.coordinators import Coordinators
-from shoal_proto.errors import InternalError
+from shoal_proto.errors import InternalError, NonFiniteGradient
 
 log = structlog.get_logger(__name__)
 
@@ -87,6 +89,16 @@ class GenerationGroup:
         group = self._group
         if group is not None:
             group.check()
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """What is found not finite within, where the group was cut, is what an aborted message left
+        and nobody's fault: raises as `check` in place of NonFiniteGradient."""
+        try:
+            yield
+        except NonFiniteGradient:
+            self.check()
+            raise
 
     @property
     def is_connected(self) -> bool:
