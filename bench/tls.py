@@ -5,7 +5,7 @@
     .venv/bin/python bench/tls.py --only kills    # a part of it: steps, exchanges, kills
 
 - `step_overhead_tls`: median step of DDP, two ranks on Gloo in processes of their own, with a
-  cluster that speaks TLS over that with one that does not; by turns, the median of the ratios.
+  cluster that speaks TLS over that with one that does not; by blocks, the median of the ratios.
 - `pull_push_100mb_tls` (GB/s, both directions): pushing 100 MB of gradients and taking 100 MB of
   values back by a TLS socket, beside a plain one (`tcp`) and, with TLS on, shared memory, by turns.
 - `ddp_kill_recovery_tls`: as `ddp_kill_recovery` of bench/recovery.py, with TLS on.
@@ -22,16 +22,16 @@ from statistics import median
 from exchange.by_turns import by_turns, ratio
 from recovery import strikes
 from rows import Row, publish
-from strategies import block
+from strategies import NUM_RANKS, PAIRS, PAUSE_MS, SCRIPT, SKIPPED, TIMED
 from training.jobs import NUM_WORKERS, ShoalJob
+from training.turns import BlockPlan, Ranks, compare
 
 from shoal_client.bulk.way import TRANSPORT_VARIABLE
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_proto.tls.identity import FOLDER_VARIABLE
 
-TURNS, NUM_EXCHANGES, NUM_KILLS = 5, 9, 16
-NUM_RANKS = 2
+NUM_EXCHANGES, NUM_KILLS = 9, 16
 OWN = "parameter_client"
 
 
@@ -42,27 +42,23 @@ def cluster_in(place: Path, certificates: Path | None) -> LocalCluster:
 
 
 def steps(place: Path, certificates: Path) -> list[Row]:
-    ratios, encrypted_s, plain_s = [], [], []
+    plan = BlockPlan(pairs=PAIRS, skipped=SKIPPED, timed=TIMED)
     with ExitStack() as stack:
-        clusters = {
-            name: stack.enter_context(cluster_in(place / name, folder))
-            for name, folder in (("tls", certificates), ("plain", None))
-        }
-        for turn in range(TURNS):
-            taken = {}
-            for name, cluster in clusters.items():
-                session = {
-                    "SHOAL_COORDINATOR": cluster.coordinator,
-                    "SHOAL_JOB": f"steps-{turn}",
-                    "SHOAL_DESIRED_MEMBERS": str(NUM_RANKS),
-                    FOLDER_VARIABLE: str(certificates) if name == "tls" else "",
-                }
-                taken[name] = block("shoal", "ddp", place / name, session, NUM_RANKS)
-            encrypted_s.append(taken["tls"])
-            plain_s.append(taken["plain"])
-            ratios.append(taken["tls"] / taken["plain"])
-    print(f"step: {median(encrypted_s) * 1e3:.2f} ms, without {median(plain_s) * 1e3:.2f} ms")
-    return [Row(metric="step_overhead_tls", value=median(ratios), unit="", runs=TURNS)]
+
+        def ranks(name: str, folder: Path | None) -> Ranks:
+            cluster = stack.enter_context(cluster_in(place / name, folder))
+            session = {
+                "SHOAL_COORDINATOR": cluster.coordinator,
+                "SHOAL_JOB": "steps",
+                "SHOAL_DESIRED_MEMBERS": str(NUM_RANKS),
+                FOLDER_VARIABLE: str(folder or ""),
+            }
+            surroundings = [{**session, "RANK": str(rank)} for rank in range(NUM_RANKS)]
+            arguments = ["shoal", "ddp", str(PAUSE_MS)]
+            return stack.enter_context(Ranks(name, SCRIPT, arguments, plan, surroundings))
+
+        found = compare(ranks("tls", certificates), ranks("plain", None), plan.pairs, median)
+    return found.rows("step_overhead_tls", "step_time_tls", "step_cpu_tls", "plain")
 
 
 def exchanges(certificates: Path) -> list[Row]:

@@ -134,6 +134,24 @@ def test_what_benches_and_examples_import_of_the_source_is_there() -> None:
     assert found == []
 
 
+def test_what_benches_import_of_each_other_is_there() -> None:
+    """A script finds what lies beside it first, everything in `bench` else."""
+    bench = ROOT / "bench"
+    found = []
+    for path in bench.rglob("*.py"):
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            inside = node.module.replace(".", "/")
+            places = [folder / f"{inside}.py" for folder in (path.parent, bench)]
+            named = {n for place in places if place.exists() for n in names_of(place)}
+            named |= {each.stem for each in (bench / inside).glob("*.py")}
+            if named:
+                lacking = [each.name for each in node.names if each.name not in named]
+                found += [f"{path.relative_to(ROOT)}: {node.module}.{name}" for name in lacking]
+    assert found == []
+
+
 def from_source(path: Path) -> Iterator[tuple[str, str]]:
     """Module and name of each `from` import of the source, but for what is made at import."""
     for node in ast.walk(parsed(path)):
