@@ -531,6 +531,29 @@ def test_the_grace_time_is_bounded(shoal_run: Run) -> None:
     assert "was killed by SIGKILL" in output
 
 
+def test_a_signal_to_the_process_and_its_group_is_one(shoal_run: Run, tmp_path: Path) -> None:
+    """As `timeout` sends it: workers hand over all the same."""
+    script = f"""
+import pathlib, signal, sys, time
+def drain(number, frame):
+    while not pathlib.Path({str(tmp_path / "go")!r}).exists():
+        time.sleep(0.01)
+    print("hands over", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, drain)
+"""
+    process = shoal_run(script + WAIT, "-n", "1")
+    read_until(process, " pid ")
+    process.send_signal(signal.SIGTERM)
+    read_until(process, "finishes its step")
+    process.send_signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
+    code, output = finish(process)
+    assert code == 128 + signal.SIGTERM, output
+    assert "hands over" in output
+    assert "SIGKILL" not in output
+
+
 def test_a_second_interrupt_kills(shoal_run: Run) -> None:
     """Workers that do not end on Ctrl-C are killed by the second one."""
     deaf = "import signal; signal.signal(15, lambda *_: print('deaf', flush=True)); "

@@ -48,6 +48,9 @@ that there is nothing left to join."""
 WORKER_ADMISSION_S = 24 * 3600
 """How long a worker waits for a coordinator to admit it: one was there when the run began, so the
 address is right, and the others train on while there is none."""
+SAME_ORDER_S = 2.0
+"""A SIGTERM so soon behind another is the same order: `timeout` and others signal a process, and
+then its group."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -304,6 +307,8 @@ class Launcher:
     def _interrupt(self, event: _Signalled) -> None:
         running = [slot.process for slot in self.slots if slot.process is not None]
         # The first time they may finish; a second one, or the bound, ends them.
+        if event.number == self._interrupted == signal.SIGTERM and self._is_ordered_just_now():
+            return
         self._kill_at_s = time.monotonic() + self._config.restart.grace_s
         if self._interrupted or event.number == signal.SIGKILL:
             self._say(f"killing {len(running)} worker{'' if len(running) == 1 else 's'}")
@@ -323,6 +328,12 @@ class Launcher:
             # traceback each.
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGCONT)
+
+    def _is_ordered_just_now(self) -> bool:
+        """Whether workers were told to end a moment ago."""
+        assert self._kill_at_s is not None, "they were told to end"
+        ordered_s = self._kill_at_s - self._config.restart.grace_s
+        return time.monotonic() < ordered_s + SAME_ORDER_S
 
     def _exit_code(self) -> int:
         """0 if the job was completed: what signals took from it on the way does not count."""
