@@ -294,8 +294,10 @@ class ReplicationCore:
         copy.phase, copy.received = CopyPhase.HELD, event.version
         if new is not None and copy.is_of_other_content(new):
             yield from self._copies.drop(key)
+            yield from self._copies.known(key, new)
         elif new is not None and new.primary == self.me:
             self._copies.take(key)
+            yield from self._copies.known(key, new)
             origin, born = copy.epoch, copy.born
             yield from self._begin(
                 self.leading.led(key, new, event.version, origin=origin, born=born)

@@ -17,6 +17,7 @@ from shoal_server.core.replication.protocol.effects import (
     Lead,
     LoadJournal,
     OpenLink,
+    Refresh,
     Refusal,
     Refuse,
     Replay,
@@ -465,6 +466,29 @@ def test_all_that_its_last_primary_has_sent_is_read_before_a_copy_leads() -> Non
     world.backs()
     world.assigned(record(B, ME, successor=ME))
     assert only(Settle, world.assigned(record(ME, B, epoch=2))) == [Settle(KEY, last=None)]
+
+
+def test_an_offer_that_comes_while_a_copy_settles_is_answered_once_it_leads() -> None:
+    """The last primary hears that it is one no more, and the next one is not kept waiting."""
+    world = World()
+    world.backs()
+    world.assigned(record(ME, epoch=2))
+    assert replies(world.told(Offer(KEY, 1, 1))) == []
+    (refused,) = replies(world.tell(ev.Settled(KEY, 3)))
+    assert isinstance(refused, Refused)
+    assert (refused.why, refused.newest_epoch) == (Why.OTHER_HOLDERS, 2)
+    world.tell(ev.CallerCame(C, 7))
+    assert only(Refresh, world.told(Offer(KEY, 3, 1), peer=C)) == [Refresh(KEY)]
+
+
+def test_the_record_is_read_for_an_offer_also_behind_one_that_was_never_answered() -> None:
+    world = World()
+    world.backs()
+    world.assigned(record(ME, epoch=2))
+    world.told(Offer(KEY, 1, 1))
+    world.assigned(record(C, epoch=3))
+    world.tell(ev.CallerCame(C, 7))
+    assert only(Refresh, world.told(Offer(KEY, 4, 1), peer=C)) == [Refresh(KEY)]
 
 
 def test_a_copy_that_may_lack_what_was_sent_to_it_is_let_go_of() -> None:

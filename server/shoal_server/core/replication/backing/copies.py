@@ -74,9 +74,11 @@ class IncomingImage:
 
 @dataclass(slots=True)
 class _Asking:
-    """Offers that name a newer epoch than is known here."""
+    """Offers that name a newer epoch than is known here, or that come while the copy settles."""
 
     offers: list[tuple[Holder, int, Offer]] = field(default_factory=list)
+    is_reading: bool = False
+    """Whether the newest record is being read for them."""
 
 
 class Copies:
@@ -164,12 +166,13 @@ class Copies:
             self._asking.setdefault(key, _Asking()).offers.append((peer, link, offer))
         elif self._may_tell(assignment, peer, offer):
             yield Answer(peer, link, self._holds(peer, offer))
-        elif key in self._asking:
-            self._asking[key].offers.append((peer, link, offer))
         else:
             # The primary may have seen a newer record than this server.
-            self._asking[key] = _Asking([(peer, link, offer)])
-            yield Refresh(key)
+            asking = self._asking.setdefault(key, _Asking())
+            asking.offers.append((peer, link, offer))
+            if not asking.is_reading:
+                asking.is_reading = True
+                yield Refresh(key)
 
     def _holds(self, peer: Holder, offer: Offer) -> Reply:
         key = offer.key
