@@ -294,17 +294,15 @@ class ReplicationCore:
         copy.phase, copy.received = CopyPhase.HELD, event.version
         if new is not None and copy.is_of_other_content(new):
             yield from self._copies.drop(key)
-            yield from self._copies.known(key, new)
         elif new is not None and new.primary == self.me:
             self._copies.take(key)
-            yield from self._copies.known(key, new)
             origin, born = copy.epoch, copy.born
             yield from self._begin(
                 self.leading.led(key, new, event.version, origin=origin, born=born)
             )
         else:
-            yield from self._copies.known(key, new)
             yield from self._wish(key)
+        yield from self._copies.known(key, new)
 
     def _created(self, event: ev.Created) -> Effects:
         key, new = event.key, self._records.find(event.key)
