@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,7 @@ from shoal_proto.tls.names import Role
 GRPC_PORT = 7700
 HTTP_PORT = 7780
 CONNECTS_WITHIN_S = 3.0
+SIGNALS_SEEN_S = 1.0
 LEADS_WITHIN_S = 15.0
 """A coordinator that led here before, and was killed, leads until its lease runs out."""
 
@@ -121,7 +122,7 @@ def up(config: UpConfig) -> int:
                 _await_leader(cluster, config.etcd)
             cluster.when_given_up(ended.put)
             print(_welcome(cluster, directory), flush=True)
-            _say(f"stopping the cluster: {ended.get()}")
+            _say(f"stopping the cluster: {_next_of(ended)}")
             return 1
         except KeyboardInterrupt:
             print("stopping", flush=True)
@@ -158,6 +159,14 @@ def _await_leader(cluster: LocalCluster, etcd: str) -> None:
             expected=f"an etcd that answers at {etcd}",
             fix="Check --etcd, and that nothing keeps this machine from reaching it.",
         ) from error
+
+
+def _next_of(ended: "queue.SimpleQueue[str]") -> str:
+    """A signal that comes at the very moment at which a wait begins does not end that wait: so no
+    wait is for ever."""
+    while True:
+        with suppress(queue.Empty):
+            return ended.get(timeout=SIGNALS_SEEN_S)
 
 
 def _say(text: str) -> None:
