@@ -363,7 +363,8 @@ class LayoutStrategy(SynchronousStrategy):
             else:
                 # Reducing means meeting others, and perhaps not all of them.
                 self._settle_with(check, layout)
-            layout.reduce()
+            with self._generation_group.judging():
+                layout.reduce()
             self._reduced = True
         return layout
 
@@ -401,8 +402,7 @@ class LayoutStrategy(SynchronousStrategy):
         if binding is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
         self._check_weighted()
-        with self._generation_group.judging():
-            layout = self._reduce()
+        layout = self._reduce()
         if not layout.synchronised():
             raise not_reduced(self._step, layout.unreached, type(self).__name__)
         overflowed = False
