@@ -227,6 +227,24 @@ def test_a_joiner_counts_as_long_as_a_write_may_put_it_in_step() -> None:
     assert only(Acknowledge, world.assigned(record(ME))) == [Acknowledge("asked")]
 
 
+def test_a_joiner_that_is_named_again_while_a_write_is_under_way_is_asked_once_more() -> None:
+    """etcd cannot be reached by the primary. The coordinator names another joiner, the first lets
+    its copy go, and is named again: all before the primary knows what became of its write."""
+    world = World()
+    joined(world)
+    world.answered(B, Refused(KEY, 1, Why.NO_COPY, "it was let go of"))
+    world.assigned(record(ME, joining=C))
+    asked = world.assigned(record(ME, joining=B))
+    assert requests(asked) == [Offer(KEY, 1, 1)]
+    assert only(CutImage, world.answered(B, Holds(KEY, 1))) == [CutImage(KEY, 2)]
+    world.tell(ev.Applied(KEY, 2))
+    assert world.asks(2) == []
+    world.tell(ev.Written(KEY))
+    world.tell(ev.ImageCut(KEY, 2, 2, 1))
+    assert Write(KEY) in world.answered(B, Installed(KEY, 1, 2, 2))
+    assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
+
+
 def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
     world = World()
     world.led(joining=B)

@@ -16,6 +16,11 @@ def test_no_schedule_of_faults_loses_an_acknowledged_update(seed: int) -> None:
     simulate_replication(seed)
 
 
+def test_a_joiner_that_is_named_again_while_its_primary_is_cut_off_gets_the_shard() -> None:
+    """Its first values would wait for it for ever: nobody could push."""
+    simulate_replication(52, ["deposed unheard"])
+
+
 def test_a_shard_is_lost_whose_disk_is_empty_and_whose_last_process_ended_unseen() -> None:
     """It ran on another machine: only time tells that it is dead."""
     world = ReplicationWorld(1, num_servers=2, num_shards=1, copies=1)

@@ -241,15 +241,15 @@ class LedShard:
         if holder in self.followers:
             self.followers[holder].unlink()
 
-    def hold_on_to(self, wanted: frozenset[Holder]) -> tuple[list[Follower], list[Follower]]:
-        """Have exactly those follow whom the record names. New followers, and those let go."""
+    def hold_on_to(self, wanted: frozenset[Holder]) -> list[Follower]:
+        """Have these follow, and nobody else who is not needed any more. Those let go."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
         for follower in gone:
             del self.followers[follower.holder]
-        new = [Follower(h) for h in sorted(wanted - self.followers.keys())]
-        self.followers.update({f.holder: f for f in new})
-        return new, gone
+        new = sorted(wanted - self.followers.keys())
+        self.followers.update({holder: Follower(holder) for holder in new})
+        return gone
 
     def _is_needed(self, follower: Follower) -> bool:
         return follower.is_admitting or follower.holder in self.assignment.backups

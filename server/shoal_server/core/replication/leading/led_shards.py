@@ -93,16 +93,18 @@ class Leading:
     def follow_as_written(self, led: LedShard) -> Iterator[Effect]:
         """Have exactly those follow whom the record names, but for a joiner without memory."""
         joining = led.assignment.joining
-        wanted = set(led.assignment.holders[1:])
-        if joining is not None and joining not in led.followers and self.full.is_full(joining):
+        wanted = set(led.assignment.holders[1:]) - led.lost
+        is_full = joining is not None and self.full.is_full(joining)
+        if joining is not None and is_full and not self.links.is_used(joining, led.key):
             wanted.discard(joining)
-        new, gone = led.hold_on_to(frozenset(wanted - led.lost))
-        for follower in gone:
+        for follower in led.hold_on_to(frozenset(wanted)):
             yield from self._unfollow(led.key, follower.holder)
-        for follower in new:
-            yield from self.links.use(follower.holder, led.key)
-            if self.links.opened(follower.holder) is not None:
-                yield from self.offer(led, follower.holder)
+        # One that was lost may be named again while it is held on to, for a write under way.
+        for holder in sorted(wanted):
+            if not self.links.is_used(holder, led.key):
+                yield from self.links.use(holder, led.key)
+                if self.links.opened(holder) is not None:
+                    yield from self.offer(led, holder)
 
     def _unfollow(self, key: Key, holder: Holder) -> Iterator[Effect]:
         yield from self.links.unuse(holder, key)

@@ -44,6 +44,10 @@ class ReplicationLinks:
         self._used[peer].add(key)
         yield from self.connect(peer)
 
+    def is_used(self, peer: Holder, key: Key) -> bool:
+        """Whether that shard follows over the link to it."""
+        return key in self._used.get(peer, ())
+
     def unuse(self, peer: Holder, key: Key) -> Iterator[Effect]:
         self._used[peer].discard(key)
         link = self._links.get(peer)
