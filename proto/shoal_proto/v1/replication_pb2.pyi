@@ -918,11 +918,16 @@ class RecordStart(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
+    ANSWER_MAY_WAIT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     shard_id: _builtins.int
     epoch: _builtins.int
     num_bytes: _builtins.int
     """Bytes of the gradient altogether: all of them here if they are few, else in what follows."""
+    answer_may_wait: _builtins.bool
+    """It counts as received as soon as it lies in the memory of the backup's process: nobody waits for
+    the answer, which may come a moment later, together with others.
+    """
     @_builtins.property
     def record(self) -> Global___PushRecord: ...
     @_builtins.property
@@ -936,10 +941,11 @@ class RecordStart(_message.Message):
         record: Global___PushRecord | None = ...,
         num_bytes: _builtins.int = ...,
         first: Global___Bytes | None = ...,
+        answer_may_wait: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first", b"first", "job", b"job", "num_bytes", b"num_bytes", "record", b"record", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_may_wait", b"answer_may_wait", "epoch", b"epoch", "first", b"first", "job", b"job", "num_bytes", b"num_bytes", "record", b"record", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

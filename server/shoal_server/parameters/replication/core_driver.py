@@ -10,6 +10,9 @@ from shoal_server.core.replication.protocol.events import Event, Woken
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.parameters.replication.wire.frames import Arrived
 
+TIMED_WITHIN_S = 0.002
+"""So much later than it is due, at most, is dealt with what comes due by what has just happened."""
+
 Handlers = Mapping[type, Callable[[Any], None]]
 """What to do about each kind of effect. Returns at once: what takes time is told as an event."""
 
@@ -52,9 +55,9 @@ class CoreDriver:
         finally:
             self._is_stepping = False
         if not self._is_timer_due:
-            # Behind what somebody waits for.
+            # Once for many events, and behind what somebody waits for.
             self._is_timer_due = True
-            self._loop.call_soon(self._set_timer)
+            self._loop.call_later(TIMED_WITHIN_S, self._set_timer)
 
     def _step(self, event: Event, arrived: Arrived | None) -> None:
         effects: list[Effect] = self.core.step(event, self._loop.time())

@@ -113,11 +113,18 @@ class PeerLink:
         record = self._owner.record(request)
         if record is None:
             return False
-        of_record = frames.of_record(*request.key, request.epoch, record, stream.inline_bytes)
+        # For rows there may be no memory.
+        is_received = stream.is_received and not record.push.row_ids
+        of_record = frames.of_record(
+            *request.key,
+            request.epoch,
+            record,
+            stream.inline_bytes,
+            answer_may_wait=is_received,
+        )
         if not stream.send_now(*of_record, keep=partial(self._owner.lies_at, request)):
             return False
-        # For rows there may be no memory.
-        if stream.is_received and not record.push.row_ids:
+        if is_received and stream.is_received:
             key, epoch, version = request.key, request.epoch, request.version
             self._owner.tell(Held(self._to, self._number, key, epoch, version))
         return True

@@ -14,7 +14,12 @@ from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_server.core.replication.protocol.effects import Answer
 from shoal_server.core.replication.protocol.events import CallerCame, CallerLeft, Requested
-from shoal_server.core.replication.protocol.messages import Refused, UpdateMessage, Why
+from shoal_server.core.replication.protocol.messages import (
+    Received,
+    Refused,
+    UpdateMessage,
+    Why,
+)
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.bulk.wire import HungUp
@@ -54,6 +59,11 @@ class DirectWay(Protocol):
         """Send an answer without waiting, if that can be; whether it was sent."""
         ...
 
+    def send_soon(self, reply: pb.FollowReply) -> bool:
+        """Send an answer that nobody waits for within some milliseconds, before any other; one that
+        comes for the same shard takes its place. Whether it will be sent."""
+        ...
+
     def deliver(self, take: TakeArriving | None) -> None:
         """From now on, have what comes taken right when it comes; None: no more."""
         ...
@@ -71,6 +81,9 @@ class _ByGrpc:
     def send_now(self, reply: pb.FollowReply) -> bool:
         return False
 
+    def send_soon(self, reply: pb.FollowReply) -> bool:
+        return False
+
     def deliver(self, take: TakeArriving | None) -> None:
         """It comes by the stream of requests."""
 
@@ -85,15 +98,17 @@ class _Answers:
     """The answers of one link, in order, until one of its streams is over."""
 
     def __init__(self, way: DirectWay) -> None:
-        self._send_now = way.send_now
+        self._send_now, self._send_soon = way.send_now, way.send_soon
         self.is_torn = False
         """Something that counts as received was not read."""
         self.queue = BoundedQueue[pb.FollowReply](MAX_ANSWERS)
         self.is_over = asyncio.Event()
 
-    def put(self, reply: pb.FollowReply) -> None:
-        """Behind those that were put before. Somebody waits for it: it goes at once if it can."""
-        if len(self.queue) or not self._send_now(reply):
+    def put(self, reply: pb.FollowReply, *, may_wait: bool = False) -> None:
+        """Behind those that were put before. Where somebody waits for it, it goes at once if it
+        can."""
+        send = self._send_soon if may_wait else self._send_now
+        if len(self.queue) or not send(reply):
             self.queue.put_now(reply)
 
     def end(self) -> None:
@@ -335,7 +350,9 @@ class ReplicationServicer:
                 why=reply.why.value,
                 detail=reply.detail,
             )
-        answers.put(replies.encode(reply))
+        arrived = self._driver.arrived
+        may_wait = isinstance(reply, Received) and arrived is not None and arrived.answer_may_wait
+        answers.put(replies.encode(reply), may_wait=may_wait)
 
 
 def _is_of_push(request: Arriving) -> bool:

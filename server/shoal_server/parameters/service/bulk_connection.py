@@ -18,6 +18,7 @@ from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest
 from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
+from shoal_server.parameters.bulk.late_frames import LateFrames
 from shoal_server.parameters.bulk.offers import Purpose, Use
 from shoal_server.parameters.bulk.places import PLACE_BYTES
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
@@ -128,6 +129,7 @@ class BulkServerConnection:
             raise HungUp("the call failed") from error
         finally:
             self._is_in_call = False
+            call.close()
 
     def _replies(
         self, opening: Frame, call: "_BulkCall"
@@ -188,11 +190,9 @@ class _BulkCall:
         self._rooms: dict[int, tuple[memoryview, int]] = {}
         self._is_over = False
         self._end_follows = False
-        self._freed: list[bytes] = []
         num_places = arena.num_bytes // PLACE_BYTES if arena is not None else 0
-        self._freed_together = max(num_places // 2, 1)
-        """Places of another server that it is told of at once: to hear of each would wake it up
-        each time, and with half of them it goes on."""
+        # With half of the places another server goes on.
+        self._late = LateFrames(wire, max(num_places // 2, 1))
 
     async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
         yield first
@@ -231,7 +231,16 @@ class _BulkCall:
 
     def send_now(self, reply: FollowReply) -> bool:
         """Whether a reply was sent without waiting."""
-        return self._wire.send_now(_frame(reply))
+        return self._late.send_now(_frame(reply))
+
+    def send_soon(self, reply: FollowReply) -> bool:
+        """See `DirectWay`."""
+        self._late.put((reply.job, reply.shard_id), _frame(reply))
+        return True
+
+    def close(self) -> None:
+        """The call is over."""
+        self._late.close()
 
     @property
     def reads_to_end(self) -> bool:
@@ -260,10 +269,7 @@ class _BulkCall:
     def _taken(self, frame: Frame) -> None:
         """By now it is applied, or whoever keeps it has a copy: its place is free."""
         if frame.kind is Kind.PLACED:
-            self._freed.append(bulk.header(Kind.ROOM, at=frame.at))
-            if len(self._freed) >= self._freed_together:
-                self._wire.send_soon(b"".join(self._freed))
-                self._freed.clear()
+            self._late.free(bulk.header(Kind.ROOM, at=frame.at))
 
     async def finish(self) -> None:
         """Read what is left of the call."""

@@ -3,6 +3,7 @@
 import asyncio
 import mmap
 import socket
+import time
 from array import array
 from collections.abc import Callable
 from contextlib import closing
@@ -17,13 +18,14 @@ from shoal_proto.bulk import Kind
 from shoal_proto.bulk_opening import SharedMemory
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
-from shoal_proto.v1.replication_pb2 import FollowRequest, PushRecord
+from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, PushRecord
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.parameters.bulk import places
 from shoal_server.parameters.bulk.wire import FrameConnection
 from shoal_server.parameters.replication.record_log import RecordLog
 from shoal_server.parameters.replication.wire import frames, streams
 from shoal_server.parameters.replication.wire.streams import BulkStream, GrpcStream
+from shoal_server.parameters.service.bulk_connection import _BulkCall
 from shoal_server.parameters.shard.image import UpdateRecord
 
 NUM_ELEMENTS = 1_500_000
@@ -112,6 +114,42 @@ def led_on_by_the_backup() -> tuple[set[float], float]:
             velocity = 0.5 * velocity + 1.0
             expected += velocity
         return set(values["w"].cast("f")), expected
+
+
+def test_a_push_that_counts_once_it_is_sent_is_answered_together_with_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody waits for these answers; the primary hears them all the same, and keeps nothing that
+    its backup has."""
+    together: list[FollowReply] = []
+    put = _BulkCall.send_soon
+
+    def noted(call: _BulkCall, reply: FollowReply) -> bool:
+        together.append(reply)
+        return put(call, reply)
+
+    monkeypatch.setattr(_BulkCall, "send_soon", noted)
+    with ParameterServers(2) as servers:
+        token = servers.admit("w0")
+        with closing(
+            ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
+        ) as client:
+            client.place(SCHEMA)
+            client.create(MOMENTUM, filled(0.0))
+            client.pull(filled(9.0))
+            for _ in range(NUM_PUSHES):
+                client.push(filled(-1.0))
+            assert {reply.WhichOneof("answer") for reply in together} == {"received"}
+            wait_until_all_is_replicated(servers)
+
+
+def wait_until_all_is_replicated(servers: ParameterServers, within_s: float = 20.0) -> None:
+    give_up_s = time.monotonic() + within_s
+    for server in servers.servers.values():
+        for replica in server.replicas._catalog.shards():
+            while replica.unreplicated_bytes:
+                assert time.monotonic() < give_up_s
+                time.sleep(0.001)
 
 
 async def test_a_place_is_filled_again_only_once_it_is_free() -> None:

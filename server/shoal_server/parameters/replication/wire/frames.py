@@ -73,7 +73,13 @@ def of_continue(request: Continue) -> pb.FollowRequest:
 
 
 def of_record(
-    job: str, shard_id: int, epoch: int, record: UpdateRecord, inline_bytes: int = INLINE_BYTES
+    job: str,
+    shard_id: int,
+    epoch: int,
+    record: UpdateRecord,
+    inline_bytes: int = INLINE_BYTES,
+    *,
+    answer_may_wait: bool = False,
 ) -> Iterator[Frame]:
     """The messages that tell a backup of a push. A gradient of up to `inline_bytes` goes with the
     first."""
@@ -81,6 +87,7 @@ def of_record(
     message = pb.FollowRequest()
     start = message.record
     start.job, start.shard_id, start.epoch, start.num_bytes = job, shard_id, epoch, len(data)
+    start.answer_may_wait = answer_may_wait
     start.record.CopyFrom(record.push)
     if len(data) <= min(inline_bytes, INLINE_BYTES):
         start.first.data = bytes(data)
@@ -174,6 +181,8 @@ class Arrived:
     is_borrowed: bool = False
     """The data of a record lie in memory that is its sender's again once the next request is asked
     for: who keeps them for longer takes `owned`."""
+    answer_may_wait: bool = False
+    """Nobody waits for the answer to a record."""
 
     def owned(self) -> "Arrived":
         """The same, with data that are this server's."""
@@ -302,7 +311,8 @@ class Assembly:
         _check_size(start.num_bytes, MAX_RECORD_BYTES)
         key = start.job, start.shard_id
         record = UpdateMessage(key, start.epoch, start.record.version)
-        self._open = _Unfinished(Arrived(record, push=start.record), start.num_bytes, self._memory)
+        arrived = Arrived(record, push=start.record, answer_may_wait=start.answer_may_wait)
+        self._open = _Unfinished(arrived, start.num_bytes, self._memory)
         whole = self._add(checked(start.first))
         if self._open is not None:
             self._open.announce()

@@ -1,0 +1,83 @@
+"""What nobody waits for leaves together: one message wakes the other end up, not each of many."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from shoal_server.parameters.bulk import late_frames
+from shoal_server.parameters.bulk.late_frames import LateFrames
+from shoal_server.parameters.bulk.wire import FrameConnection
+
+LARGE = bytes(8 * 1024 * 1024)
+"""More than the kernel takes at once."""
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        yield ours, theirs
+
+
+async def read(end: socket.socket) -> bytes:
+    """What has come once anything has."""
+    async with asyncio.timeout(20):
+        return await asyncio.get_running_loop().sock_recv(end, 1024)
+
+
+async def test_the_newest_about_each_shard_leaves_within_milliseconds(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = ends
+    late = LateFrames(FrameConnection(ours), freed_together=8)
+    late.put("shard 0", b"0 at 1;")
+    late.put("shard 1", b"1 at 1;")
+    late.put("shard 0", b"0 at 2;")
+    late.free(b"place 0;")
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)
+    assert await read(theirs) == b"0 at 2;1 at 1;place 0;"
+
+
+async def test_half_of_the_places_are_given_back_at_once_and_behind_what_was_received(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was received is kept no longer when its place is given back: else it would be copied."""
+    monkeypatch.setattr(late_frames, "WITHIN_S", 3600.0)
+    ours, theirs = ends
+    late = LateFrames(FrameConnection(ours), freed_together=2)
+    late.put("shard 0", b"0 at 1;")
+    late.free(b"place 0;")
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)
+    late.free(b"place 1;")
+    assert theirs.recv(1024) == b"0 at 1;place 0;place 1;"
+    late.close()
+
+
+async def test_nothing_that_somebody_waits_for_goes_past_it(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where the kernel has no room: then it is sent before what is sent by another way."""
+    monkeypatch.setattr(late_frames, "WITHIN_S", 3600.0)
+    ours, theirs = ends
+    wire = FrameConnection(ours)
+    late = LateFrames(wire, freed_together=8)
+    late.put("shard 0", b"0 at 1;")
+    assert late.send_now(b"refused;")
+    assert theirs.recv(1024) == b"0 at 1;refused;"
+    assert wire.send_now(LARGE)
+    late.put("shard 0", b"0 at 2;")
+    assert not late.send_now(b"refused;")
+    behind = asyncio.create_task(wire.send(b"refused;"))
+    seen = bytearray()
+    while len(seen) < len(LARGE) + 15:
+        async with asyncio.timeout(20):
+            seen += await asyncio.get_running_loop().sock_recv(theirs, 1 << 20)
+    assert seen[len(LARGE) :] == b"0 at 2;refused;"
+    await behind
+    late.close()
