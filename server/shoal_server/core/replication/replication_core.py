@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal_server.core.replication.backing.copies import Copies, Copy, CopyPhase
 from shoal_server.core.replication.backing.journal_claims import JournalClaims
+from shoal_server.core.replication.backing.missing_shards import MissingShards
 from shoal_server.core.replication.backing.primary_watch import PrimaryWatch
 from shoal_server.core.replication.known_records import KnownRecords
 from shoal_server.core.replication.leading.led_shard import LedShard
@@ -59,6 +60,7 @@ class ReplicationCore:
         self._copies = Copies(me, self._records.runs)
         self._watch = PrimaryWatch(limits.probe_s)
         self._claims = JournalClaims(me, limits)
+        self._missing = MissingShards(me)
         self._is_fenced = False
         self._now_s = -inf
         self._handlers: Mapping[type, Callable[[Any], Effects]] = {
@@ -137,6 +139,8 @@ class ReplicationCore:
         primary = assignment.primary
         if self._watch.is_dead(primary) and self._copies.is_held(key):
             assignment = promoted(assignment, primary, self.me)
+        elif led is None and self._copies.find(key) is None and key not in self._claims:
+            assignment = self._missing.revised(key, assignment)
         return self._claims.revised(key, assignment, now_s)
 
     # --- the record ---
@@ -193,8 +197,8 @@ class ReplicationCore:
             self._claims.known(key, new)
         yield from self._wish(key)
 
-    def _tell_of_drop(self, key: Key, old: ShardAssignment) -> Effects:
-        if self._copies.find(key) is not None:
+    def _tell_of_drop(self, key: Key, old: ShardAssignment | None) -> Effects:
+        if old is not None and self._copies.find(key) is not None:
             refusal = Refused(key, old.epoch, Why.NO_COPY, "it was let go of")
             for link in self._watch.links(old.primary):
                 yield Answer(old.primary, link, refusal)
@@ -233,6 +237,7 @@ class ReplicationCore:
         elif key in self._claims and new.content is ShardContent.PRESENT:
             self._claims.take(key)
             if new.on_disk == self.me.server_id:
+                self._missing.excuse(key, new)
                 yield LoadJournal(key, new.epoch)
 
     def _to_back_up(self, key: Key, new: ShardAssignment) -> Effects:
@@ -296,10 +301,8 @@ class ReplicationCore:
             yield from self._copies.drop(key)
         elif new is not None and new.primary == self.me:
             self._copies.take(key)
-            origin, born = copy.epoch, copy.born
-            yield from self._begin(
-                self.leading.led(key, new, event.version, origin=origin, born=born)
-            )
+            led = self.leading.led(key, new, event.version, origin=copy.epoch, born=copy.born)
+            yield from self._begin(led)
         else:
             yield from self._wish(key)
         yield from self._copies.known(key, new)
@@ -312,9 +315,8 @@ class ReplicationCore:
             yield Drop(key)
             return
         yield from self._copies.drop(key)
-        yield from self._begin(
-            self.leading.led(key, new, event.version, origin=0, born=event.epoch)
-        )
+        led = self.leading.led(key, new, event.version, origin=0, born=event.epoch)
+        yield from self._begin(led)
 
     def _applied(self, event: ev.Applied) -> Effects:
         led = self.leading.find(event.key)
@@ -361,12 +363,12 @@ class ReplicationCore:
 
     def _copy_failed(self, event: ev.CopyFailed) -> Effects:
         yield Note("copy_failed", key=event.key)
-        assignment = self._records.find(event.key)
-        if assignment is not None:
-            yield from self._tell_of_drop(event.key, assignment)
+        yield from self._tell_of_drop(event.key, self._records.find(event.key))
         yield from self._copies.drop(event.key)
+        yield from self._wish(event.key)
 
     def _forgotten(self, event: ev.Forget) -> Effects:
+        self._missing.excuse(event.key, self._records.find(event.key))
         yield from self._let_go(event.key)
 
     # --- links from here ---
@@ -421,22 +423,21 @@ class ReplicationCore:
         yield from ()
 
     def _caller_left(self, event: ev.CallerLeft) -> Effects:
-        if event.is_torn:
-            yield from self._copies.torn(event.peer)
+        for key in self._copies.of(event.peer) if event.is_torn else ():
+            yield Note("copy_torn", key=key, peer=event.peer)
+            yield from self._copy_failed(ev.CopyFailed(key))
         yield from self._watch.left(event.peer, event.link)
 
     def _requested(self, event: ev.Requested) -> Effects:
         if self._watch.calls(event.peer, event.link):
-            key = event.request.key
-            assignment = self._records.find(key)
+            assignment = self._records.find(event.request.key)
             yield from self._copies.requested(event.peer, event.link, event.request, assignment)
 
     def _chunk_stored(self, event: ev.ChunkStored) -> Effects:
         yield from self._copies.stored(event.key, event.image, event.index)
 
     def _image_restored(self, event: ev.ImageRestored) -> Effects:
-        assignment = self._records.find(event.key)
-        yield from self._copies.restored(event.key, event.image, assignment)
+        yield from self._copies.restored(event.key, event.image, self._records.find(event.key))
         yield from self._wish(event.key)
 
     def _image_failed(self, event: ev.ImageFailed) -> Effects:
@@ -445,9 +446,8 @@ class ReplicationCore:
 
     def _probed(self, event: ev.Probed) -> Effects:
         yield from self._watch.probed(event.peer, event.answers, self._now_s)
-        if self._watch.is_dead(event.peer):
-            for key in self._watch.backed(event.peer):
-                yield from self._wish(key)
+        for key in self._watch.backed(event.peer) if self._watch.is_dead(event.peer) else ():
+            yield from self._wish(key)
 
     # --- after a restart ---
 

@@ -278,6 +278,14 @@ def not_on_disk(assignment: ShardAssignment, primary: Holder, epoch: int) -> Sha
     )
 
 
+def not_held(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
+    """The primary has nothing of the shard, and so never led it in this epoch. A backup leads it,
+    which has all that was acknowledged; without any it is lost until somebody has its disk."""
+    if assignment.primary == primary and assignment.backups:
+        return promoted(assignment, primary, assignment.backups[0])
+    return not_on_disk(assignment, primary, assignment.epoch)
+
+
 def is_older(assignment: ShardAssignment, epoch: int, version: int) -> bool:
     """Whether what a journal has of the shard is less than it is known to have had."""
     return (epoch, version) < (assignment.disk_epoch, assignment.disk_version)

@@ -99,8 +99,10 @@ class World:
 
     def led(self, *backups: Holder, **more: object) -> None:
         """Lead the shard at version 1, with these in step and level."""
-        self.assigned(record(ME, *backups, **more))
+        self.assigned(record(ME, *backups, **{**more, "content": ShardContent.NONE}))
         self.tell(ev.Created(KEY, 1, 1))
+        self.assigned(record(ME, *backups, **more))
+        self.tell(ev.Written(KEY))
         for backup in backups:
             self.opened(backup)
             self.answered(backup, Holds(KEY, 1, 1, 1, 1))
@@ -111,11 +113,12 @@ class World:
 
     def backs(self, version: int = 3) -> None:
         """Have a copy of what B leads, in step."""
-        self.assigned(record(B, ME))
+        self.assigned(record(B, joining=ME))
         self.tell(ev.CallerCame(B, 7))
         self.told(ImageStart(KEY, 1, 1, 5, version, 1))
         self.told(ImageChunk(KEY, 5, 0))
         self.tell(ev.ImageRestored(KEY, 5))
+        self.assigned(record(B, ME))
 
     def adopted(self, run: str) -> None:
         """It follows B, of that run of the job, from version 3 on."""
@@ -562,6 +565,44 @@ def test_a_backup_takes_over_from_a_primary_that_neither_calls_nor_answers() -> 
     assert world.core.revised(KEY, record(B, ME), world.now_s) == record(B, ME)
 
 
+def test_who_has_a_failed_copy_no_longer_counts_as_having_one() -> None:
+    """Its primary may end before it hears of that: then another disk, or nobody, has the shard."""
+    world = World()
+    world.backs()
+    effects = world.tell(ev.CopyFailed(KEY))
+    assert (only(Drop, effects), only(Write, effects)) == ([Drop(KEY)], [Write(KEY)])
+    assert world.core.revised(KEY, record(B, ME, C), world.now_s) == record(B, C)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (record(ME, C, epoch=2), record(C, epoch=3)),
+        (record(ME, epoch=2), record(ME, epoch=3, content=ShardContent.LOST)),
+    ],
+    ids=["a backup has it", "nobody has it"],
+)
+def test_who_is_to_lead_what_it_has_not_says_so(
+    given: ShardAssignment, told: ShardAssignment
+) -> None:
+    """Its copy failed while it took over, or was not there when the coordinator named it."""
+    world = World()
+    world.backs()
+    assert only(Settle, world.assigned(given)) == [Settle(KEY, last=B)]
+    assert only(Write, world.tell(ev.CopyFailed(KEY))) == [Write(KEY)]
+    assert world.core.revised(KEY, given, world.now_s) == told
+    world = World()
+    assert only(Write, world.assigned(given)) == [Write(KEY)]
+    assert world.core.revised(KEY, given, world.now_s) == told
+
+
+def test_what_was_told_to_be_forgotten_is_not_lost() -> None:
+    world = World()
+    world.led()
+    assert only(Write, world.tell(ev.Forget(KEY))) == []
+    assert only(Write, world.assigned(record(ME, joining=C))) == []
+
+
 def test_a_copy_of_what_was_written_anew_is_dropped() -> None:
     world = World()
     world.backs()
@@ -648,9 +689,9 @@ def test_what_the_journal_turns_out_not_to_have_is_lost_and_not_waited_for() -> 
 
 def test_what_is_not_in_the_journal_says_nothing_of_a_later_epoch() -> None:
     world = World()
-    world.assigned(record(B, ME, epoch=3))
+    world.assigned(record(B, C, epoch=3))
     world.tell(ev.NotInJournal(KEY, 2))
-    kept = record(B, ME, epoch=3)
+    kept = record(B, C, epoch=3)
     assert world.core.revised(KEY, kept, world.now_s) == kept
 
 

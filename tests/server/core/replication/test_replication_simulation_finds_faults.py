@@ -9,6 +9,7 @@ from support.sim.replication.schedule import simulate_replication
 from shoal_server.core.replication.backing import journal_claims
 from shoal_server.core.replication.backing.copies import Copies, CopyPhase
 from shoal_server.core.replication.backing.journal_claims import JournalClaims
+from shoal_server.core.replication.backing.missing_shards import MissingShards
 from shoal_server.core.replication.leading.followers import Follower
 from shoal_server.core.replication.leading.led_shard import LedShard
 from shoal_server.core.replication.lease import Lease
@@ -222,6 +223,11 @@ def what_follows_on_a_copy_is_refused_of_who_leads_no_longer(patch: Patch) -> No
     patch.setattr(Copies, "_record", record)
 
 
+def who_has_nothing_of_a_shard_keeps_its_place_in_the_record(patch: Patch) -> None:
+    """Nobody else leads the shard then, nor calls it lost."""
+    patch.setattr(MissingShards, "revised", lambda missing, key, a: a)
+
+
 # Two more break none of the invariants. Handing a shard over before its successor is level: what
 # that lacks was acknowledged to nobody, since it counts; it is sent again, and the copy that the
 # old primary keeps is one that has something else. Counting an answer of another epoch: what comes
@@ -233,6 +239,7 @@ FOCUS: Mapping[Fault, Sequence[str]] = {
     what_nobody_loads_any_more_is_waited_for: ["restore", "kill restorer"],
     an_older_copy_of_a_disk_is_led: ["save disk", "roll back", "kill all"],
     what_follows_on_a_copy_is_refused_of_who_leads_no_longer: ["restart"],
+    who_has_nothing_of_a_shard_keeps_its_place_in_the_record: ["kill what failed"],
 }
 """Faults that meet it more often than those of all kinds do."""
 
@@ -255,6 +262,7 @@ FAULTS: Sequence[Fault] = (
     an_older_copy_of_a_disk_is_led,
     what_was_held_in_another_run_is_kept,
     what_nobody_loads_any_more_is_waited_for,
+    who_has_nothing_of_a_shard_keeps_its_place_in_the_record,
 )
 RARE = (
     what_follows_on_a_copy_is_refused_of_who_leads_no_longer,

@@ -190,8 +190,11 @@ class ServerCopies:
         self._setting.ledger.follows(self._server.me, copy)
 
         def apply() -> None:
-            if not copy.is_dropped:
-                copy.num_applied += 1
+            if copy.is_dropped:
+                return
+            copy.num_applied += 1
+            if self._setting.copies_fail and self._chance.random() < self._setting.copies_fail:
+                self._server.post(ev.CopyFailed(copy.key), copy)
 
         # Many of them may wait for each other.
         is_long = self._chance.random() < 0.1

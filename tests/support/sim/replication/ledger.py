@@ -149,7 +149,9 @@ class Ledger:
         record, promise = self._records.get(key), self._promise(key)
         if record is None:
             return
-        for holder in (record.primary, *record.backups):
+        # Who is named for a lost shard leads nothing, and lets go of what it was to join with.
+        holders = () if record.content is ShardContent.LOST else (record.primary, *record.backups)
+        for holder in holders:
             copy = self._find(holder, key)
             if copy is not None:
                 assert self._will_have(holder, copy, *promise.replicated), (

@@ -19,6 +19,8 @@ FAULTS = (
     + ["anew", "away twice", "deposed unheard", "kill sender"]
     + ["snapshot", "restore", "kill restorer", "kill loader"]
 )
+FAILING = [*FAULTS, *["copies fail", "kill what failed"] * 5]
+"""In every fifth seed."""
 STORY_LINES = 250
 
 
@@ -27,7 +29,8 @@ class Faults:
 
     def __init__(self, world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
         self._world = world
-        self._names = only or FAULTS
+        fails = random.Random(f"failing {seed}").random() < 0.2
+        self._names = only or (FAILING if fails else FAULTS)
         self._chance = random.Random(f"faults {seed}")
         self._newcomers = 0
 
@@ -203,6 +206,20 @@ class Faults:
         setting.note("world", f"copies take up to {setting.slow_s} s")
         self._world.clock.later(self._for_s(), lambda: setattr(setting, "slow_s", 0.0))
 
+    def _copies_fail(self, server: SimServer) -> None:
+        """Updates cannot be applied to copies, or leave something else there."""
+        setting = self._world.setting
+        setting.copies_fail = self._chance.choice([0.05, 0.3, 1.0])
+        setting.note("world", f"of updates to copies, {setting.copies_fail} fail")
+        self._world.clock.later(self._for_s(), lambda: setattr(setting, "copies_fail", 0.0))
+
+    def _kill_what_failed(self, server: SimServer) -> None:
+        """A primary ends while its copies fail, and cannot say first that it goes on without."""
+        world, (primary, *_) = self._world, self._holders()
+        self._copies_fail(server)
+        world.cut(primary, ETCD, 3.0)
+        world.clock.later(self._chance.random(), lambda: self._kill_named(primary))
+
     def _lag(self, server: SimServer) -> None:
         world = self._world
         other = self._chance.choice(
@@ -288,6 +305,7 @@ def _run(world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
         world.run(chance.choice([0.0, 0.02, 0.3, 1.0, 2.5, 5.0]) * (0.5 + chance.random()))
         faults.strike()
     world.run(chance.choice([0.0, 1.0, 4.0]))
+    world.setting.copies_fail = 0.0
     world.calm(accepts_loss=chance.random() < 0.5)
     away_s = max(0.0, world.store.back_s - world.clock.now_s)
     world.run(away_s)

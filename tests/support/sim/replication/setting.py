@@ -39,6 +39,8 @@ class Setting:
     """Ids of servers without memory for another copy."""
     slow_s: float = 0.0
     """How long a restore, or a settling, may take beyond the usual."""
+    copies_fail: float = 0.0
+    """How many of the updates that a copy applies make it fail."""
     story: list[tuple[float, str, object]] = field(default_factory=list)
     on_note: Callable[[], None] = lambda: None
 

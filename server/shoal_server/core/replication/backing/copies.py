@@ -12,7 +12,6 @@ from shoal_server.core.replication.protocol.effects import (
     DropImage,
     Effect,
     EnterEpoch,
-    Note,
     Refresh,
     Replay,
     StoreChunk,
@@ -94,11 +93,9 @@ class Copies:
     def find(self, key: Key) -> Copy | None:
         return self._held.get(key)
 
-    def torn(self, primary: Holder) -> Iterator[Effect]:
-        """What that primary has sent was not read to its end."""
-        for key in [key for key, copy in self._held.items() if copy.primary == primary]:
-            yield Note("copy_torn", key=key, peer=primary)
-            yield from self.drop(key)
+    def of(self, primary: Holder) -> list[Key]:
+        """Those that this primary told of last."""
+        return [key for key, copy in self._held.items() if copy.primary == primary]
 
     def keep(self, key: Key, copy: Copy) -> None:
         self._held[key] = copy
