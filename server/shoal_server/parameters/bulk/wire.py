@@ -143,6 +143,15 @@ class FrameConnection:
         except OSError as error:
             log.debug("reading_ended_already", reason=str(error))
 
+    def end_sending(self) -> None:
+        """Nothing more is sent in either direction; who waits to send gets HungUp, however long the
+        other end reads nothing. What has come can still be read."""
+        try:
+            # Within TLS too, whose own shutdown would read what comes as it is.
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("sending_ended_already", reason=str(error))
+
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is being sent."""

@@ -72,6 +72,10 @@ class DirectWay(Protocol):
         """Where all is read: nothing more can be sent to here."""
         ...
 
+    def end_sending(self) -> None:
+        """Nothing more is sent from here, nor is anybody kept waiting who is about to."""
+        ...
+
 
 class _ByGrpc:
     """One by one it is."""
@@ -90,6 +94,9 @@ class _ByGrpc:
     def end_reading(self) -> None:
         """What is not read is sent again."""
 
+    def end_sending(self) -> None:
+        """Whoever sends waits for nobody."""
+
 
 _BY_GRPC = _ByGrpc()
 
@@ -99,8 +106,6 @@ class _Answers:
 
     def __init__(self, way: DirectWay) -> None:
         self._send_now, self._send_soon = way.send_now, way.send_soon
-        self.is_torn = False
-        """Something that counts as received was not read."""
         self.queue = BoundedQueue[pb.FollowReply](MAX_ANSWERS)
         self.is_over = asyncio.Event()
 
@@ -192,9 +197,12 @@ class ReplicationServicer:
         finally:
             log.info("replication_link_ended", primary=caller[0].server_id, reason=reason)
             answers.end()
-            if self._callers.get(caller) is answers:
-                del self._callers[caller]
-                self._driver.tell(CallerLeft(*caller, is_torn=answers.is_torn))
+            self._left(caller, answers)
+
+    def _left(self, caller: Caller, answers: _Answers, *, is_torn: bool = False) -> None:
+        if self._callers.get(caller) is answers:
+            del self._callers[caller]
+            self._driver.tell(CallerLeft(*caller, is_torn=is_torn))
 
     async def _images(
         self, caller: Caller, requests: AsyncIterator[Arriving]
@@ -240,8 +248,18 @@ class ReplicationServicer:
         silence = Silence(self._timeouts)
         reading = asyncio.create_task(self._read(caller, answers, requests, silence, way))
         if way.reads_to_end:
+
+            def read(task: asyncio.Task[None]) -> None:
+                if _is_torn(task):
+                    self._left(caller, answers, is_torn=True)
+
+            # Before anybody goes on who waits until all is read, and however long it takes to end
+            # the rest of the link.
+            reading.add_done_callback(read)
             self._links.read_by(reading, caller[0], way.end_reading)
         silent = asyncio.create_task(silence.wait())
+        # Who waits to send to one that is halted would wait for as long as it is.
+        silent.add_done_callback(lambda task: None if task.cancelled() else way.end_sending())
         for task in (reading, silent):
             task.add_done_callback(lambda _: answers.end())
         try:
@@ -266,7 +284,6 @@ class ReplicationServicer:
             if way.reads_to_end:
                 way.end_reading()
                 await asyncio.wait({reading})
-                answers.is_torn = _is_torn(reading)
             await cancel(reading, silent)
 
     async def _read(

@@ -251,6 +251,10 @@ class _BulkCall:
         """Take nothing more that is not sent yet."""
         self._wire.end_reading()
 
+    def end_sending(self) -> None:
+        """Send nothing more; whoever is sending fails."""
+        self._wire.end_sending()
+
     def _arriving(self, frame: Frame) -> Arriving | None:
         """What another server tells by it; None: nothing."""
         if frame.kind is Kind.PIECE:

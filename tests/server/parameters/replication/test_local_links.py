@@ -1,0 +1,175 @@
+"""Links on one machine, over which what was sent counts as received before it is read."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from support.clusters.assignment_records import write_assignments
+from support.clusters.parameter_servers import config
+
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.replication.protocol.messages import ImageChunk, ImageStart
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+)
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
+from shoal_server.parameters.process import RunningServer, running
+from shoal_server.parameters.replication.received_updates import ReceivedUpdates
+from shoal_server.parameters.replication.wire import frames
+from shoal_server.parameters.replication.wire.streams import BulkStream, PeerStream, open_stream
+from shoal_server.parameters.shard.dense import DensePush, new_dense_shard
+from shoal_server.parameters.shard.image import UpdateRecord
+
+JOB, EPOCH = "job", 3
+PRIMARY = Holder("ps-9", "one")
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+ANSWER_S = 30.0
+SILENCE_S = 0.3
+
+
+class Shards:
+    """One shard of a server that is not there, and what tells of it."""
+
+    def __init__(self) -> None:
+        block = Block(parameter="p", num_elements=4)
+        spec = Shard(shard_id=0, server_id="ps-9", epoch=EPOCH, dtype="float32", blocks=[block])
+        self._shard = new_dense_shard(spec, SGD, bytearray(16))
+        self._records: list[UpdateRecord] = []
+        self._shard.subscribe(self._records.append)
+
+    def pushed(self) -> pb.FollowRequest:
+        sequence = len(self._records) + 1
+        push = DensePush(
+            session="s",
+            sequence=sequence,
+            epoch=EPOCH,
+            base_version=sequence,
+            lr=None,
+            blocks=[0],
+            gradient=torch.ones(4).numpy().tobytes(),
+        )
+        self._shard.push(push, lambda session: True)
+        (told,) = frames.of_record(JOB, 0, EPOCH, self._records[-1])
+        assert isinstance(told, pb.FollowRequest)
+        return told
+
+    def image(self) -> list[frames.Frame]:
+        with self._shard.cut() as cut:
+            start = ImageStart((JOB, 0), EPOCH, 1, 1, cut.version, cut.num_chunks)
+            told: list[frames.Frame] = [frames.of_image_start(start, cut.header)]
+            for index in range(cut.num_chunks):
+                told += frames.of_chunk(ImageChunk((JOB, 0), 1, index), bytes(cut.chunk(index)))
+        return told
+
+
+@dataclass
+class World:
+    """A server, and a primary on the same machine that it has a copy of."""
+
+    server: RunningServer
+    store: MemoryStore
+    shards: Shards = field(default_factory=Shards)
+
+    @property
+    def stream(self) -> AbstractAsyncContextManager[PeerStream]:
+        return open_stream(self.server.address)
+
+    @property
+    def version(self) -> int:
+        replica = self.server.replicas._catalog.find(JOB, 0)
+        return replica.state.version if replica is not None else 0
+
+    def record(self) -> ShardAssignment:
+        found = self.server.replicas.assignment(JOB, 0)
+        assert found is not None
+        return found
+
+    async def write(self, primary: Holder, *backups: Holder, epoch: int = EPOCH) -> None:
+        shard = ShardAssignment(
+            shard_id=0,
+            epoch=epoch,
+            primary=primary,
+            backups=backups,
+            joining=None if backups or primary == self.me else self.me,
+            content=ShardContent.PRESENT,
+        )
+        await write_assignments(self.store, JobAssignments(job=JOB, copies=2, shards=(shard,)))
+        await self.server.replicas.refresh(JOB)
+
+    @property
+    def me(self) -> Holder:
+        return self.server.replicas.me
+
+    async def follow(self, stream: PeerStream) -> None:
+        """Have the server follow in step, over this link."""
+        assert isinstance(stream, BulkStream)
+        assert stream.is_in_memory
+        await self.write(PRIMARY)
+        primary = pb.Holder(server_id=PRIMARY.server_id, incarnation=PRIMARY.incarnation)
+        hello = pb.Hello(primary=primary, link=1, torch_version=torch.__version__)
+        await stream.write(pb.FollowRequest(hello=hello))
+        for frame in self.shards.image():
+            await stream.write(frame)
+        await self.until(lambda: self.version == 1)
+        await self.write(PRIMARY, self.me)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(ANSWER_S):
+            while not is_so():  # noqa: ASYNC110 - the state of a server, which sends no event
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    store = MemoryStore()
+    timeouts = PeerTimeouts(beat_s=0.05, silence_s=SILENCE_S)
+    async with running(config("ps-0", timeouts=timeouts), store) as server:
+        yield World(server, store)
+    await store.close()
+
+
+async def test_who_cannot_read_all_that_was_sent_does_not_lead(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a push that it can read lies one that it cannot, which may have been acknowledged: the
+    shard is lost by name, and is not led without."""
+    go_on = asyncio.Event()
+    reached = asyncio.Event()
+
+    async def await_room(_: ReceivedUpdates) -> None:
+        reached.set()
+        await go_on.wait()
+
+    async with world.stream as stream:
+        await world.follow(stream)
+        monkeypatch.setattr(ReceivedUpdates, "has_room", property(lambda _: go_on.is_set()))
+        monkeypatch.setattr(ReceivedUpdates, "await_room", await_room)
+        await stream.write(world.shards.pushed())
+        unreadable = world.shards.pushed()
+        unreadable.record.first.checksum ^= 1
+        await stream.write(unreadable)
+        async with asyncio.timeout(ANSWER_S):
+            await reached.wait()
+        await world.write(world.me, epoch=EPOCH + 1)
+        go_on.set()
+        await world.until(lambda: world.record().epoch > EPOCH + 1)
+    assert (world.record().content, world.version) == (ShardContent.LOST, 0)
+
+
+async def test_a_primary_that_is_halted_and_reads_nothing_is_succeeded(world: World) -> None:
+    """Its backup has more to say to it than the kernel takes."""
+    async with world.stream as stream:
+        await world.follow(stream)
+        for _ in range(2_000):
+            await stream.write(pb.FollowRequest(beat=pb.FollowBeat()))
+        await world.until(lambda: world.record().primary == world.me)
+    assert (world.record().epoch, world.version) == (EPOCH + 1, 1)
