@@ -7,7 +7,7 @@ time, each sample counts exactly once an epoch.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class Order:
                 expected="at least one whole batch in an epoch",
             )
 
-    @property
+    @cached_property
     def rule(self) -> int:
         """Number of the rule by which seed and epoch give an order. 1: torch's permutation, as
         an array. 2, of more samples than that: a keyed permutation."""
@@ -133,14 +133,14 @@ class Order:
         """Of the order, as checkpoints and members tell it."""
         return str(self.rule)
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """The last one is smaller if the batch size does not divide; with `drop_last` it is left
         out."""
         whole, rest = divmod(self.num_samples, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
-    @property
+    @cached_property
     def num_steps(self) -> int:
         """Of the whole job."""
         whole_epochs = self.num_epochs - self.origin.epoch - 1
@@ -148,7 +148,7 @@ class Order:
             return self.origin.step
         return self.origin.step + self._first_steps + whole_epochs * self.steps_per_epoch
 
-    @property
+    @cached_property
     def _first_steps(self) -> int:
         """Steps in what is left of the origin's epoch."""
         left = max(self.num_samples - self.origin.offset, 0)
@@ -237,7 +237,8 @@ class Loader:
 
     def begin_at(self, origin: Position) -> None:
         """The first batches of this size are those from here on. Free to call again."""
-        if origin != self.order.origin:
+        now = self.order.origin
+        if origin is not now and origin != now:
             self.order = replace(self.order, origin=origin)
 
     def start(self) -> None:
@@ -261,11 +262,13 @@ class Loader:
                 its_epoch, its_start, its_stop = self.order.span(later)
                 yield _loaded(Span(its_epoch, *share(its_start, its_stop, index, count)))
 
-        inputs, targets = self._load(Span(epoch, own_start, own_stop), after)
+        own = Span(epoch, own_start, own_stop)
+        indices = self._indices(own.epoch, own.start, own.stop)
+        inputs, targets = self._load(own, indices, after)
         return Batch(
             inputs=inputs,
             targets=targets,
-            indices=self._indices(epoch, own_start, own_stop).tolist(),
+            indices=indices.tolist(),
             weight=(own_stop - own_start) * count / (stop - start),
             step=step,
             epoch=epoch,
@@ -285,22 +288,31 @@ class Loader:
 
         `after`: what is likely to be asked for next.
         """
-        inputs, targets = self._load(Span(epoch, start, stop), after)
-        indices = self._indices(epoch, start, stop).tolist()
+        indices = self._indices(epoch, start, stop)
+        inputs, targets = self._load(Span(epoch, start, stop), indices, after)
         return Batch(
-            inputs=inputs, targets=targets, indices=indices, weight=1.0, step=step, epoch=epoch
+            inputs=inputs,
+            targets=targets,
+            indices=indices.tolist(),
+            weight=1.0,
+            step=step,
+            epoch=epoch,
         )
 
-    def _load(self, span: Span, after: Callable[[], Iterator[Span]]) -> tuple[Any, Any]:
+    def _load(
+        self, span: Span, indices: Tensor, after: Callable[[], Iterator[Span]]
+    ) -> tuple[Any, Any]:
+        """The samples of the span, which have these indices."""
         if span.epoch != self._epoch:
             self._check_size()
             self._epoch = span.epoch
-        span = _loaded(span)
         if self._columns is not None:
-            indices = self._indices(span.epoch, span.start, span.stop)
-            return _split([column[indices] for column in self._columns])
+            if not len(indices):
+                span = _loaded(span)
+                indices = self._indices(span.epoch, span.start, span.stop)
+            return _split([_rows(column, indices) for column in self._columns])
         assert self._samples is not None, "data without columns is loaded by sample"
-        return _split(self._samples.take(span, after))
+        return _split(self._samples.take(_loaded(span), after))
 
     def _indices(self, epoch: int, start: int, stop: int) -> Tensor:
         return self.order.indices(epoch, start, stop)
@@ -315,6 +327,11 @@ class Loader:
                 fix="Give a dataset that stays as long as it is. To train on more data, begin a new"
                 " job with the weights of this one.",
             )
+
+
+def _rows(column: Tensor, indices: Tensor) -> Tensor:
+    # Half of the time of the other; but it takes indices of the tensor's own device only.
+    return column.index_select(0, indices) if column.is_cpu else column[indices]
 
 
 def _loaded(span: Span) -> Span:

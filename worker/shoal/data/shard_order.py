@@ -65,7 +65,7 @@ class ShardOrder(Order):
             window=shards.shuffle_buffer,
         )
 
-    @property
+    @cached_property
     def rule(self) -> int:
         return 3
 

@@ -17,9 +17,9 @@ Functions called by the user's code (`F.dropout`, `torch.rand`) draw from torch'
 
 import hashlib
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 
@@ -46,31 +46,39 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@contextmanager
-def at(*, seed: int, step: int, first: int, count: int) -> Iterator[None]:
+class _At:
+    # A pipeline goes through some in each pass, and a generator takes several times as long.
+
+    def __init__(self, place: Place | None) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        self._before = put(self._place)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        put(self._before)
+
+
+def at(*, seed: int, step: int, first: int, count: int) -> AbstractContextManager[None]:
     """What is computed within is on samples `first` to `first + count - 1` of the global batch."""
-    before = put(Place(seed=seed, step=step, first=first, count=count))
-    try:
-        yield
-    finally:
-        put(before)
+    return _At(Place(seed=seed, step=step, first=first, count=count))
 
 
-@contextmanager
-def part(start: int, stop: int) -> Iterator[None]:
+def part(start: int, stop: int) -> AbstractContextManager[None]:
     """Within, only the samples [start, stop) of those of the present place; nothing if it has none.
 
     For micro-batches, also those that a training script cuts itself.
     """
     place = _here.place
     if place is None:
-        yield
-        return
-    before = put(replace(place, first=place.first + start, count=stop - start))
-    try:
-        yield
-    finally:
-        put(before)
+        return _At(None)
+    first, count = place.first + start, stop - start
+    return _At(Place(seed=place.seed, step=place.step, first=first, count=count))
 
 
 def put(place: Place | None) -> Place | None:

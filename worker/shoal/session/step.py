@@ -245,7 +245,7 @@ class Steps:
             loss = self._controller.strategy.forward_backward(
                 batch.inputs, batch.targets, scaled(loss_function, fraction), whole.weight
             )
-        loss = loss / fraction if fraction else loss
+        loss = loss / fraction if fraction not in (0.0, 1.0) else loss
         step.note_loss(loss, fraction)
         return loss
 

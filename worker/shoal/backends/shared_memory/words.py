@@ -31,6 +31,8 @@ class Words:
         self._num_words = num_words
         self._rank, self._world_size = group.rank(), group.size()
         self._message: torch.Tensor | None = None
+        self._alone: list[int] = []
+        """What was told where nobody else is."""
         self._work: dist.Work | None = None
         self._memory: SharedMemory | None = None
         self._room = memoryview(b"").cast("q")
@@ -72,11 +74,13 @@ class Words:
                 self._room[place] = word
             memory.arrive()
             return
+        if self._world_size == 1:
+            self._alone = list(words)
+            return
         message = torch.zeros(self._world_size, len(words), dtype=torch.int64)
         message[self._rank] = torch.tensor(words, dtype=torch.int64)
         self._message = message
-        if self._world_size > 1:
-            self._work = dist.all_reduce(message, group=self._group, async_op=True)
+        self._work = dist.all_reduce(message, group=self._group, async_op=True)
 
     def hear(self) -> list[list[int]]:
         """What each rank has told, by rank, once all have. Raises GenerationBroken or RuntimeError
@@ -88,6 +92,8 @@ class Words:
             memory.await_others()
             told = self._room[start : start + self._world_size * count].tolist()
             return [told[place : place + count] for place in range(0, len(told), count)]
+        if self._world_size == 1:
+            return [self._alone]
         message, self._message = self._message, None
         assert message is not None, "told before"
         work, self._work = self._work, None

@@ -5,6 +5,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,8 @@ class Hyperparameters:
         self._conflict = ""
         self._now: Values = ()
         self._digest = 0
+        self._seen: list[object] | None = None
+        """The very objects that `_now` was made of, where none of them can change by itself."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -43,15 +46,22 @@ class Hyperparameters:
 
     def now(self) -> Values:
         """As they are; the same object for as long as nothing changes."""
-        own = self._optimizer.defaults
+        own, groups = self._optimizer.defaults, self._optimizer.param_groups
+        seen: list[object] = [one for group in groups for pair in group.items() for one in pair]
+        known = self._seen
+        if known is not None and len(seen) == len(known) and all(map(is_, seen, known)):
+            # In nearly every step; to make plain values of them takes ten times as long.
+            return self._now
         found = tuple(
             {
                 key: _plain(value)
                 for key, value in group.items()
                 if key != "params" and (not own or key in own)
             }
-            for group in self._optimizer.param_groups
+            for group in groups
         )
+        lasting = all(_lasts(v) for g in groups for key, v in g.items() if key != "params")
+        self._seen = seen if lasting else None
         if found != self._now or not self._digest:
             self._now = found
             self._digest = digest_of(found)
@@ -142,6 +152,13 @@ def by_value(values: Mapping[str, Any], most: int = 8) -> str:
         more = f" and {len(names) - most} more" if len(names) > most else ""
         parts.append(f"{value} by {', '.join(names[:most])}{more}")
     return "; ".join(parts)
+
+
+def _lasts(value: object) -> bool:
+    """Whether the value of an object stays what it is."""
+    if isinstance(value, tuple):
+        return all(map(_lasts, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _plain(value: Any) -> Any:

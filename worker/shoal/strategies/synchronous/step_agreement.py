@@ -27,7 +27,7 @@ from shoal.strategies.synchronous.hyperparameters import (
     in_words,
 )
 from shoal.strategies.synchronous.script_position import ScriptPosition, Stopped
-from shoal.strategies.synchronous.step_weights import StepWeights
+from shoal.strategies.synchronous.step_weights import BY_SAMPLES, StepWeights
 from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, UnequalPasses
 
 NUM_WORDS = {StepMessages.EARLIER: 3, StepMessages.PRESENT: 4}
@@ -121,7 +121,8 @@ class StepAgreement:
         self._members = members
         self._hyper = hyperparameters
         self._position = position
-        self._words = Words(group, NUM_WORDS[position.form])
+        self._num_words = NUM_WORDS[position.form]
+        self._words = Words(group, self._num_words)
         self._steps = 0
         self._step = 0
         self._passes = 0
@@ -248,6 +249,8 @@ class StepAgreement:
         return factor
 
     def _factor(self, words: Sequence[int]) -> float:
+        if all(map(BY_SAMPLES.__eq__, words)):
+            return 1.0
         weights = self.weights.said(words)
         known = [weight for weight in weights if weight is not None]
         if not known:
@@ -291,7 +294,7 @@ class StepAgreement:
             # Not in the first step, for which members stand still that were just left by another.
             self._words.share()
         own = [word, digest, conflict * _CONFLICT | more, self.weights.word()]
-        self._words.tell(own[: NUM_WORDS[self._position.form]])
+        self._words.tell(own[: self._num_words])
 
     def cut(self, reason: str) -> None:
         """Let this member wait for no word of the others. Any thread."""

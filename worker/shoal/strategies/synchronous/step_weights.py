@@ -7,6 +7,8 @@ from shoal.backends.shared_memory.words import bits_of, number_of
 
 _BY_SAMPLES = -1.0
 """What is said of a step whose losses are means over samples, and weigh by these."""
+BY_SAMPLES = bits_of(_BY_SAMPLES)
+"""The same as a word."""
 
 
 class StepWeights:
@@ -38,7 +40,7 @@ class StepWeights:
 
     def word(self) -> int:
         """What this member says, as an integer: other members' zeros may be added to it."""
-        return bits_of(self._own)
+        return BY_SAMPLES if self._own == _BY_SAMPLES else bits_of(self._own)
 
     def said(self, words: Sequence[int]) -> list[float | None]:
         """What each member's losses weigh; None where they weigh by samples."""

@@ -1,0 +1,50 @@
+"""What an optimizer's groups say is looked at in each step, also where nothing seems to change."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another number": lambda group: group.update(lr=0.2),
+    "an equal number, then another": lambda group: (
+        group.update(lr=float("0.1")),
+        group.update(lr=0.2),
+    ),
+    "a tensor in place": lambda group: group["weight_decay"].add_(1.0),
+    "a list in place": lambda group: group["betas"].__setitem__(0, 0.5),
+    "another key": lambda group: group.update(eps=group.pop("lr"), lr=group["eps"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen_behind_steps_without_one(change: str) -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    if "tensor" in change:
+        group["weight_decay"] = torch.tensor(0.5)
+    if "list" in change:
+        group["betas"] = [0.9, 0.99]
+    hyperparameters = Hyperparameters(optimizer)
+    before, digest = hyperparameters.now(), hyperparameters.digest()
+    assert hyperparameters.now() is before
+    CHANGES[change](group)
+    assert hyperparameters.now() != before
+    assert hyperparameters.digest() != digest
+    hyperparameters.apply(0)
+    assert not hyperparameters.again(0)
+
+
+def test_what_is_equal_stays_what_it_was() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    hyperparameters = Hyperparameters(optimizer)
+    before, digest = hyperparameters.now(), hyperparameters.digest()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64)
+    assert hyperparameters.now() is before
+    assert hyperparameters.digest() == digest
+    optimizer.param_groups[0]["lr"].mul_(2)
+    assert hyperparameters.now()[0]["lr"] == 0.2
