@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout
+from shoal.model.gradients import StepGradients
 from shoal.model.initialisation import give_buffers, initialised_copy, is_on_meta
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
@@ -64,6 +65,32 @@ class MetaModel:
             self.groups.append([names[parameter] for parameter in group["params"]])
         self.tied = tied(model)
         """For each further name of a parameter or buffer, its first."""
+        held = {**dict(model.named_parameters()), **persistent_buffers(model)}
+        self.without_elements = {
+            name: torch.empty_like(tensor, device="cpu")
+            for name, tensor in held.items()
+            if not tensor.numel()
+        }
+        """Parameters and persistent buffers of which there is nothing to hold."""
+        self._names = {id(parameter): name for parameter, name in names.items()}
+        self._given: dict[str, dict[str, Any]] = {}
+        self.take_state(optimizer)
+
+    def take_state(self, optimizer: Optimizer) -> None:
+        """Keep the state that the optimizer has for the user's own parameters, if it has any: what
+        the script has loaded into it before there was a layout.
+
+        Raises UnsupportedOptimizer for what no state of a job can hold.
+        """
+        for parameter in self.model.parameters():
+            name, state = self._names.get(id(parameter)), optimizer.state.get(parameter)
+            if name is None or not state or any(map(_is_meta, state.values())):
+                continue
+            self._given[name] = {key: v for key, v in state.items() if v is not None}
+            for key, value in self._given[name].items():
+                if _as_piece(key, value) is None:
+                    kind = type(value).__name__
+                    raise _cannot_hand_over(optimizer, f"state {key!r} of {name}: {kind}")
 
     def copy(self) -> nn.Module:
         """The model once more: its parameters on the meta device, its buffers real and its own."""
@@ -80,7 +107,8 @@ class MetaModel:
         return copied
 
     def initial(self) -> StateShard:
-        """The weights that the user made the model with: step 0.
+        """The weights that the user made the model with, and the state that the optimizer was given
+        for them: step 0.
 
         Of a model that was made on the meta device those that its modules begin with, with the seed
         that the script had given torch.
@@ -90,10 +118,16 @@ class MetaModel:
         shards = {
             MODEL + name: TensorShard.whole(tensor.detach()) for name, tensor in state.items()
         }
+        for name, given in self._given.items():
+            for key, value in given.items():
+                piece = _as_piece(f"{OPTIM}{name}/{key}", value)
+                assert piece is not None, "looked at when it was taken"
+                shards[piece[0]] = TensorShard.whole(piece[1].detach())
         return StateShard(step=0, shards=shards)
 
     def forget_weights(self) -> None:
-        """Free the memory of the user's own parameters: from now on a layout holds them.
+        """Free the memory of the user's own parameters, and of what the optimizer was given for
+        them: from now on a layout holds them.
 
         What was one parameter under several names still is, in this model and in each `copy`.
         """
@@ -102,6 +136,8 @@ class MetaModel:
             for name, parameter in parameter_table(part).items():
                 if parameter is not None and not parameter.is_meta:
                     parameter_table(part)[name] = empty[id(parameter)]
+        self._given.clear()
+        self._names.clear()
 
     def _empty_parameters(self) -> dict[int, Any]:
         """One without memory for each of the model's, by its id."""
@@ -125,9 +161,12 @@ class OptimizerBinding:
         self._placed: dict[str, Tensor] = {}
         self.group_names = meta_model.groups
         self._tied = meta_model.tied
+        self.without_elements = meta_model.without_elements
+        meta_model.take_state(optimizer)
         optimizer.state.clear()
         for group, names in zip(optimizer.param_groups, meta_model.groups, strict=True):
             group["params"] = [self._parameters[name] for name in names if name in self._parameters]
+        self.gradients = StepGradients(self._parameters.values(), optimizer)
 
     # --- reading ---
 
@@ -148,12 +187,10 @@ class OptimizerBinding:
         return StateShard(step=step, shards=kept, values=self._values())
 
     def _piece_of_state(self, name: str, key: str, value: Any) -> tuple[str, TensorShard]:
-        path = f"{OPTIM}{name}/{key}"
-        if not isinstance(value, Tensor):
-            for mark, kind in _NUMBERS.items():
-                if type(value) is kind:
-                    return path + mark, TensorShard.whole(_as_tensor(value))
+        piece = _as_piece(f"{OPTIM}{name}/{key}", value)
+        if piece is None:
             raise self._cannot_hand_over(f"state {key!r} of {name}: {type(value).__name__}")
+        path, value = piece
         if value.ndim == 0:
             return path, TensorShard.whole(local_part(value))
         parameter = self._parameters[name]
@@ -199,13 +236,7 @@ class OptimizerBinding:
         return groups
 
     def _cannot_hand_over(self, seen: str) -> UnsupportedOptimizer:
-        return UnsupportedOptimizer(
-            f"the state of {type(self.optimizer).__name__} cannot be handed to another member",
-            seen=seen,
-            expected="scalars, numbers, and tensors of the parameter's own shape",
-            fix="Use an optimizer that treats each element separately, such as SGD or AdamW,"
-            " or strategy 'ddp' or 'zero1', which leave parameters whole.",
-        )
+        return _cannot_hand_over(self.optimizer, seen)
 
     @property
     def known(self) -> frozenset[str]:
@@ -310,9 +341,30 @@ class OptimizerBinding:
                 )
 
 
-def _as_tensor(number: object) -> Tensor:
-    """A Python number without loss: its floats have 64 bits."""
-    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
+def _as_piece(path: str, value: Any) -> tuple[str, Tensor] | None:
+    """A value of an optimizer's state as a tensor, and the name under which it travels; None if it
+    cannot travel."""
+    if isinstance(value, Tensor):
+        return path, value
+    for mark, kind in _NUMBERS.items():
+        if type(value) is kind:
+            # Without loss: Python's floats have 64 bits.
+            return path + mark, torch.tensor(value, dtype=torch.float64 if kind is float else None)
+    return None
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _cannot_hand_over(optimizer: Optimizer, seen: str) -> UnsupportedOptimizer:
+    return UnsupportedOptimizer(
+        f"the state of {type(optimizer).__name__} cannot be handed to another member",
+        seen=seen,
+        expected="scalars, numbers, and tensors of the parameter's own shape",
+        fix="Use an optimizer that treats each element separately, such as SGD or AdamW,"
+        " or strategy 'ddp' or 'zero1', which leave parameters whole.",
+    )
 
 
 def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shoal.torch_private.compiling import eager
-from shoal.torch_private.tensors import pytree
+from shoal.torch_private.tensors import has_gradient_hooks, pytree
 from shoal_proto.errors import InvalidSpec
 
 
@@ -55,6 +56,42 @@ def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
         fix="Make the layer with sparse=False. Tables of which a step uses few rows belong on"
         " parameter servers: shoal.EmbeddingTable with the strategy async-sgd (docs/tables.md).",
     )
+
+
+def refuse_parameter_hooks(model: nn.Module) -> None:
+    """Raise InvalidSpec for parameters whose gradients the script has hooks on.
+
+    They would be called with what this member's samples give, n times what these are worth to the
+    whole batch, and only where parameters are the script's own at all.
+    """
+    hooked = [name for name, each in model.named_parameters() if has_gradient_hooks(each)]
+    if hooked:
+        raise InvalidSpec(
+            "parameters have hooks of the script's on their gradients",
+            seen=f"register_hook or register_post_accumulate_grad_hook of {', '.join(hooked[:5])}",
+            expected="gradients that are changed once they are those of the whole batch",
+            fix="Change parameter.grad behind session.backward in the step: to mask or to clamp it,"
+            " say. Hooks on modules and on what they compute are no problem.",
+        )
+
+
+class StepGradients:
+    """The gradients that a step begins without: those of all parameters of a model.
+
+    Also of those that the optimizer does not hold: they count in the norm by which gradients are
+    clipped, and what a member had added up in them another one would not have that joined later.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        self._unheld = [each for each in parameters if each.requires_grad and id(each) not in held]
+
+    def forget(self) -> None:
+        """There are none from here on."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._unheld:
+            parameter.grad = None
 
 
 def bare_backward() -> InvalidSpec:

@@ -96,6 +96,24 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
             )
 
 
+def give_own_memory(model: nn.Module) -> None:
+    """Let every buffer have memory for each of its elements. One that is expanded, as a mask may
+    be, cannot be written to, and so could not take over a state."""
+    given: dict[int, Tensor] = {}
+    for part in model.modules():
+        table = buffer_table(part)
+        for name, buffer in table.items():
+            if buffer is not None and _is_expanded(buffer):
+                table[name] = given.setdefault(id(buffer), buffer.clone())
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or is_lazy(tensor):
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and not stride for size, stride in steps)
+
+
 def _has_memory(tensor: Tensor) -> bool:
     if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return False

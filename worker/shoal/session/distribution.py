@@ -17,6 +17,7 @@ from shoal.model.devices import device_of, devices_of
 from shoal.model.frameworks import as_torch
 from shoal.model.initialisation import initialise
 from shoal.model.several import Training, joined, models_of, optimizers_of
+from shoal.model.tied_tensors import give_own_memory
 from shoal.model.trained_parameters import TrainedParameters
 from shoal.randomness.dropout import key_dropout
 from shoal.session.elastic_controller import ElasticController
@@ -92,6 +93,7 @@ class Distribution:
         self, model: nn.Module, optimizer: Optimizer, chosen: Strategy, options: Options
     ) -> tuple[nn.Module, Optimizer]:
         check_compiled(model, chosen)
+        give_own_memory(model)
         if options.keyed_dropout and chosen.synchronous:
             key_dropout(model)
         syncs = options.sync_batchnorm or has_sync_batchnorm(model)

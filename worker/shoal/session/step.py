@@ -213,6 +213,7 @@ class Steps:
         self, loss: Tensor, weight: float | Tensor | None, optimizer: ForOptimizers
     ) -> None:
         step = self._open("backward")
+        _check_loss(loss)
         self._trained.choose(optimizer, "session.backward", weight=weight)
         fraction = step.micro_batches.passing(by_weight=weight is not None)
         counted = fraction if weight is None else step.micro_batches.counted(weight)
@@ -253,6 +254,25 @@ class Steps:
         self._open("clipping")
         self._trained.choose(optimizer, "session.clip_grad_norm")
         return self._controller.strategy.clip_grad_norm(max_norm)
+
+
+def _check_loss(loss: object) -> None:
+    """Raise InvalidSpec for what is no loss that could train anything."""
+    seen = ""
+    if not isinstance(loss, Tensor):
+        seen = type(loss).__name__
+    elif loss.numel() != 1:
+        seen = f"a tensor of shape {tuple(loss.shape)}"
+    elif not loss.requires_grad:
+        seen = "a number that no gradient goes through"
+    if seen:
+        raise InvalidSpec(
+            "session.backward of what is no loss",
+            seen=seen,
+            expected="one number, computed from the outputs of the distributed model",
+            fix="Reduce the loss to its mean over the samples, and compute it without"
+            " torch.no_grad() and .detach().",
+        )
 
 
 def reason_of(error: BaseException) -> str:

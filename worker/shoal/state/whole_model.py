@@ -1,6 +1,7 @@
 """The whole model of what ranks hold."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
@@ -16,11 +17,13 @@ from shoal.state.shards import MODEL, Chunk, StateShard
 log = structlog.get_logger(__name__)
 
 
-def whole_model(group: dist.ProcessGroup, state_shard: StateShard) -> dict[str, Tensor]:
+def whole_model(
+    group: dist.ProcessGroup, state_shard: StateShard, without_elements: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by its names in the user's model, on the host.
 
     Collective: each rank gives what it holds, and each gets all; tied tensors are one under several
-    names. Raises as `reshard`.
+    names. `without_elements`: what no rank tells of, as it holds nothing. Raises as `reshard`.
     """
     whole = reshard(group, [state_shard], _needed)
     try:
@@ -31,7 +34,8 @@ def whole_model(group: dist.ProcessGroup, state_shard: StateShard) -> dict[str, 
         log.info("left_behind_whole_model", reason=str(error)[:300])
     further: Any = state_shard.values["tied"]
     tensors = {name.removeprefix(MODEL): shard.tensor for name, shard in whole.shards.items()}
-    return under_all_names(tensors, further)
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in without_elements.items()}
+    return under_all_names(tensors | copies, further)
 
 
 def on_host(model: nn.Module) -> dict[str, Tensor]:

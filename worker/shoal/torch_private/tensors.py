@@ -21,6 +21,12 @@ def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether somebody is called with the gradient of it, to look at it or to change it."""
+    behind = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks or behind)
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass at the moment."""
     return bool(torch._C._current_graph_task_id() != -1)

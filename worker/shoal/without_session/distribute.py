@@ -19,6 +19,7 @@ from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.model.devices import device_of
 from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.model.module_proxy import proxy_of, retarget, take_modes
+from shoal.model.tied_tensors import give_own_memory
 from shoal.state.resharding import reshard
 from shoal.state.whole_model import whole_model
 from shoal.strategies import find_strategy
@@ -87,7 +88,9 @@ class FixedRanksTraining:
         return clip(self.layout, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return whole_model(self.layout.world.group, self._binding.model(0))
+        return whole_model(
+            self.layout.world.group, self._binding.model(0), self._binding.without_elements
+        )
 
 
 def distribute(
@@ -114,6 +117,7 @@ def distribute(
     chosen = find_strategy(strategy)
     model = as_torch(in_place(model))
     check_compiled(model, chosen)
+    give_own_memory(model)
     init_static_world(backend)
     return FixedRanksTraining(model, optimizer, chosen).model, optimizer
 

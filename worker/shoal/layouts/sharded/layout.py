@@ -42,6 +42,7 @@ from shoal.torch_private.fsdp import (
     heads_of,
     parameters_of,
 )
+from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import GenerationBroken
 
 
@@ -93,6 +94,7 @@ class ShardedLayout(Layout):
         self._passes: list[GroupPasses] = []
         self._reductions: list[NanPropagatingReduceScatter] = []
         self._gatherings: list[SharedMemoryAllGather] = []
+        _lay_rows_in_order(model)
         self._shard(model, options)
         self._slots = self._share(model, options)
         for part in fsdp_parameters(model):
@@ -275,6 +277,19 @@ class ShardedLayout(Layout):
         for part in self._fsdp_parameters:
             part.mesh_info.shard_process_group = None
         forget_groups(self._mesh)
+
+
+def _lay_rows_in_order(model: nn.Module) -> None:
+    """Rows are cut from memory in which they follow each other, which is not so where the script
+    has made the model, say, channels_last. Parameters are on the meta device."""
+    made: dict[int, nn.Parameter] = {}
+    for part in model.modules():
+        table = parameter_table(part)
+        for name, parameter in table.items():
+            if parameter is not None and not parameter.is_contiguous():
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                own = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                table[name] = made.setdefault(id(parameter), own)
 
 
 def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:

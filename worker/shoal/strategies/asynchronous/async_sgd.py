@@ -27,6 +27,7 @@ from shoal.embedding.exchange import TableExchange
 from shoal.embedding.row_codec import row_codec
 from shoal.membership.generation import Context, Generation
 from shoal.model.digests import optimizer_digest, schema_digest
+from shoal.model.gradients import StepGradients
 from shoal.state.whole_model import on_host
 from shoal.strategies.asynchronous.first_values import await_servers, first_values
 from shoal.strategies.asynchronous.gradients import gradients_of
@@ -133,6 +134,7 @@ class AsyncSGD(Strategy):
             optimizer=optimizer,
             values=SharedValues(model, optimizer),
             spec=spec,
+            gradients=StepGradients(model.parameters(), optimizer),
             compressor=None if chosen is None else PushCompressor(chosen),
         )
         self._fields = {
@@ -224,7 +226,7 @@ class AsyncSGD(Strategy):
         """Nothing ties this member to a generation."""
 
     def begin_step(self) -> None:
-        self._shared.optimizer.zero_grad(set_to_none=True)
+        self._shared.gradients.forget()
         self._tables.begin_step()
         if self._clock.begin():
             self._refresh()

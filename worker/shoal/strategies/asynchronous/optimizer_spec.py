@@ -49,6 +49,7 @@ def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> Optimi
             expected="torch.optim.SGD, Adagrad, Adam or AdamW (not a subclass)",
             fix="Choose one of these, or the strategy `ddp`.",
         )
+    _check_new(optimizer)
     groups = optimizer.param_groups
     if kind in ("adam", "adamw"):
         decoupled = {kind == "adamw" or bool(g.get("decoupled_weight_decay")) for g in groups}
@@ -66,6 +67,24 @@ def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> Optimi
         groups=[_hyper_parameters(group, float(group[rate])) for group in groups],
         schedule=None if schedule is None else to_schedule(schedule, optimizer),
     )
+
+
+def _check_new(optimizer: Optimizer) -> None:
+    """Raise UnsupportedOptimizer for one that has stepped: the servers begin with a new one."""
+    for state in optimizer.state.values():
+        # Adagrad has some from the beginning, with no step behind it.
+        stepped = float(state["step"]) > 0 if "step" in state else bool(_held(state))
+        if stepped:
+            raise UnsupportedOptimizer(
+                "async-sgd begins with a new optimizer, on the parameter servers",
+                seen=f"{type(optimizer).__name__} with state: {', '.join(_held(state))}",
+                expected="an optimizer that has not stepped, and has loaded no state",
+                fix="Make it anew, or choose a strategy whose members step it, such as `ddp`.",
+            )
+
+
+def _held(state: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in state.items() if value is not None]
 
 
 def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:

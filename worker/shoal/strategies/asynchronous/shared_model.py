@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.model.gradients import StepGradients
 from shoal.strategies.asynchronous.push_compression import PushCompressor
 from shoal.strategies.asynchronous.shared_values import SharedValues
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
@@ -18,5 +19,7 @@ class SharedModel:
     """The model's parameters, to send and to fill."""
     spec: OptimizerSpec
     """What the servers do with what they are pushed."""
+    gradients: StepGradients
+    """Those of the whole model, with which no step begins."""
     compressor: PushCompressor | None = None
     """Of the member's gradients; None: they are pushed as they are."""

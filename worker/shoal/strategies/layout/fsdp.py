@@ -81,6 +81,13 @@ class FSDP(LayoutStrategy):
                     expected="at least one dimension",
                     fix="Make it a tensor of one element: torch.zeros(1).",
                 )
+            if not parameter.numel():
+                raise InvalidSpec(
+                    f"{self.name} cannot cut the parameter {name}",
+                    seen=f"no elements: {tuple(parameter.shape)}",
+                    expected="at least one element",
+                    fix="Leave it out of the model, or use strategy 'ddp' or 'zero1'.",
+                )
         group_modules(model, self._options.min_group_bytes)
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:

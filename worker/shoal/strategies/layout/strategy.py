@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.data.batches import Order
 from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import check_loss, clip, not_reduced, scale
@@ -20,8 +21,9 @@ from shoal.membership.generation import Generation
 from shoal.model.devices import device_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_lbfgs
-from shoal.model.gradients import refuse_sparse
+from shoal.model.gradients import refuse_parameter_hooks, refuse_sparse
 from shoal.model.module_proxy import retarget, take_modes
+from shoal.model.script_attributes import ScriptAttributes
 from shoal.model.several import SeveralModels, models_of, proxies_of
 from shoal.state.peer_checkpoints import PeerCheckpoints
 from shoal.state.registered.objects import into_shard, of_shard
@@ -59,6 +61,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._binding: OptimizerBinding | None = None
         self._filling: Layout | None = None
         """While a generation is brought up."""
+        self._attributes = ScriptAttributes()
         self._begun = False
         self._reduced = False
         self._whole = True
@@ -93,6 +96,7 @@ class LayoutStrategy(SynchronousStrategy):
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
         refuse_sparse(self.name, model)
+        refuse_parameter_hooks(model)
         self._meta_model = MetaModel(model, optimizer)
         self.check(model, optimizer)
         self._fields = {
@@ -112,11 +116,17 @@ class LayoutStrategy(SynchronousStrategy):
     def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
         refuse_lbfgs(self.name, optimizer)
         refuse_sparse(self.name, meta_model.model)
+        refuse_parameter_hooks(meta_model.model)
         self.check(meta_model.model, optimizer)
         return self.lay_out(meta_model.copy(), world)
 
     def fields(self) -> Mapping[str, str]:
         return self._fields
+
+    def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
+        # Before the parameters of a layout take the place of the script's own.
+        refuse_parameter_hooks(self._meta_model.model)
+        super().trains_on(samples, order)
 
     # --- generations ---
 
@@ -130,6 +140,7 @@ class LayoutStrategy(SynchronousStrategy):
         )
         # What DTensor has derived for the meshes of old generations is of no use any more.
         clear_sharding_cache()  # type: ignore[no-untyped-call]
+        self._attributes.carry(self._proxy, self._meta_model.model)
         layout = self._lay_out_all(self._meta_model.copy(), world)
         binding = OptimizerBinding(self._meta_model, self._optimizer, layout)
         members = frozenset(entry.member_id for entry in generation.entries)
@@ -146,6 +157,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._binding, self._filling, self._step = binding, None, state_shard.step
         for name, module in models_of(binding.layout.plain).items():
             retarget(models_of(self._proxy)[name], module)
+        self._attributes.note(self._proxy)
         own = self._collect(binding)
         filled = replace(own, elsewhere=binding.known | own.shards.keys())
         self._peer_checkpoints.start(
@@ -231,7 +243,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._copy_due = False
         if binding is None:
             return
-        self._optimizer.zero_grad(set_to_none=True)
+        binding.gradients.forget()
         # In the midst of an update there is neither the old state nor the new.
         self._peer_checkpoints.stop(self._collect(binding) if self._whole else None)
         self._whole = True
@@ -276,8 +288,9 @@ class LayoutStrategy(SynchronousStrategy):
         return self._binding.layout
 
     def begin_step(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
         layout = self._layout()
+        assert self._binding is not None, "it has the layout"
+        self._binding.gradients.forget()
         layout.step = self._step
         layout.looks_for_faults = self._registered.scaler is None
         self._open_step(layout.plain)
@@ -402,6 +415,7 @@ class LayoutStrategy(SynchronousStrategy):
         if binding is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
         self._check_weighted()
+        self._passes.check_buffers(self._step)
         layout = self._reduce()
         if not layout.synchronised():
             raise not_reduced(self._step, layout.unreached, type(self).__name__)
@@ -452,7 +466,7 @@ class LayoutStrategy(SynchronousStrategy):
         binding, group = self._binding, self._process_group
         if binding is None or group is None:
             raise GenerationBroken("there is no generation to take the state of")
-        return whole_model(group, binding.model(self._step))
+        return whole_model(group, binding.model(self._step), binding.without_elements)
 
     def close(self) -> None:
         super().close()

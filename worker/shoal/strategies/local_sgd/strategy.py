@@ -25,7 +25,7 @@ from shoal.layouts.gradients import name_of_fault
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_lbfgs
-from shoal.model.gradients import refuse_sparse, watch_parameters
+from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
@@ -90,6 +90,7 @@ class LocalSGD(SynchronousStrategy):
         }
         self._model, self._optimizer = model, optimizer
         self._hyperparameters = Hyperparameters(optimizer)
+        self._gradients = StepGradients(model.parameters(), optimizer)
         self._watching = watch_parameters(model.parameters(), self._passes.ours)
         return model, optimizer
 
@@ -138,7 +139,7 @@ class LocalSGD(SynchronousStrategy):
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
     def _let_go(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._gradients.forget()
 
     def _hand_over(self, *, leaves: bool) -> None:
         if self._process_group is not None:
@@ -160,7 +161,7 @@ class LocalSGD(SynchronousStrategy):
     # --- steps ---
 
     def begin_step(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._gradients.forget()
         self._passes.begin()
         self._round.weight = 0.0
 

@@ -14,7 +14,7 @@ from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
 from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.compression.wire import Traffic
-from shoal.data.batches import Position
+from shoal.data.batches import Order, Position
 from shoal.layouts.base import Layout, World
 from shoal.layouts.gradients import not_reduced
 from shoal.layouts.optimizer_binding import MetaModel
@@ -23,7 +23,7 @@ from shoal.membership.generation import Generation
 from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_lbfgs
-from shoal.model.gradients import refuse_sparse
+from shoal.model.gradients import StepGradients, refuse_parameter_hooks, refuse_sparse
 from shoal.model.several import models_of, proxies_of
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
@@ -85,7 +85,9 @@ class DDP(SynchronousStrategy):
                 "the model has nothing to train", expected="a parameter that requires a gradient"
             )
         refuse_compressed_models(self._compression, model)
+        refuse_parameter_hooks(model)
         self._state = ReplicatedState(model, optimizer)
+        self._gradients = StepGradients(model.parameters(), optimizer)
         self._fields = {
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
@@ -118,6 +120,10 @@ class DDP(SynchronousStrategy):
     def fields(self) -> Mapping[str, str]:
         return self._fields
 
+    def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
+        refuse_parameter_hooks(self._model)
+        super().trains_on(samples, order)
+
     # --- generations ---
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
@@ -131,7 +137,7 @@ class DDP(SynchronousStrategy):
         self._wrap(group)
 
     def _let_go(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._gradients.forget()
         replicas, self._replicas = self._replicas, {}
         for replica in replicas.values():
             replica.release()
@@ -173,7 +179,7 @@ class DDP(SynchronousStrategy):
     # --- steps ---
 
     def begin_step(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._gradients.forget()
         self._open_step(self._model)
         for replica in self._replicas.values():
             replica.exchange.begin(self._step)

@@ -89,6 +89,18 @@ class StepPasses:
         self.due = frozenset()
         self.updates.forget()
 
+    def check_buffers(self, step: int) -> None:
+        """Raise InvalidSpec where a pass of this step has changed a buffer that no state of the
+        model holds; so many steps are committed before it."""
+        if changed := self._buffers.changed():
+            raise InvalidSpec(
+                f"the model has changed buffers in step {step} that are not in its state_dict",
+                seen=", ".join(changed[:5]),
+                expected="buffers that change to be persistent: a member that joins, and a"
+                " generation that begins, have the others as the model was made with",
+                fix="register_buffer(name, tensor), without persistent=False; or strategy 'ddp'.",
+            )
+
     def commit(self) -> None:
         """The step happened."""
         self.in_step = False

@@ -1,0 +1,183 @@
+"""What a script had done to its model and its optimizer before it distributed them counts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from support.collectives.strategy_runs import Manner, by_a_rank, by_one_process, difference
+from torch import Tensor, nn
+from worker.strategies import test_equality as equality
+
+import shoal
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.data.batches import Loader
+from shoal.model.tied_tensors import give_own_memory
+from shoal.strategies.asynchronous.optimizer_spec import to_spec
+from shoal.strategies.base import Strategy
+from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
+
+STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline", "hybrid", "zero2")
+NUM_STEPS = 6
+
+
+def weights_of(
+    build: Callable[[int], tuple[nn.Module, torch.optim.Optimizer]],
+    made: Callable[[], Strategy],
+    *,
+    loader: Callable[[], Loader] = equality.loader,
+    manner: Manner | None = None,
+) -> tuple[Mapping[str, Tensor], list[Mapping[str, Tensor]]]:
+    """Of one process, and of each of three ranks."""
+    run = replace(equality.run_of("sgd"), build=build, loader=loader, num_steps=NUM_STEPS)
+    run = replace(run, manner=manner or run.manner)
+    return by_one_process(run), run_in_memory(by_a_rank, 3, run, made)
+
+
+def that_has_stepped(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The optimizer's state, as of a checkpoint that plain torch has loaded."""
+    model, optimizer = equality.build(kind, seed)
+    state: dict[str, Tensor]
+    for parameter in model.parameters():
+        state = {"momentum_buffer": torch.ones_like(parameter)}
+        if kind == "adamw":
+            step = torch.tensor(9.0)
+            state = {k: torch.full_like(parameter, 0.5) for k in ("exp_avg", "exp_avg_sq")}
+            state |= {"step": step}
+        optimizer.state[parameter] = state
+    return model, optimizer
+
+
+@pytest.mark.sampled("strategy")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_that_the_optimizer_was_given_is_trained_on(strategy: str, optimizer: str) -> None:
+    build = partial(that_has_stepped, optimizer)
+    expected, ranks = weights_of(build, equality.made(strategy, 3))
+    for ours in ranks:
+        assert difference(ours, expected) < equality.TOLERANCE
+
+
+def test_parameter_servers_refuse_an_optimizer_that_has_stepped() -> None:
+    for kind in ("sgd", "adamw"):
+        _, optimizer = that_has_stepped(kind, 0)
+        with pytest.raises(UnsupportedOptimizer, match="begins with a new optimizer"):
+            to_spec(optimizer)
+    to_spec(torch.optim.Adagrad(nn.Linear(2, 2).parameters()))
+
+
+def of_the_last_layer(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Others require gradients, and are in no optimizer."""
+    model, _ = equality.build("sgd", seed)
+    layers = model.get_submodule("layers")
+    assert isinstance(layers, nn.Sequential)
+    return model, torch.optim.SGD(layers[-1].parameters(), lr=0.05)
+
+
+class ForgetsAll(torch.optim.SGD):
+    """What `session.step()` begins with: no gradient of the model's is left."""
+
+    def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.05)
+        self._model = model
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._model.zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_no_optimizer_takes_do_not_add_up(strategy: str) -> None:
+    """They count in the norm; a member that joins has none of earlier steps."""
+
+    def forgetting(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = of_the_last_layer(seed)
+        return model, ForgetsAll(model, optimizer.param_groups[0]["params"])
+
+    clipped = Manner(max_norm=0.05)
+    run = replace(equality.run_of("sgd"), build=forgetting, num_steps=NUM_STEPS, manner=clipped)
+    expected = by_one_process(run)
+    _, ranks = weights_of(of_the_last_layer, equality.made(strategy, 3), manner=clipped)
+    for ours in ranks:
+        assert difference(ours, expected) < equality.TOLERANCE
+
+
+class Odd(nn.Module):
+    """A parameter and a buffer of nothing, and a buffer with one number in the place of seven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 7)
+        self.outer = nn.Linear(7, 5)
+        self.none = nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("mask", torch.ones(1).expand(7))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mask = self.get_buffer("mask")
+        outputs: Tensor = self.outer(torch.tanh(self.inner(inputs)) * mask) + self.none.sum()
+        return outputs
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "tensor"])
+def test_tensors_without_elements_are_in_the_state_dict(strategy: str) -> None:
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Odd()
+        give_own_memory(model)
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    expected, ranks = weights_of(build, equality.made(strategy, 3))
+    for ours in ranks:
+        assert {name: each.shape for name, each in ours.items()} == {
+            name: each.shape for name, each in expected.items()
+        }
+
+
+def test_a_session_gives_an_expanded_buffer_memory_of_its_own() -> None:
+    """A state that a member takes over is written into it."""
+    model = Odd()
+    model.register_buffer("tied", model.get_buffer("mask"))
+    with shoal.join() as session:
+        session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    mask = model.get_buffer("mask")
+    mask.copy_(torch.arange(7.0))
+    assert model.get_buffer("tied") is mask
+
+
+def test_a_parameter_without_elements_cannot_be_cut() -> None:
+    model = Odd()
+    with pytest.raises(InvalidSpec, match="cannot cut the parameter none"):
+        shoal.FSDP().distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(1, 4, 2)
+        self.outer = nn.Conv2d(4, 5, (1, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.outer(torch.tanh(self.inner(inputs.view(-1, 1, 2, 3))))
+        return outputs.flatten(1)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "hsdp", "fsdp-tensor", "zero1"])
+def test_weights_that_lie_channels_last(strategy: str) -> None:
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Convolutions().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    expected, ranks = weights_of(build, equality.STRATEGIES[strategy])
+    for ours in ranks:
+        assert difference(ours, expected) < equality.TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "pipeline"])
+def test_hooks_on_gradients_of_parameters_are_refused(strategy: str) -> None:
+    """Clamping what one member's samples give is not clamping what the batch gives."""
+    model, optimizer = equality.build("sgd", 0)
+    next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with pytest.raises(InvalidSpec, match=r"hooks of the script's.* of idle"):
+        equality.made(strategy, 2)().distribute(model, optimizer)

@@ -1,0 +1,101 @@
+"""What a script sets on the modules of its model stays there in the next generation, whose modules
+are others; and buffers that no state holds do not change in a step."""
+
+import pytest
+import torch
+from support.collectives.strategy_runs import Run, entered, generation_of, take_step
+from torch import Tensor, nn
+from worker.strategies import test_equality as equality
+
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal_proto.errors import InvalidSpec
+
+
+class Scaled(nn.Module):
+    """Keeps the positions that it has needed so far, as a cache of angles does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 7)
+        self.drop = nn.Dropout(0.5)
+        self.outer = nn.Linear(7, 5)
+        self.scale = 1.0
+        self.num_cached = 0
+        self.register_buffer("cached", torch.zeros(0), persistent=False)
+        self.last: Tensor | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.num_cached < len(inputs):
+            self.num_cached = len(inputs)
+            self.register_buffer("cached", torch.ones(len(inputs)), persistent=False)
+        positions = self.get_buffer("cached")[: len(inputs), None]
+        self.last = torch.tanh(self.inner(inputs)) * self.scale
+        outputs: Tensor = self.outer(self.drop(self.last)) * positions
+        return outputs
+
+
+class Counting(nn.Module):
+    """Counts its passes where its state_dict does not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 5)
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        passes = self.get_buffer("passes")
+        passes += 1
+        outputs: Tensor = self.inner(inputs) / passes
+        return outputs
+
+
+def of(kind: type[nn.Module]) -> Run:
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = kind()
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    return Run(build=build, loader=equality.loader, loss=equality.loss)
+
+
+def through_two_generations(strategy_name: str) -> None:
+    strategy = equality.made(strategy_name, 2)()
+    assert isinstance(strategy, LayoutStrategy)
+    share = entered(of(Scaled), strategy)
+    model, batch = strategy._proxy, equality.loader().synchronous(0, *share)
+    before = model.get_submodule("drop")
+    take_step(strategy, batch, equality.loss)
+    model.scale = 0.25
+    before.p = 0.125
+    rank = strategy._layout().world.rank
+    strategy.abandon()
+    names = ["m0", "m1"]
+    strategy.enter(generation_of(names, names[rank], 2))
+    after = model.get_submodule("drop")
+    assert after is not before
+    assert (after.p, model.scale) == (0.125, 0.25)
+    assert model.num_cached == len(model.get_buffer("cached")) == len(batch.inputs)
+    assert "cached" not in model.state_dict()
+    take_step(strategy, equality.loader().synchronous(1, *share), equality.loss)
+    strategy.close()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
+def test_what_was_set_on_modules_stays(strategy: str) -> None:
+    run_in_memory(through_two_generations, 2, strategy)
+
+
+def one_step(strategy_name: str) -> None:
+    strategy = equality.made(strategy_name, 2)()
+    assert isinstance(strategy, LayoutStrategy)
+    share = entered(of(Counting), strategy)
+    with pytest.raises(InvalidSpec, match="saw passes"):
+        take_step(strategy, equality.loader().synchronous(0, *share), equality.loss)
+    assert not strategy.step
+    strategy.close()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
+def test_buffers_that_no_state_holds_may_not_change(strategy: str) -> None:
+    run_in_memory(one_step, 2, strategy)
