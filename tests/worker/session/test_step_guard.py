@@ -369,3 +369,75 @@ def test_a_part_of_the_model_is_of_the_models_own_class(
             session.backward(loss_of(session, model, batch))
 
     run(cluster, strategy, body)
+
+
+def test_clipping_by_torch_is_refused_where_it_measures_a_part(cluster: LocalCluster) -> None:
+    """A stage's gradients have a norm of their own; elsewhere torch's clipping is right."""
+
+    def clips(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.forward_backward(batch, cross_entropy)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    with pytest.raises(InvalidSpec, match=r"under pipeline.*session\.clip_grad_norm"):
+        run(cluster, "pipeline", clips)
+    plain = run(cluster, "ddp", clips)
+
+    def clips_by_session(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.forward_backward(batch, cross_entropy)
+            session.clip_grad_norm(0.1)
+
+    for name, tensor in run(cluster, "ddp", clips_by_session).items():
+        assert torch.equal(tensor, plain[name])
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "zero1", "fsdp"])
+def test_clipping_within_the_optimizers_step_is_refused(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """Where each member steps its own parameters, or parts of them."""
+
+    def clips(optimizer: Any, *_: Any) -> None:
+        own = [each for group in optimizer.param_groups for each in group["params"]]
+        nn.utils.clip_grad_norm_(own, 0.1)
+
+    def body(session: Session, _: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        optimizer.register_step_pre_hook(clips)
+        with session.step():
+            session.forward_backward(batch, cross_entropy)
+
+    with pytest.raises(InvalidSpec, match=r"within optimizer\.step\(\)"):
+        run(cluster, strategy, body)
+    run(cluster, "ddp", body)
+
+
+def test_clipping_by_torch_is_refused_of_sums(cluster: LocalCluster) -> None:
+    def body(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(loss_of(session, model, batch), weight=24)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    with pytest.raises(InvalidSpec, match=r"under ddp.*sums of losses with weights"):
+        run(cluster, "ddp", body)
+
+
+@pytest.mark.parametrize("kind", ["None", "samples", "no gradient"])
+def test_what_is_no_loss_is_refused(cluster: LocalCluster, kind: str) -> None:
+    def body(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            losses = cross_entropy(model(batch.inputs), batch.targets, reduction="none")
+            given = {"None": None, "samples": losses, "no gradient": losses.mean().detach()}
+            session.backward(given[kind])  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidSpec, match=r"of what is no loss"):
+        run(cluster, "ddp", body)
+
+
+def test_a_layer_that_is_called_by_itself_where_it_is_cut(cluster: LocalCluster) -> None:
+    def body(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(cross_entropy(model[2:](model[:2](batch.inputs)), batch.targets))
+
+    with pytest.raises(InvalidSpec, match=r"a member has a part under fsdp.*model's forward"):
+        run(cluster, "fsdp", body)

@@ -7,7 +7,7 @@ become different models, and nobody would be told. So it is with a layer that ta
 another, and with parameters that an optimizer is given on the way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 
 from torch import Tensor, nn
@@ -42,6 +42,11 @@ class TrainedParameters:
         """All of the model's that were last found to be right, and what was in them."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
+
+    def has_any(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether one of these is the model's, in its present generation."""
+        own = {id(each) for each in self._model.parameters()}
+        return any(id(each) in own for each in parameters)
 
     def check(self, step: int) -> None:
         """Raise InvalidSpec if they are others now, behind so many committed steps."""

@@ -123,7 +123,7 @@ class Distribution:
         self._controller.set_strategy(chosen, options.validators)
         optimizers = list(optimizers_of(optimizer).values())
         trained = TrainedParameters(distributed[0])
-        self._guard = StepGuard(optimizers, lambda: chosen.step, self.registered, trained)
+        self._guard = StepGuard(optimizers, self.registered, trained, chosen)
         if self.registered:
             self.fields["registered"] = self.registered.description
         if chosen.carries:

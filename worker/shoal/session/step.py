@@ -24,6 +24,7 @@ from shoal.session.step_reports import StepReports
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.script_position import Stopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.torch_private.tensors import mixes_parts_and_wholes
 from shoal_proto.errors import InvalidSpec
 
 ForOptimizers = Optimizer | Sequence[Optimizer] | None
@@ -100,6 +101,10 @@ class Step:
             else:
                 self.committed = True
             return True
+        if mixes_parts_and_wholes(error):
+            refusal = _parts_and_wholes(self._controller.strategy.name)
+            self._leave(reason=reason_of(refusal))
+            raise refusal from error
         return self._recovers(error)
 
     @property
@@ -251,9 +256,21 @@ class Steps:
         return loss
 
     def clip_grad_norm(self, max_norm: float, optimizer: ForOptimizers) -> Tensor:
-        self._open("clipping")
+        step = self._open("clipping")
         self._trained.choose(optimizer, "session.clip_grad_norm")
-        return self._controller.strategy.clip_grad_norm(max_norm)
+        with step.guard.clipping():
+            return self._controller.strategy.clip_grad_norm(max_norm)
+
+
+def _parts_and_wholes(strategy: str) -> InvalidSpec:
+    """What is told of a script that computes with parameters as if they were whole."""
+    return InvalidSpec(
+        f"the step computed with parameters of which a member has a part under {strategy}",
+        seen="a parameter, a gradient or a module of the model by itself, beside a whole tensor",
+        expected="a call of the model that session.distribute returned, which puts them together",
+        fix="Compute what the loss needs in the model's forward(), and clip with"
+        " session.clip_grad_norm. ddp and zero1 leave parameters whole.",
+    )
 
 
 def _check_loss(loss: object) -> None:

@@ -8,7 +8,7 @@ fp16 and leave the scaling in the gradients. Both train without an error and arr
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters
 from shoal.state.registered.objects import RegisteredState
-from shoal.torch_private.tensors import pytree
+from shoal.strategies.base import Strategy
+from shoal.torch_private.tensors import pytree, watch_clipping
 from shoal_proto.errors import InvalidSpec
 
 _MARK = "_shoal_watched"
@@ -55,12 +56,13 @@ class StepGuard:
     def __init__(
         self,
         optimizers: Iterable[Optimizer],
-        step: Callable[[], int],
         registered: RegisteredState,
         trained: TrainedParameters,
+        strategy: Strategy,
     ) -> None:
-        """`step` tells how many are committed. A registered scaler's losses are unscaled."""
-        self._step = step
+        """A registered scaler's losses are unscaled."""
+        self._strategy = strategy
+        self._clips = False
         self._trained = trained
         self._registered = registered
         self._is_scaled = False
@@ -71,6 +73,7 @@ class StepGuard:
         for each in self._optimizers:
             vars(each)["add_param_group"] = self._refuse_group
         _watch_scalers()
+        watch_clipping(_look_at_clipping)
 
     def check(self) -> None:
         """Raise InvalidSpec where the next step would train something else than the last."""
@@ -102,6 +105,7 @@ class StepGuard:
 
     def _set_commits(self, commits: bool) -> None:
         self._commits = commits
+        _here.committing = self if commits else None
 
     def _set_computes(self, computes: bool) -> None:
         self._computes = computes
@@ -115,6 +119,35 @@ class StepGuard:
                 seen="session.backward(loss)",
                 expected="session.backward(scaler.scale(loss)): the step's gradients are unscaled",
             )
+
+    @contextmanager
+    def clipping(self) -> Iterator[None]:
+        """Within, the session clips gradients, by whatever means."""
+        self._clips = True
+        try:
+            yield
+        finally:
+            self._clips = False
+
+    def look_at_clipping(self, parameters: Sequence[Tensor]) -> None:
+        """Torch's own clipping has taken the norm of these parameters' gradients. Raises
+        InvalidSpec where that is not the norm which the script means."""
+        if self._clips:
+            return
+        lack = self._strategy.gradients_lack() if self._trained.has_any(parameters) else ""
+        if self._commits and self._strategy.state_is_spread:
+            lack = "what this member has of the gradients, within optimizer.step()"
+        if lack:
+            raise InvalidSpec(
+                f"torch's clip_grad_norm_ under {self._strategy.name}, in step {self._step()}",
+                seen=lack,
+                expected="session.clip_grad_norm(max_norm), which takes the norm of the whole"
+                " model's gradients",
+            )
+
+    def _step(self) -> int:
+        """How many are committed."""
+        return self._strategy.step
 
     def _before_step(self, *_: Any) -> None:
         if not self._commits:
@@ -170,10 +203,19 @@ class StepGuard:
             )
 
 
+def _look_at_clipping(parameters: Sequence[Tensor]) -> None:
+    guard = _here.committing or _here.guard
+    if guard is not None:
+        guard.look_at_clipping(parameters)
+
+
 class _Here(threading.local):
     """By thread: members may be threads of one process."""
 
     guard: StepGuard | None = None
+    """Whose step is open."""
+    committing: StepGuard | None = None
+    """Whose optimizers the session steps at the moment."""
 
 
 _here = _Here()

@@ -111,6 +111,11 @@ class Strategy(ABC):
         gradients, and takes no step with one that overflowed, on any member."""
         return False
 
+    def gradients_lack(self) -> str:
+        """Why gradients that a script finds behind a backward pass cannot be measured there, by
+        torch's `clip_grad_norm_`; empty if they are those of the whole model and batch."""
+        return ""
+
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
         """The script has done all that it does behind the last step. Synchronous strategies: called
         by all members, at the same step. Raises as `end_step`."""

@@ -1,10 +1,13 @@
-"""Of torch itself: trees of tensors, operations on lists of tensors, autograd's running task."""
+"""Of torch itself: trees of tensors, operations on lists of tensors, autograd's running task, what
+its own clipping scales."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 
 __all__ = ["pytree"]
@@ -25,6 +28,31 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether somebody is called with the gradient of it, to look at it or to change it."""
     behind = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return bool(tensor._backward_hooks or behind)
+
+
+_CLIPS = "_shoal_watched"
+
+
+def watch_clipping(look: Callable[[Sequence[Tensor]], None]) -> None:
+    """Call this with the parameters whose gradients torch's `clip_grad_norm_` is about to scale, by
+    a norm that it has taken of them, from now on. The first call counts."""
+    plain: Any = clip_grad._clip_grads_with_norm_
+    if hasattr(plain, _CLIPS):
+        return
+
+    @functools.wraps(plain)
+    def watched(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        each = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        look(each)
+        plain(each, *args, **kwargs)
+
+    setattr(watched, _CLIPS, True)
+    clip_grad._clip_grads_with_norm_ = watched
+
+
+def mixes_parts_and_wholes(error: BaseException) -> bool:
+    """Whether torch was given a DTensor and a plain tensor for one operation."""
+    return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
 
 
 def in_backward() -> bool:

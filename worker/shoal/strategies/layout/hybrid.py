@@ -122,6 +122,9 @@ class Hybrid(LayoutStrategy):
         notes = self._split.notes if several else ()
         return MeshFigures(subject, plan).plan(self.name, notes)
 
+    def gradients_lack(self) -> str:
+        return super().gradients_lack() or "gradients of the layers that this member has"
+
     def options(self) -> Mapping[str, str]:
         chosen = {
             "mesh": str(self._fixed),

@@ -131,6 +131,9 @@ class Pipeline(LayoutStrategy):
         figures = MeshFigures(subject, plan, tells_faults_ahead=True)
         return figures.plan(self.name, self._split.notes)
 
+    def gradients_lack(self) -> str:
+        return super().gradients_lack() or "gradients of the layers that this member has"
+
     def options(self) -> Mapping[str, str]:
         chosen = {
             "schedule": self._schedule.schedule,

@@ -255,6 +255,13 @@ class SynchronousStrategy(Strategy):
         super().carry(registered)
         self._registered = registered
 
+    def gradients_lack(self) -> str:
+        if self._registered.scaler is not None:
+            return "gradients that the registered GradScaler has scaled"
+        if self._agreement is not None and self._agreement.weights.are_own:
+            return "sums of losses with weights of their own"
+        return ""
+
     def between_steps(self) -> None:
         self._registered.keep()
         if self._checkpoints.owed:
