@@ -243,6 +243,35 @@ def test_another_model_or_optimizer_is_refused(servers: ParameterServers) -> Non
     strategy.close()
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_what_a_schedule_changes_beside_the_rate_is_refused(
+    servers: ParameterServers, kind: str
+) -> None:
+    """Momentum and betas do not travel with pushes: the step before is the last that trains."""
+    model = new_model()
+    momentum = {"momentum": 0.9} if kind == "sgd" else {}
+    optimizer = OPTIMIZERS[kind](model.parameters(), **momentum)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    strategy = start(servers, model, optimizer)
+    assert train(strategy, model, range(1)) == 1
+    schedule.step()
+    with pytest.raises(InvalidSpec, match=r"(momentum|beta1) changed during training, in step 1"):
+        train(strategy, model, range(1, 2))
+    strategy.close()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_that_has_stepped_is_refused(kind: str) -> None:
+    """The servers begin without its state; one that has not stepped may have some."""
+    model = new_model()
+    optimizer = OPTIMIZERS[kind](model.parameters(), **({"momentum": 0.9} if kind == "sgd" else {}))
+    AsyncSGD().distribute(model, optimizer)
+    loss_of(model, 1).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with pytest.raises(InvalidSpec, match="has taken steps already"):
+        AsyncSGD().distribute(model, optimizer)
+
+
 def test_what_the_servers_cannot_run_is_refused_at_once() -> None:
     """Before anything is sent: optimizers and parameters that do not fit, as seen and expected."""
     model = new_model()

@@ -32,7 +32,12 @@ from shoal.state.whole_model import on_host
 from shoal.strategies.asynchronous.first_values import await_servers, first_values
 from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.asynchronous.loss_watch import LossMonitor
-from shoal.strategies.asynchronous.optimizer_spec import in_words, to_spec
+from shoal.strategies.asynchronous.optimizer_spec import (
+    in_words,
+    refuse_changes,
+    refuse_state,
+    to_spec,
+)
 from shoal.strategies.asynchronous.push_compression import PushCompressor
 from shoal.strategies.asynchronous.push_counts import PushCounts
 from shoal.strategies.asynchronous.push_options import PushOptions, level
@@ -161,6 +166,7 @@ class AsyncSGD(Strategy):
 
     def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
         """What the servers do with what they are pushed."""
+        refuse_state(optimizer)
         return to_spec(optimizer, self._options.schedule)
 
     def _own_fields(self) -> Mapping[str, str]:
@@ -241,6 +247,7 @@ class AsyncSGD(Strategy):
         return self._shared.model
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
+        refuse_changes(self._shared.optimizer, self._shared.spec, self._step)
         gradients = gradients_of(self._shared.values.parameters, self._step)
         rows = self._tables.gather()
         self._clock.before_push()

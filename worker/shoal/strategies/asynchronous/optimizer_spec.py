@@ -105,6 +105,43 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
     )
 
 
+def refuse_state(optimizer: Optimizer) -> None:
+    """Raise InvalidSpec for an optimizer that has taken steps: the servers begin without their
+    momenta and averages, and would train something else than it does."""
+    if any(map(_has_stepped, optimizer.state.values())):
+        raise InvalidSpec(
+            "the optimizer has taken steps already",
+            seen=f"state of {type(optimizer).__name__}, of its own steps or from load_state_dict",
+            expected="a new optimizer: the parameter servers begin without state",
+            fix="Distribute a new optimizer, which begins anew with the model's values. To go on"
+            " where a job on parameter servers was, restore a snapshot of it (`shoal restore`)."
+            " `ddp` takes the state over.",
+        )
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    return state.get("momentum_buffer") is not None or float(state.get("step", 0.0)) > 0.0
+
+
+def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
+    """Raise InvalidSpec where a hyper-parameter other than the rate is not the one that the servers
+    were given: only rates travel with pushes."""
+    for index, (known, now) in enumerate(zip(spec.groups, to_spec(optimizer).groups, strict=True)):
+        now.lr = known.lr
+        if now == known:
+            continue
+        names = [f.name for f in known.DESCRIPTOR.fields]
+        changed = [name for name in names if getattr(known, name) != getattr(now, name)]
+        raise InvalidSpec(
+            f"the optimizer's {', '.join(changed)} changed during training, in step {step}",
+            seen=", ".join(f"{name} {getattr(now, name):g} in group {index}" for name in changed),
+            expected=", ".join(f"{name} {getattr(known, name):g}" for name in changed)
+            + ", as at session.distribute: the servers step with these, and only rates travel",
+            fix="OneCycleLR and CyclicLR leave momentum and betas alone with cycle_momentum=False."
+            " Or choose the strategy `ddp`.",
+        )
+
+
 def to_schedule(schedule: LRScheduler, optimizer: Optimizer) -> Schedule:
     """The schedule for the servers, which count every member's updates.
 
