@@ -1,6 +1,6 @@
 """Of fully_shard: its collectives to replace, and what it keeps of modules and parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +43,17 @@ def leave_beginnings_unmarked(group: Any) -> None:
 def has_run(module: nn.Module) -> bool:
     """Whether the root module has had a pass."""
     return bool(state_of(module)._is_root)
+
+
+def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
+    """Free what forward passes without a backward pass left gathered, and begin anew.
+
+    The gradients of these parameters stay: torch 2.15 drops them there, 2.13 does not.
+    """
+    kept = [(each.sharded_param, each.sharded_param.grad) for each in parameters]
+    root.reset_iter_state()
+    for parameter, gradient in kept:
+        parameter.grad = gradient
 
 
 def heads_of(module: nn.Module) -> list[Any]:

@@ -41,6 +41,7 @@ from shoal.torch_private.fsdp import (
     has_unreduced_gradient,
     heads_of,
     parameters_of,
+    reset_pass,
 )
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import GenerationBroken
@@ -253,7 +254,7 @@ class ShardedLayout(Layout):
         """
         root: Any = self.module
         if has_run(root):  # None before the first pass
-            root.reset_iter_state()
+            reset_pass(root, self._fsdp_parameters)
 
     def synchronised(self) -> bool:
         """Whether there are gradients and all of them are reduced."""
