@@ -72,6 +72,7 @@ def _group(
     *,
     store: Any = None,
     collective_s: float = 60,
+    backend: GlooBackend | None = None,
 ) -> GlooGroup:
     seat = Seat(
         generation=generation,
@@ -81,7 +82,7 @@ def _group(
         bring_up_s=60,
         collective_s=collective_s,
     )
-    return GlooBackend().group(
+    return (backend or GlooBackend()).group(
         seat, store or AbortableFileStore(f"{path}.{generation}", world_size)
     )
 
@@ -252,8 +253,17 @@ def stuck_message(report: Report, path: str, rank: int, way: str) -> None:
     report("retired")
 
 
-def many_generations(report: Report, path: str, rank: int, world_size: int, number: int) -> None:
+def many_generations(
+    report: Report,
+    path: str,
+    rank: int,
+    world_size: int,
+    number: int,
+    *,
+    reconfigures: bool = False,
+) -> None:
     """Makes and leaves one group after the other, every second one in the middle of a step."""
+    backend = GlooBackend(reconfigures=reconfigures)
     ticks = [time.perf_counter()]
     over = threading.Event()
 
@@ -266,7 +276,7 @@ def many_generations(report: Report, path: str, rank: int, world_size: int, numb
     model = torch.nn.Linear(8, 8)
     num_before = _num_descriptors()
     for generation in range(1, number + 1):
-        group = _group(path, rank, world_size, generation)
+        group = _group(path, rank, world_size, generation, backend=backend)
         process_group = group.open()
         ddp = DistributedDataParallel(model, process_group=process_group, init_sync=False)
         ddp.register_comm_hook(None, GradientExchange(process_group, lambda _: "w").average)
@@ -281,7 +291,7 @@ def many_generations(report: Report, path: str, rank: int, world_size: int, numb
             group.cut("test")
         del ddp.logger, ddp.reducer
         group.retire()
-    del ddp, group, process_group
+    del ddp, group, process_group, backend
     assert retired.free_now(30)
     over.set()
     ticker.join()
@@ -340,6 +350,7 @@ class Run:
     """Says that it runs on this host."""
     address: str = ""
     """Says that others reach it here."""
+    reconfigure: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +375,7 @@ def session_of(run: Run) -> Session:
         max_members=run.max_members,
         desired_members=run.desired_members,
         address=run.address,
+        reconfigure=run.reconfigure,
     )
     return Session(Elsewhere(**vars(config), host=run.host) if run.host else config)
 

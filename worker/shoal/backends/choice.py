@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.process_group.interface import Backend
+from shoal.torch_private.c10d import CAN_RECONFIGURE
 from shoal_proto.errors import InvalidSpec
 
 ELASTIC = ("gloo", "nccl", "in-memory")
@@ -20,10 +21,13 @@ _MPI_VARIABLES = (
 )
 
 
-def backend_for(device_type: str, name: str | None = None) -> Backend:
+def backend_for(
+    device_type: str, name: str | None = None, *, reconfigures: bool = False
+) -> Backend:
     """The backend of a session whose model is on this kind of device ("cpu", "cuda").
 
     `name`: "gloo", "nccl" or "in-memory"; by itself NCCL for CUDA and Gloo for all else.
+    `reconfigures`: each generation takes the group of the one before, connected anew.
     Raises InvalidSpec for an unknown name, and if what it needs is not there.
     """
     name = name or ("nccl" if device_type == "cuda" else "gloo")
@@ -35,10 +39,31 @@ def backend_for(device_type: str, name: str | None = None) -> Backend:
             seen=f"a model on {device_type}",
             expected="a model on cuda",
         )
-    return _make(name)
+    if reconfigures:
+        check_reconfigures(name)
+    return _make(name, reconfigures=reconfigures)
 
 
-def _make(name: str) -> Backend:
+def check_reconfigures(backend: str) -> None:
+    """Raise InvalidSpec where groups of this backend ("" for one not known yet) are not
+    reconfigured."""
+    if not CAN_RECONFIGURE:
+        raise InvalidSpec(
+            "reconfigure=True: this torch cannot reconfigure a process group",
+            seen=f"torch {torch.__version__}",
+            expected="torch 2.14 or newer",
+            fix="Leave reconfigure out: each generation then makes a new group.",
+        )
+    if backend not in ("", "gloo"):
+        raise InvalidSpec(
+            f"reconfigure=True: groups of the backend {backend} are not reconfigured",
+            seen=backend,
+            expected="gloo",
+            fix="Leave reconfigure out: each generation then makes a new group.",
+        )
+
+
+def _make(name: str, *, reconfigures: bool) -> Backend:
     # Imported when chosen: each registers itself with torch, or needs what is not everywhere.
     if name == "nccl":
         from shoal.backends.network.nccl import NcclBackend  # noqa: PLC0415
@@ -50,7 +75,7 @@ def _make(name: str) -> Backend:
         return InMemoryBackend()
     from shoal.backends.network.gloo import GlooBackend  # noqa: PLC0415
 
-    return GlooBackend()
+    return GlooBackend(reconfigures=reconfigures)
 
 
 @dataclass(frozen=True, kw_only=True)

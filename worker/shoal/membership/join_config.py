@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from shoal.backends.choice import check_reconfigures
 from shoal.membership.step_messages import StepMessages
 from shoal_client.connection.reach import CHOICES
 from shoal_client.liveness.beat_board import BeatSlot
@@ -74,6 +75,9 @@ class JoinConfig:
     backend: str = ""
     """What carries collectives: "gloo", "nccl", "in-memory"; empty: NCCL for a model on CUDA,
     otherwise Gloo."""
+    reconfigure: bool = False
+    """Each generation takes the process group of the one before and reconfigures it with the
+    agreed members, as torch does from 2.14 on, instead of making a new one. On all members."""
     local_rank: int = 0
     """Place of this worker among those of its launcher on this host; its GPU is the one with this
     number, if it sees several."""
@@ -104,6 +108,8 @@ class JoinConfig:
                 seen=repr(self.check_peers),
                 expected=", ".join(CHOICES),
             )
+        if self.reconfigure:
+            check_reconfigures(self.backend)
         self._check_alone()
         for address in self.coordinators:
             if not _ADDRESS.fullmatch(address):
@@ -204,6 +210,7 @@ def read_config(
         address=text("address", "SHOAL_ADDRESS"),
         check_peers=text("check_peers", "SHOAL_CHECK_PEERS") or "auto",
         backend=text("backend", "SHOAL_BACKEND"),
+        reconfigure=_is_on("SHOAL_RECONFIGURE", text("reconfigure", "SHOAL_RECONFIGURE")),
         local_rank=number("local_rank", "SHOAL_LOCAL_RANK", number("", "LOCAL_RANK", 0)),
         local_world_size=number(
             "local_world_size", "SHOAL_LOCAL_WORLD_SIZE", number("", "LOCAL_WORLD_SIZE", 1)
@@ -216,6 +223,13 @@ def read_config(
         ),
         secrets=member_secrets(environment),
     )
+
+
+def _is_on(variable: str, text: str) -> bool:
+    """What such a variable says. Raises InvalidSpec."""
+    if text.lower() not in ("", "0", "1", "false", "true"):
+        raise InvalidSpec(f"bad {variable}", seen=repr(text[:40]), expected="1 or 0")
+    return text.lower() in ("1", "true")
 
 
 def admission_s(text: str) -> float:

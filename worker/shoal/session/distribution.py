@@ -49,6 +49,8 @@ class Options:
 
     place: LocalPlace
     backend: str
+    reconfigures: bool
+    """Whether each generation takes the group of the one before, connected anew."""
     validators: ValidatorSet
     checkpoints: Checkpoints | None
     keyed_dropout: bool
@@ -102,7 +104,7 @@ class Distribution:
             sync_batchnorm(model, every=options.sync_batchnorm)
         device = device_of(model)
         check_gpu(options.place, device)
-        chosen.choose_backend(device.type, options.backend)
+        self._choose_backend(chosen, device, options)
         if not chosen.initialises:
             initialise(model, device, torch.initial_seed())
         if options.checkpoints is not None:
@@ -133,6 +135,17 @@ class Distribution:
             self._calls.watch(options.in_step)
         self._long_lived.freeze()
         return distributed
+
+    def _choose_backend(self, chosen: Strategy, device: torch.device, options: Options) -> None:
+        if options.reconfigures:
+            if not chosen.synchronous:
+                raise InvalidSpec(
+                    f"reconfigure=True: strategy {chosen.name} has no process group",
+                    expected="a strategy whose members take each step together, such as ddp",
+                )
+            # All members or none: nobody could connect to some of each.
+            self.fields["reconfigure"] = "true"
+        chosen.choose_backend(device.type, options.backend, reconfigures=options.reconfigures)
 
     def _refuse_several(self, chosen: Strategy) -> None:
         if not chosen.trains_several:

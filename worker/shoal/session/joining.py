@@ -29,6 +29,7 @@ def join(
     address: str | None = None,
     check_peers: str | None = None,
     backend: str | None = None,
+    reconfigure: bool | None = None,
     validators: Iterable[Validator] = (),
     trackers: Iterable[Tracker] = (),
 ) -> Session:
@@ -39,7 +40,9 @@ def join(
     SHOAL_DESIRED_MEMBERS, SHOAL_MEMBER_ID, SHOAL_ADDRESS, SHOAL_CHECK_PEERS ("auto": members on
     different hosts find out before each generation whether they reach each other; "always",
     "never"), SHOAL_BACKEND ("gloo", "nccl", "in-memory"; by itself NCCL for a model on CUDA and
-    Gloo for all else), SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder of
+    Gloo for all else), SHOAL_RECONFIGURE (1: each generation reconfigures the process group of the
+    one before instead of making a new one; torch 2.14 or newer, Gloo; on all members alike),
+    SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder of
     `shoal certs`), which turn TLS on; for a cluster that this user has started on this machine they
     are found. `validators` are the session's own, beside those that
     `shoal.validator` registered. `trackers`: where `session.log` goes beside the status page, such
@@ -58,6 +61,7 @@ def join(
         "address": address,
         "check_peers": check_peers,
         "backend": backend,
+        "reconfigure": reconfigure,
     }
     _check_not_imported_by_a_child()
     _set_log_level(os.environ)

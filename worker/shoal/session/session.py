@@ -172,6 +172,7 @@ class Session:
         options = Options(
             place=self._place,
             backend=self._config.backend,
+            reconfigures=self._config.reconfigure,
             validators=ValidatorSet(validators_of(self._validators), self.member_id),
             checkpoints=checkpoints,
             keyed_dropout=keyed_dropout,

@@ -77,8 +77,11 @@ class Strategy(ABC):
         (UnsupportedOptimizer, InvalidSpec ...) at once. Called once.
         """
 
-    def choose_backend(self, device_type: str, name: str) -> None:  # noqa: B027
+    def choose_backend(  # noqa: B027
+        self, device_type: str, name: str, *, reconfigures: bool = False
+    ) -> None:
         """Which backend carries the collectives, if there are any; empty: the device's own.
+        `reconfigures`: each generation takes the group of the one before, connected anew.
 
         Called before `distribute`. Raises InvalidSpec for one that is unknown or not there.
         """

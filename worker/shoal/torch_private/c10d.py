@@ -34,9 +34,60 @@ def gloo_options(address: str, *, timeout_s: float) -> Any:
     the most."""
     make: Any = ProcessGroupGloo
     options = make._Options()
+    _connect_from(options, address, timeout_s)
+    return options
+
+
+def _connect_from(options: Any, address: str, timeout_s: float) -> None:
+    make: Any = ProcessGroupGloo
     options._devices = [make.create_device(hostname=address)]
     options._timeout = timedelta(seconds=timeout_s)
-    return options
+
+
+CAN_RECONFIGURE = hasattr(_native, "ReconfigureOptions")
+"""Whether this torch connects a group that it has anew, to other members: from 2.14 on."""
+
+
+class ReconfigurableGloo:
+    """A Gloo group that is connected once it is reconfigured, and each time that it is again.
+
+    As `init_process_group(enable_reconfigure=True)` and `_reconfigure` do with a default group.
+    The store is the one that it was made with, for good.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, *, address: str, timeout_s: float
+    ) -> None:
+        make: Any = ProcessGroupGloo
+        self._options = gloo_options(address, timeout_s=timeout_s)
+        self._options.enable_reconfigure = True
+        self.gloo: Any = make(store, rank, world_size, self._options)
+
+    def renew(self, *, address: str, timeout_s: float) -> None:
+        """Connect from another listener the next time."""
+        # The group reads them from there whenever it connects.
+        _connect_from(self._options, address, timeout_s)
+
+    def handle(self) -> str:
+        """What the others need of this member to reconfigure."""
+        found: str = self.gloo.get_reconfigure_handle()
+        return found
+
+    def reconfigure(self, number: int, handles: list[str], *, timeout_s: float) -> None:
+        """Connect to the members with these handles, by rank; `number` is never used twice.
+
+        Raises RuntimeError if that fails; the group must not be used then, on any member.
+        """
+        native: Any = _native
+        options = native.ReconfigureOptions()
+        options.uuid, options.handles = number, handles
+        options.timeout = timedelta(seconds=timeout_s)
+        self.gloo.reconfigure(options).wait()
+
+
+def reconfigured_address_key(number: int, rank: int) -> str:
+    """Where a rank tells its address while Gloo reconfigures."""
+    return f"reconfigure/{number}/0/{rank}"
 
 
 def timeout_of(group: Any, device: torch.device) -> float:

@@ -13,6 +13,8 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +22,7 @@ import structlog
 import torch.distributed as dist
 
 from shoal.backends.network import retired
+from shoal.backends.network.reconfigured import LiveGloo
 from shoal.backends.network.sockets import listening, shut_connections
 from shoal.backends.network.stores import AddressStore, AnnouncingStore
 from shoal.backends.process_group.collectives import CollectiveGroup
@@ -51,8 +54,12 @@ class GlooBackend:
     name = "gloo"
     is_watched = True
 
+    def __init__(self, *, reconfigures: bool = False) -> None:
+        """`reconfigures`: the group of a generation is that of the one before, connected anew."""
+        self._live = LiveGloo() if reconfigures else None
+
     def group(self, seat: Seat, store: Store) -> "GlooGroup":
-        return GlooGroup(seat, store)
+        return GlooGroup(seat, store, self._live)
 
     def is_failure(self, error: BaseException) -> bool:
         if isinstance(error, dist.DistError):
@@ -64,8 +71,9 @@ class GlooBackend:
 class GlooGroup:
     """See `shoal.backends.process_group.interface.Group`."""
 
-    def __init__(self, seat: Seat, store: Store) -> None:
+    def __init__(self, seat: Seat, store: Store, live: LiveGloo | None = None) -> None:
         self._seat = seat
+        self._live = live
         self._store = AnnouncingStore(store)
         self._lock = threading.Lock()
         self._reason = ""
@@ -80,7 +88,9 @@ class GlooGroup:
             self._connecting = True
         seat = self._seat
         try:
-            gloo = self._connect(seat.rank, seat.world_size, self._store)
+            gloo = self._reconnect()
+            if gloo is None:
+                gloo = self._connect(seat.rank, seat.world_size, self._store)
             # torch wraps the hook once more at each call, and never takes one off.
             hook = sys.excepthook
             try:
@@ -142,28 +152,51 @@ class GlooGroup:
         # never freed; one group for an accident that is rare.
         for group in self._groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if self._live is not None:
+            self._live.drop()
+
+    def _reconnect(self) -> Any | None:
+        """The group of the generation before, connected to the members of this one; None on all of
+        them alike where they are to make a new one."""
+        if self._live is None:
+            return None
+        started_s = time.perf_counter()
+        with self._within_limit():
+            gloo = self._live.connect(self._seat, self._store)
+        if gloo is not None:
+            self._groups.append(gloo)
+            seconds = round(time.perf_counter() - started_s, 4)
+            log.debug("group_reconfigured", generation=self._seat.generation, seconds=seconds)
+        return gloo
 
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
         # Sends and receives keep to this one for good, so it cannot be that of connecting.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
+        addresses = AddressStore(store, rank, world_size, is_compact=seat.tells_compactly)
+        with self._within_limit():
+            gloo = make(addresses, rank, world_size, options)
+        self._groups.append(gloo)
+        return gloo
+
+    @contextmanager
+    def _within_limit(self) -> Iterator[None]:
+        """Cut the group if what connects it within takes longer than a bring-up may."""
+        seat = self._seat
         late = f"its members were not connected within {seat.bring_up_s:g} s"
         timer = threading.Timer(seat.bring_up_s, self.cut, (late,))
         timer.daemon = True
         timer.start()
         was_connecting, self._connecting = self._connecting, True
-        addresses = AddressStore(store, rank, world_size, is_compact=seat.tells_compactly)
         try:
-            gloo = make(addresses, rank, world_size, options)
+            yield
         except RuntimeError:
             self._raise_if_cut()
             raise
         finally:
             timer.cancel()
             self._connecting = was_connecting
-        self._groups.append(gloo)
-        return gloo
 
     def _raise_if_cut(self) -> None:
         if self._reason:

@@ -89,8 +89,8 @@ class SynchronousStrategy(Strategy):
 
     # --- generations ---
 
-    def choose_backend(self, device_type: str, name: str) -> None:
-        self._backend = backend_for(device_type, name or None)
+    def choose_backend(self, device_type: str, name: str, *, reconfigures: bool = False) -> None:
+        self._backend = backend_for(device_type, name or None, reconfigures=reconfigures)
 
     def attach(self, context: Context) -> None:
         super().attach(context)

@@ -1,0 +1,157 @@
+"""One Gloo group that goes from generation to generation, by torch's own `reconfigure`.
+
+torch leaves open who takes part, in which order and under which number: here the agreed generation
+says so. Each member tells its handle in the store of the generation; with the handles of all ranks,
+by rank, the group connects anew. Whether it did is told there as well, and the generation runs over
+it only if it did on every member. Otherwise all of them go back to a new group.
+
+torch's handle of Gloo is the rank and the number of the group's last generation. It is unique among
+the members of a generation as long as whoever begins, or begins anew, does so with its rank in it.
+"""
+
+import weakref
+from typing import Any
+
+import structlog
+
+from shoal.backends.network import retired
+from shoal.backends.network.stores import AddressStore, AnnouncingStore
+from shoal.backends.process_group.interface import Seat
+from shoal.torch_private.c10d import (
+    HashStore,
+    ReconfigurableGloo,
+    Store,
+    reconfigured_address_key,
+)
+from shoal_proto.errors import GenerationBroken, ShoalError
+
+log = structlog.get_logger(__name__)
+
+RECONFIGURE_S = 15.0
+"""All members are there when it begins; what takes longer is given up by all."""
+MAX_REASON_CHARS = 300
+_READY, _FAILED = b"ready", b"failed: "
+
+
+class LiveGloo:
+    """Of one process. All methods are the trainer's; one group takes it at a time."""
+
+    def __init__(self) -> None:
+        self._store = _CurrentStore(HashStore())
+        self._live: list[ReconfigurableGloo] = []
+        """One, or none: whoever frees it empties the list."""
+        # Freeing joins its threads: never the trainer, nor the end of the process.
+        weakref.finalize(self, _free, self._live)
+
+    def connect(self, seat: Seat, store: Store) -> Any | None:
+        """Gloo's group, connected for this seat; None on all members alike if one could not.
+
+        Raises GenerationBroken if the store is aborted meanwhile.
+        """
+        told = _Told(seat, store)
+        try:
+            self._store.move_to(_Addresses(store, seat))
+            handle, failure = self._handle(seat).encode(), b""
+        except (RuntimeError, ShoalError) as error:
+            handle, failure = b"", _failed(error)
+        handles = told.exchange("handle", failure or handle)
+        if not _faults(handles):
+            failure = self._reconfigure(seat, handles, told)
+            handles = told.exchange("outcome", failure or _READY)
+        if faults := _faults(handles):
+            log.warning(
+                "reconfigure_failed",
+                generation=seat.generation,
+                reason="; ".join(faults),
+                consequence="all members make a new group for this generation",
+            )
+            self.drop()
+            return None
+        return self._live[0].gloo
+
+    def drop(self) -> None:
+        """Begin anew in the next generation: something in this one's group may never end."""
+        _free(self._live)
+
+    def _handle(self, seat: Seat) -> str:
+        address, timeout_s = seat.address, seat.collective_s
+        if self._live:
+            # Of a listener that each generation has for itself, a cut tells its connections.
+            self._live[0].renew(address=address, timeout_s=timeout_s)
+        else:
+            made = ReconfigurableGloo(
+                self._store, seat.rank, seat.world_size, address=address, timeout_s=timeout_s
+            )
+            self._live.append(made)
+        return self._live[0].handle()
+
+    def _reconfigure(self, seat: Seat, handles: list[bytes], told: "_Told") -> bytes:
+        """What went wrong; empty: nothing."""
+        try:
+            self._live[0].reconfigure(
+                seat.generation,
+                [handle.decode() for handle in handles],
+                timeout_s=min(seat.bring_up_s, RECONFIGURE_S),
+            )
+        except GenerationBroken:
+            raise
+        except (RuntimeError, ShoalError) as error:
+            failure = _failed(error)
+            # Whoever waits for this rank's address must not wait until the limit.
+            told.set(reconfigured_address_key(seat.generation, seat.rank), failure)
+            return failure
+        return b""
+
+
+def _free(live: list[ReconfigurableGloo]) -> None:
+    groups, live[:] = list(live), []
+    if groups:
+        retired.retire(groups)
+
+
+def _failed(error: Exception) -> bytes:
+    return _FAILED + f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS].encode()
+
+
+def _faults(values: list[bytes]) -> list[str]:
+    return [
+        f"rank {rank} {value.decode(errors='replace')}"
+        for rank, value in enumerate(values)
+        if value.startswith(_FAILED)
+    ]
+
+
+class _Told:
+    """What the members of a generation tell each other about its group."""
+
+    def __init__(self, seat: Seat, store: Store) -> None:
+        self._seat, self._store = seat, store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # torch takes bytes too
+
+    def exchange(self, what: str, value: bytes) -> list[bytes]:
+        """By rank, once all have told theirs."""
+        keys = [f"live/{what}/{rank}" for rank in range(self._seat.world_size)]
+        self.set(keys[self._seat.rank], value)
+        return [bytes(each) for each in self._store.multi_get(keys)]
+
+
+class _Addresses(AddressStore):
+    """As it is; but who could not reconfigure says so in the place of its address."""
+
+    def __init__(self, store: Store, seat: Seat) -> None:
+        super().__init__(store, seat.rank, seat.world_size, is_compact=seat.tells_compactly)
+
+    def _address(self, key: str, value: bytes) -> bytes:
+        if bytes(value).startswith(_FAILED):
+            raise RuntimeError(f"a peer gave up: {bytes(value).decode(errors='replace')}")
+        return super()._address(key, value)
+
+
+class _CurrentStore(AnnouncingStore):
+    """The one store that a group keeps; what is behind it is that of the present generation."""
+
+    def move_to(self, store: Any) -> None:
+        self._inner = store
+        self._values = {}
