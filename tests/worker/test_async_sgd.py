@@ -268,7 +268,7 @@ def test_an_optimizer_that_has_stepped_is_refused(kind: str) -> None:
     AsyncSGD().distribute(model, optimizer)
     loss_of(model, 1).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    with pytest.raises(InvalidSpec, match="has taken steps already"):
+    with pytest.raises(UnsupportedOptimizer, match="has taken steps already"):
         AsyncSGD().distribute(model, optimizer)
 
 

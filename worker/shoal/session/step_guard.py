@@ -107,6 +107,9 @@ class StepGuard:
         self._commits = commits
         _here.committing = self if commits else None
 
+    def _set_clips(self, clips: bool) -> None:
+        self._clips = clips
+
     def _set_computes(self, computes: bool) -> None:
         self._computes = computes
         if computes:
@@ -120,14 +123,9 @@ class StepGuard:
                 expected="session.backward(scaler.scale(loss)): the step's gradients are unscaled",
             )
 
-    @contextmanager
-    def clipping(self) -> Iterator[None]:
+    def clipping(self) -> AbstractContextManager[None]:
         """Within, the session clips gradients, by whatever means."""
-        self._clips = True
-        try:
-            yield
-        finally:
-            self._clips = False
+        return _Within(self._set_clips)
 
     def look_at_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Torch's own clipping has taken the norm of these parameters' gradients. Raises

@@ -35,7 +35,6 @@ from shoal.strategies.asynchronous.loss_watch import LossMonitor
 from shoal.strategies.asynchronous.optimizer_spec import (
     in_words,
     refuse_changes,
-    refuse_state,
     to_spec,
 )
 from shoal.strategies.asynchronous.push_compression import PushCompressor
@@ -166,7 +165,6 @@ class AsyncSGD(Strategy):
 
     def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
         """What the servers do with what they are pushed."""
-        refuse_state(optimizer)
         return to_spec(optimizer, self._options.schedule)
 
     def _own_fields(self) -> Mapping[str, str]:

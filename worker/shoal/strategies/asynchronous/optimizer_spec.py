@@ -76,10 +76,12 @@ def _check_new(optimizer: Optimizer) -> None:
         stepped = float(state["step"]) > 0 if "step" in state else bool(_held(state))
         if stepped:
             raise UnsupportedOptimizer(
-                "async-sgd begins with a new optimizer, on the parameter servers",
-                seen=f"{type(optimizer).__name__} with state: {', '.join(_held(state))}",
-                expected="an optimizer that has not stepped, and has loaded no state",
-                fix="Make it anew, or choose a strategy whose members step it, such as `ddp`.",
+                "the optimizer has taken steps already",
+                seen=f"{type(optimizer).__name__} with {', '.join(_held(state))},"
+                " of its own steps or from load_state_dict",
+                expected="a new optimizer: the parameter servers begin without state",
+                fix="Make it anew; to go on where a job on parameter servers was, restore a"
+                " snapshot of it (`shoal restore`). `ddp` takes the state over.",
             )
 
 
@@ -103,24 +105,6 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
         lr_decay=float(group.get("lr_decay", 0.0)),
         initial_accumulator_value=float(group.get("initial_accumulator_value", 0.0)),
     )
-
-
-def refuse_state(optimizer: Optimizer) -> None:
-    """Raise InvalidSpec for an optimizer that has taken steps: the servers begin without their
-    momenta and averages, and would train something else than it does."""
-    if any(map(_has_stepped, optimizer.state.values())):
-        raise InvalidSpec(
-            "the optimizer has taken steps already",
-            seen=f"state of {type(optimizer).__name__}, of its own steps or from load_state_dict",
-            expected="a new optimizer: the parameter servers begin without state",
-            fix="Distribute a new optimizer, which begins anew with the model's values. To go on"
-            " where a job on parameter servers was, restore a snapshot of it (`shoal restore`)."
-            " `ddp` takes the state over.",
-        )
-
-
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    return state.get("momentum_buffer") is not None or float(state.get("step", 0.0)) > 0.0
 
 
 def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
