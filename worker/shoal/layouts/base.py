@@ -148,6 +148,11 @@ class Layout(ABC):
         """Memory that all ranks share, if they do, for whoever has a use for it before a step."""
         return None
 
+    @property
+    def num_moved(self) -> int:
+        """Counts what moves between ranks in steps outside of the group. Any thread."""
+        return 0
+
     def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
         """By rank, a name for those that may be lost at the same time: copies lie on others. As it
         stands: the members of a host."""

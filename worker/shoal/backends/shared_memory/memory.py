@@ -50,15 +50,21 @@ class SharedMemory:
         all_of_them = _semaphores(mapped, rounds * world_size)
         self._rounds = [all_of_them[r * world_size : (r + 1) * world_size] for r in range(rounds)]
         self._limit_s = limit_s
-        self._num_met = 0
+        self._num_met = self._num_awaited = 0
         self._lock = threading.Lock()
         self._reason = ""
         self._links: Links | None = None
+        self._further: tuple[Semaphore, ...] = ()
 
     @property
     def num_met(self) -> int:
         """Meetings that this rank has come to. Any thread."""
         return self._num_met
+
+    @property
+    def num_moved(self) -> int:
+        """The same, and what else it has waited for. Any thread."""
+        return self._num_met + self._num_awaited
 
     def watch(self, links: Links) -> None:
         self._links = links
@@ -86,16 +92,31 @@ class SharedMemory:
         for number, semaphores in enumerate(self._rounds):
             if number:
                 self._post(number)
-            came = semaphores[self.rank].wait(deadline_s)
-            self._raise_if_over()
-            if not came:
-                self.cut(f"not all of them came within {self._limit_s:g} s")
-                raise GenerationBroken(
-                    "ranks no longer share memory",
-                    seen=f"not all {self.world_size} came",
-                    expected=f"within {self._limit_s:g} s",
-                )
+            self._wait(semaphores[self.rank], deadline_s)
         return list(words)
+
+    def wake_from(self, semaphores: Sequence[Semaphore]) -> None:
+        """These, in the room, are what this rank waits for in `wait_for`: a `cut` ends that too."""
+        with self._lock:
+            self._further = tuple(semaphores)
+
+    def wait_for(self, semaphore: Semaphore) -> None:
+        """Return when another rank has posted it. Raises as `meet`."""
+        self._wait(semaphore, time.monotonic() + self._limit_s)
+        # As a meeting, for whoever looks whether this rank gets on.
+        self._num_awaited += 1
+
+    def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:
+        self._raise_if_over()
+        came = semaphore.wait(deadline_s)
+        self._raise_if_over()
+        if not came:
+            self.cut(f"not all of them came within {self._limit_s:g} s")
+            raise GenerationBroken(
+                "ranks no longer share memory",
+                seen=f"not all {self.world_size} came",
+                expected=f"within {self._limit_s:g} s",
+            )
 
     def _post(self, number: int) -> None:
         """In this round, to the rank whose turn it is to hear of it."""
@@ -109,6 +130,8 @@ class SharedMemory:
             self._reason = reason
         for semaphores in self._rounds:
             semaphores[self.rank].post()
+        for semaphore in self._further:
+            semaphore.post()
         if self._links is not None:
             self._links.cut()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.network.gloo import can_be_cut
-from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.torch_private.c10d import timeout_of
 
@@ -36,6 +36,8 @@ class Words:
         self._work: dist.Work | None = None
         self._memory: SharedMemory | None = None
         self._room = memoryview(b"").cast("q")
+        self.beside = memoryview(b"")
+        """The part of the memory that `share` was asked for beside the words."""
         self._reason = ""
         self.may_share = self._world_size > 1 and can_be_cut(group)
         """Whether `share` is still to be called; the same on all ranks."""
@@ -47,21 +49,29 @@ class Words:
         """Whether they go through memory; the same on all ranks."""
         return self._memory is not None
 
-    def share(self) -> None:
-        """Collective: from here on let them go through memory, where all ranks can share some.
+    @property
+    def memory(self) -> SharedMemory | None:
+        """What they go through, if they do."""
+        return self._memory
+
+    def share(self, beside_bytes: int = 0) -> None:
+        """Collective: from here on let them go through memory, where all ranks can share some, with
+        so much room beside them.
 
         Raises as a collective of the group.
         """
         assert self._group is not None, "not closed"
         self.may_share = False
         num_bytes = _NUM_SETS * self._world_size * self._num_words * _WORD_BYTES
+        first = whole_pages(num_bytes)
         limit_s = timeout_of(self._group, torch.device("cpu"))
-        self._memory = memory = share_memory(self._group, num_bytes, limit_s)
+        self._memory = memory = share_memory(self._group, first + beside_bytes, limit_s)
         if memory is None:
             return
         if self._reason:
             memory.cut(self._reason)
         self._room = memory.room[:num_bytes].cast("q")
+        self.beside = memory.room[first : first + beside_bytes]
 
     def tell(self, words: Sequence[int]) -> None:
         """Tell the others these, `num_words` or fewer, each of 63 bits and a sign. Waits for
@@ -120,7 +130,7 @@ class Words:
     def close(self) -> None:
         """This rank has told its last. May be called twice."""
         self._group = self._message = self._work = None
-        self._room = memoryview(b"").cast("q")
+        self._room, self.beside = memoryview(b"").cast("q"), memoryview(b"")
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()

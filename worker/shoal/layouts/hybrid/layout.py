@@ -121,6 +121,10 @@ class HybridLayout(Layout):
     def synchronised(self) -> bool:
         return self._inner.synchronised()
 
+    @property
+    def num_moved(self) -> int:
+        return self._inner.num_moved
+
     def cut(self, reason: str) -> None:
         self._inner.cut(reason)
 

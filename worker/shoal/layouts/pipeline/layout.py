@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.shared_memory.words import Words, bits_of, number_of
 from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.schedules import PipelineRunner, StepInputs, num_microbatches
+from shoal.layouts.pipeline.shared_messages import SharedRoom, StageLanes, room_bytes
 from shoal.layouts.pipeline.stages import Stage
 from shoal.model.module_proxy import proxy_of
 from shoal_proto.errors import InvalidSpec
@@ -59,6 +61,7 @@ class PipelineLayout(Layout):
         self._schedule = schedule
         self._runners: dict[str, PipelineRunner] = {}
         self._words = Words(self._near.group, 1)
+        self._room: SharedRoom | None = None
         self._num_passes = 0
         self._parameters = self.stage.parameters
         self._complete = False
@@ -106,27 +109,60 @@ class PipelineLayout(Layout):
             weight=weight,
         )
         try:
-            loss = self._rounds_for(step_inputs).forward_backward(step_inputs)
+            runner = self._runner_for(step_inputs)
+            loss = runner.forward_backward(step_inputs, self._way_of(runner))
         except BaseException:
             # What was under way is still in the schedule's books.
             self._forget_runners()
+            if self._room is not None:
+                self._room.memory.cut("a pass has failed")
             raise
-        loss = self._told(loss)
+        loss = self._told(loss, runner)
         self._complete = True
         return loss
 
-    def _told(self, loss: Tensor) -> Tensor:
-        """The loss of the last stage, which tells it to all."""
+    def _told(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
+        """The loss of the last stage, which tells it to all. Behind it all have made the pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
-            words.share()
+            self._share(runner)
         if not words.is_shared:
             self._near.p2p.broadcast(loss, self._near.size - 1)
             return loss
         words.tell([bits_of(float(loss))])
         return torch.tensor(number_of(words.hear()[-1][0]), dtype=torch.float64)
 
-    def _rounds_for(self, step_inputs: StepInputs) -> PipelineRunner:
+    def _share(self, runner: PipelineRunner) -> None:
+        """Collective: let ranks of one machine tell and send each other in memory that they share,
+        from here on."""
+        num_bytes = room_bytes(self._sent_bytes(runner))
+        self._words.share(num_bytes)
+        memory = self._words.memory
+        if memory is not None and num_bytes:
+            self._room = SharedRoom(memory, self._words.beside)
+
+    def _sent_bytes(self, runner: PipelineRunner) -> list[int]:
+        """Collective: what each rank sends forward in a pass."""
+        self._words.tell([runner.sent_bytes])
+        return [row[0] for row in self._words.hear()]
+
+    def _way_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
+        """How the messages of the pass that begins are sent. Collective for a runner that has not
+        been asked for since there is room."""
+        if self._room is None:
+            return self._near.p2p
+        if runner.way is None:
+            runner.way = self._room.lanes(self._sent_bytes(runner)) or self._near.p2p
+        if isinstance(runner.way, StageLanes):
+            runner.way.begin()
+        return runner.way
+
+    @property
+    def num_moved(self) -> int:
+        memory = self._words.memory
+        return memory.num_moved if memory is not None else 0
+
+    def _runner_for(self, step_inputs: StepInputs) -> PipelineRunner:
         device = self.world.device.type
         mode = (
             self.stage.model.training,
@@ -161,6 +197,7 @@ class PipelineLayout(Layout):
         # lets go of it, or that would live on until Python looks for those.
         self._forget_runners()
         self._words.close()
+        self._room = None
         self._near.release()
         del self.world, self.non_finite_check
 

@@ -15,6 +15,7 @@ from shoal import randomness
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.layouts.base import LossFunction
 from shoal.layouts.pipeline.relay import Neighbours
+from shoal.layouts.pipeline.shared_messages import MAX_BYTES, StageLanes, bytes_of
 from shoal.layouts.pipeline.stages import Stage
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
@@ -76,6 +77,12 @@ class PipelineRunner:
         self._step_inputs = step_inputs
         self._losses: list[Tensor] = []
         given, returned = self._probe()
+        on_host = near.device.type == "cpu"
+        sent = [] if self.is_last else returned
+        self.sent_bytes = bytes_of(sent, count) if on_host else MAX_BYTES
+        """What the next stage is sent in a pass, in memory that they share."""
+        self.way: AbortableP2P | StageLanes | None = None
+        """How messages go, once that is agreed on."""
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
         torch_stage = _PlacedStage(
             _Part(self),
@@ -91,12 +98,14 @@ class PipelineRunner:
         # The loss is scaled instead: gradients that are there already must stay as they are.
         self._schedule = kind(torch_stage, count, loss_fn=_as_it_is, scale_grads=False)
 
-    def forward_backward(self, step_inputs: StepInputs) -> Tensor:
+    def forward_backward(self, step_inputs: StepInputs, way: AbortableP2P | StageLanes) -> Tensor:
         """Add this stage's gradients; returns the mean loss, on the last stage only (else 0).
+        Messages go that way.
 
         An error of the user's code, or of the group, comes as it was raised.
         """
         self._step_inputs = step_inputs
+        self._torch_stage.p2p = way
         self._losses.clear()
         rows = torch.arange(step_inputs.num_samples)
         target = rows if self.is_last else None
@@ -118,7 +127,7 @@ class PipelineRunner:
 
     def release(self) -> None:
         """Let go of the group."""
-        self._torch_stage.group = None
+        self._torch_stage.group = self._torch_stage.p2p = self.way = None
 
     @property
     def is_last(self) -> bool:
@@ -176,7 +185,7 @@ class _PlacedStage(PipelineStage):
     Messages can be aborted."""
 
     runner: PipelineRunner
-    p2p: AbortableP2P
+    p2p: AbortableP2P | StageLanes
 
     def get_fwd_recv_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
         return self._abortable(super().get_fwd_recv_ops(*args, **kwargs))

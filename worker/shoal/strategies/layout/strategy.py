@@ -250,9 +250,10 @@ class LayoutStrategy(SynchronousStrategy):
         binding.layout.release()
 
     def num_moved(self) -> int:
-        filling = self._filling
+        filling, binding = self._filling, self._binding
         memory = filling.shared_memory if filling is not None else None
-        return self._peer_checkpoints.num_moved + (memory.num_met if memory is not None else 0)
+        moved = self._peer_checkpoints.num_moved + (memory.num_met if memory is not None else 0)
+        return moved + (binding.layout.num_moved if binding is not None else 0)
 
     def _hand_over(self, *, leaves: bool) -> None:
         if self._binding is not None:

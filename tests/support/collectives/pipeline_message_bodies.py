@@ -1,0 +1,120 @@
+"""What stages of a pipeline run to send each other what memory that they share has room for."""
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.models import pipeline_models as models
+from support.processes.ranks import Report
+from torch import Tensor
+
+from shoal.backends.shared_memory.words import Words
+from shoal.layouts.base import World
+from shoal.layouts.pipeline.layout import PipelineLayout, ScheduleSpec
+from shoal.layouts.pipeline.shared_messages import SharedRoom, room_bytes
+from shoal.layouts.pipeline.stage_splitter import StageSplitter
+from shoal_proto.errors import GenerationBroken, InternalError
+
+
+def _layout(schedule: str, *, shares: bool = True) -> PipelineLayout:
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cpu")
+    world = World(rank=dist.get_rank(), world_size=group.size(), device=device, group=group)
+    splitter = StageSplitter()
+    torch.manual_seed(0)
+    model = models.perceptron()
+    outline = splitter.outline(model, world.world_size)
+    cut = outline, splitter.stage_of(outline, world.world_size)
+    initial = {name: each.detach().clone() for name, each in model.named_parameters()}
+    layout = PipelineLayout(model, world, cut, ScheduleSpec(schedule=schedule))
+    with torch.no_grad():
+        for name, parameter in layout.parameters.items():
+            parameter.copy_(initial[name])
+    # As in a group of a session.
+    layout._words.may_share = shares
+    return layout
+
+
+def _passed(layout: PipelineLayout, size: int, loss: Any = models.squared) -> Tensor:
+    inputs, targets = models.numbers()
+    rows = torch.arange(size) % len(inputs)
+    layout.begin()
+    return layout.forward_backward(inputs[rows], targets[rows], loss, 1.0)
+
+
+def passes(
+    sizes: Sequence[int], schedule: str, *, shares: bool
+) -> list[tuple[int, Tensor, dict[str, Tensor | None]]]:
+    """Of passes over so many samples: how many messages went over the group, the loss, and this
+    stage's gradients. Ranks that do not share memory send over the group."""
+    layout = _layout(schedule, shares=shares)
+    sent: list[Tensor] = []
+    plain = layout._near.p2p.send
+
+    def counted(tensors: list[Tensor], to: int, tag: int = 0) -> Any:
+        sent.extend(tensors)
+        return plain(tensors, to, tag)
+
+    layout._near.p2p.send = counted  # type: ignore[method-assign]
+    found = []
+    for size in sizes:
+        sent.clear()
+        for parameter in layout.parameters.values():
+            parameter.grad = None
+        loss = _passed(layout, size)
+        gradients = {name: each.grad for name, each in layout.parameters.items()}
+        found.append((len(sent), loss, gradients))
+    return found
+
+
+def passes_until_told(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
+    """Passes of three stages; in the fourth the last one does not come to its loss, for this
+    reason."""
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    layout = _layout("1f1b")
+    for _ in range(3):
+        _passed(layout, 8)
+    assert layout._room is not None
+
+    def fails(outputs: Tensor, targets: Tensor) -> Tensor:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raise":
+            raise KeyError("the user's own")
+        report("waits")
+        signal.sigtimedwait([signal.SIGUSR1], 60)
+        return models.squared(outputs, targets)
+
+    if how == "cut" and rank == 0:
+        threading.Timer(0.2, layout.cut, ("on purpose",)).start()
+    try:
+        _passed(layout, 8, fails)
+    except (GenerationBroken, KeyError) as error:
+        report("told", text=str(error))
+
+
+def refused() -> str:
+    """What is raised where a message has another size than is expected, and for one too many."""
+    words = Words(dist.group.WORLD, 1)  # type: ignore[arg-type]
+    sent_bytes = [256, 0]
+    words.share(room_bytes(sent_bytes))
+    assert words.memory is not None
+    lanes = SharedRoom(words.memory, words.beside).lanes(sent_bytes)
+    assert lanes is not None
+    lanes.begin()
+    rank = dist.get_rank()
+    try:
+        if rank == 0:
+            for _ in range(4):
+                lanes.send([torch.ones(3)], 1)
+        else:
+            lanes.recv([torch.ones(4)], 0).wait()
+    except InternalError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,206 @@
+"""What the stages of a pipeline send each other in a pass, through memory that they share.
+
+Over Gloo a message goes through the kernel, and through a thread more at each end. Here a stage
+copies it to where its neighbour reads it, and posts. There is room for all messages of a pass, and
+behind each pass all ranks meet: so nobody waits for room, and a place is written anew only when it
+has been read.
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from shoal.backends.abortable.p2p import Message
+from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
+from shoal_proto.errors import InternalError
+
+MAX_BYTES = 64 * 1024**2
+"""Messages of a pass that need more, all of them together, go over Gloo."""
+_ALIGNMENT_BYTES = 64
+_HEAD_BYTES = _ALIGNMENT_BYTES
+"""Before each message: how many bytes it has."""
+_WORD_BYTES = 8
+
+
+def bytes_of(tensors: Iterable[Tensor], count: int) -> int:
+    """The room for so many micro-batches of these tensors."""
+    return count * sum(_HEAD_BYTES + _aligned(tensor.nbytes) for tensor in tensors)
+
+
+def room_bytes(sent_bytes: Sequence[int]) -> int:
+    """How much memory it takes where the stages send so much forward in a pass, each to the next
+    one; 0: more than there is to be."""
+    lanes = 2 * sum(sent_bytes)
+    return _head_bytes(len(sent_bytes)) + lanes if lanes <= MAX_BYTES else 0
+
+
+class SharedRoom:
+    """That of one rank. All ranks of the pipeline make one of the same memory."""
+
+    def __init__(self, memory: SharedMemory, room: memoryview) -> None:
+        """Collective. `room`: the part of the memory that is for this."""
+        self.memory = memory
+        self._bytes = torch.frombuffer(room, dtype=torch.uint8)
+        self._words = room.cast("q")
+        start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+        self._semaphores = [
+            Semaphore(start + number * SEMAPHORE_BYTES) for number in range(2 * memory.world_size)
+        ]
+        """Of each rank two: what the stage before it has sent is there, and what the next has."""
+        if memory.rank == 0:
+            for semaphore in self._semaphores:
+                semaphore.initialise()
+        memory.wake_from(self._semaphores[2 * memory.rank : 2 * memory.rank + 2])
+        # Nobody posts before.
+        memory.meet()
+
+    def lanes(self, sent_bytes: Sequence[int]) -> "StageLanes | None":
+        """For passes in which the stages send so much forward; None, on all ranks alike: there is
+        too little room."""
+        needed = room_bytes(sent_bytes)
+        if not 0 < needed <= len(self._bytes):
+            return None
+        memory, rank = self.memory, self.memory.rank
+        starts = list(
+            accumulate((2 * each for each in sent_bytes), initial=_head_bytes(len(sent_bytes)))
+        )
+        sends, receives = {}, {}
+        for stage in (rank - 1, rank):
+            # Between this stage and the next one: what goes forward, then what comes back.
+            if not 0 <= stage < memory.world_size - 1:
+                continue
+            middle = starts[stage] + sent_bytes[stage]
+            forward = self._lane(starts[stage], middle, 2 * (stage + 1))
+            back = self._lane(middle, starts[stage + 1], 2 * stage + 1)
+            other = stage if stage < rank else stage + 1
+            sends[other], receives[other] = (back, forward) if stage < rank else (forward, back)
+        return StageLanes(sends, receives)
+
+    def _lane(self, start: int, stop: int, semaphore: int) -> "_Lane":
+        return _Lane(self, (start, stop), self._semaphores[semaphore])
+
+    def place(self, start: int, like: Tensor) -> Tensor:
+        """As much of the memory from there on, as a tensor of that shape."""
+        whole = self._bytes[start : start + like.nbytes]
+        return whole.view(like.dtype).view(like.shape)
+
+    @property
+    def words(self) -> memoryview:
+        """All of it, by 64 bits."""
+        return self._words
+
+
+class _Lane:
+    """What goes one way between two neighbours in a pass."""
+
+    def __init__(self, room: SharedRoom, span: tuple[int, int], semaphore: Semaphore) -> None:
+        self._room, self._semaphore = room, semaphore
+        self._start, self._stop = span
+        self._places: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A pass begins; whatever was sent in the last one has been received."""
+        self._next = self._start
+        self._num_known = self._num_there = 0
+
+    def send(self, tensor: Tensor) -> None:
+        at, place = self._take(tensor)
+        self._room.words[at // _WORD_BYTES] = tensor.nbytes
+        place.copy_(tensor.detach())
+        self._semaphore.post()
+
+    def receive(self, tensor: Tensor) -> Message:
+        """The next message, which is to be awaited."""
+        at, place = self._take(tensor)
+        self._num_known += 1
+        return _Awaited(self, (at, place), self._num_known, tensor)
+
+    def fill(self, number: int, at: int, place: Tensor, tensor: Tensor) -> None:
+        """With the message of this number, once it is there."""
+        while self._num_there < number:
+            self._room.memory.wait_for(self._semaphore)
+            self._num_there += 1
+        num_bytes = self._room.words[at // _WORD_BYTES]
+        if num_bytes != tensor.nbytes:
+            raise InternalError(
+                "a stage of the pipeline sent something else than the next one expects",
+                seen=f"{num_bytes} bytes",
+                expected=f"{tensor.nbytes} bytes",
+            )
+        tensor.detach().copy_(place)
+
+    def _take(self, like: Tensor) -> tuple[int, Tensor]:
+        """Where the next message lies: its head, and what is in it."""
+        at = self._next
+        self._next = at + _HEAD_BYTES + _aligned(like.nbytes)
+        if self._next > self._stop:
+            raise InternalError(
+                "a stage of the pipeline sends more than there is room for",
+                seen=f"{self._next - self._start} bytes in a pass",
+                expected=f"{self._stop - self._start} bytes",
+            )
+        key = (at, like.dtype, like.shape)
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = self._room.place(at + _HEAD_BYTES, like)
+        return at, place
+
+
+class _Awaited:
+    """A message that is on its way to this rank."""
+
+    def __init__(self, lane: _Lane, where: tuple[int, Tensor], number: int, tensor: Tensor) -> None:
+        self._lane, self._where, self._number, self._tensor = lane, where, number, tensor
+
+    def wait(self) -> None:
+        self._lane.fill(self._number, *self._where, self._tensor)
+
+
+class _Sent:
+    """A message that its receiver finds, however late it comes."""
+
+    def wait(self) -> None:
+        """It is there already."""
+
+
+_SENT = _Sent()
+
+
+class StageLanes:
+    """The messages of one rank in the passes of one schedule. It may stand for the group where
+    torch's pipelining sends and receives, as `AbortableP2P` does."""
+
+    group_name = "shared memory"
+    """By it torch's pipelining (since 2.14) tells apart where it sends."""
+
+    def __init__(self, sends: dict[int, _Lane], receives: dict[int, _Lane]) -> None:
+        """By the rank that it goes to, or comes from."""
+        self._sends, self._receives = sends, receives
+
+    def begin(self) -> None:
+        """A pass begins, on all ranks, which have met since the last one."""
+        for lane in (*self._sends.values(), *self._receives.values()):
+            lane.begin()
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Message:
+        """See `AbortableP2P.send`."""
+        self._sends[to].send(tensors[0])
+        return _SENT
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Message:
+        """See `AbortableP2P.recv`. Raises GenerationBroken, where it is awaited, if a rank is lost
+        or late."""
+        return self._receives[source].receive(tensors[0])
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _head_bytes(world_size: int) -> int:
+    return 2 * world_size * SEMAPHORE_BYTES
