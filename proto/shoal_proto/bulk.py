@@ -7,8 +7,8 @@ the data of a piece may also lie in memory that both ends share, and then only t
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from shoal_proto import MAX_MESSAGE_BYTES, MAX_PIECE_BYTES
 from shoal_proto.checksum import crc32, verify
@@ -86,8 +86,7 @@ _MESSAGES = frozenset(
 _EMPTY = memoryview(b"")
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """What a header says, and the body: of a message checked, of a piece not yet."""
 
     kind: Kind

@@ -1,11 +1,10 @@
 """Memory of another server that this one writes into, in places of one size."""
 
 import asyncio
+import ctypes
 import mmap
 from collections import deque
 from collections.abc import Callable
-
-import numpy as np
 
 PLACE_BYTES = 2 * 1024 * 1024
 """Most shards of parameters fit into one: their pushes then lie in one piece at the other end."""
@@ -38,9 +37,10 @@ class Places:
     def fill_now(self, data: memoryview) -> int | None:
         """The same where a place is free; None where none is. What was drafted last lies in its
         place already."""
-        if self._draft is not None and self._draft[1] == _address(data):
-            (at, _), self._draft = self._draft, None
-            return at
+        draft, is_here = self._draft, data.obj is self._memory.obj
+        if draft is not None and is_here and draft[1] == _address(data):
+            self._draft = None
+            return draft[0]
         if not self._free:
             return None
         at = self._free.popleft()
@@ -77,5 +77,5 @@ class Places:
 
 
 def _address(data: memoryview) -> int:
-    """Where in memory the bytes begin."""
-    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+    """Where in memory the bytes begin, which can be written to."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))

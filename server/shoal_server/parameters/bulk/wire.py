@@ -29,6 +29,10 @@ class FrameConnection:
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self._bytes = bytes_of(connected)
+        is_plain = isinstance(self._bytes, PlainBytes)
+        self.is_local = is_plain and connected.family == socket.AF_UNIX
+        """Whether what was sent lies in the memory of the other end's process, which may read it
+        after this end is gone, too."""
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(_unset)
         self._writing = asyncio.Lock()
@@ -127,13 +131,6 @@ class FrameConnection:
         """Send a frame now, or else behind what is being sent."""
         if not self.send_now(frame):
             self._flush(frame)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether what was sent lies in the memory of the other end's process, which may read it
-        after this end is gone, too."""
-        is_plain = isinstance(self._bytes, PlainBytes)
-        return is_plain and self.socket.family == socket.AF_UNIX
 
     def end_reading(self) -> None:
         """The other end can send nothing more from here on; what it has sent can still be read,

@@ -53,7 +53,7 @@ class Sgd:
     def step_whole(self, gradient: Tensor, lr: float, momentum: float | None = None) -> bool:
         if self._momentum is not None and len(set(self._steps)) > 1:
             return False
-        gradients = torch.split(gradient, self._run_sizes)
+        gradients = gradient.split_with_sizes(self._run_sizes)
         is_first_step = self._momentum is not None and self._steps[0] == 0
         rates = self._rates(lr, momentum)
         self._run(self._runs, gradients, self._run_buffers, rates, is_first_step)

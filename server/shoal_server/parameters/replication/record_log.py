@@ -1,7 +1,6 @@
 """Pushes that were applied to a shard here and that a backup may still have to be told of."""
 
 from collections import deque
-from dataclasses import replace
 
 from shoal_proto.errors import InternalError
 from shoal_proto.pieces import Buffer
@@ -54,7 +53,7 @@ class RecordLog:
     def _replace(self, version: int, data: Buffer) -> None:
         index = self._index(version)
         assert index is not None
-        self._records[index] = replace(self._records[index], data=data, is_lent=False)
+        self._records[index] = UpdateRecord(self._records[index].push, data)
 
     def _index(self, version: int) -> int | None:
         index = version - self._trimmed - 1

@@ -264,11 +264,14 @@ class _Unfinished:
 
     def whole(self) -> Arrived:
         self.give_back()
-        return replace(
-            self.arrived,
+        return Arrived(
+            self.arrived.request,
+            push=self.arrived.push,
+            header=self.arrived.header,
             parts=self.parts or [b""],
             why_dropped=self.why_dropped,
             is_borrowed=self.is_borrowed,
+            answer_may_wait=self.arrived.answer_may_wait,
         )
 
 
