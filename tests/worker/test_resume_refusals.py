@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
@@ -16,6 +17,7 @@ import shoal
 from shoal.checkpoint import names
 from shoal.checkpoint.directory import complete
 from shoal.data.batches import Order
+from shoal.model.same_optimizer import check_same_optimizer
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
@@ -134,3 +136,61 @@ def test_what_a_checkpoint_tells_of_its_samples(cluster: LocalCluster, tmp_path:
     assert samples["global_batch"] == "24"
     assert samples["seed"] == "5"
     assert samples["order"] == "1"
+
+
+def one_step(directory: Path, strategy: str, kind: Any, num_groups: int = 1, **options: Any) -> Any:
+    """Of a lone process without a cluster; the optimizer behind it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 4), torch.nn.Tanh(), torch.nn.Linear(4, 5))
+    layers = [list(model[0].parameters()), list(model[2].parameters())]
+    groups = layers if num_groups == 2 else [[*layers[0], *layers[1]]]
+    optimizer = kind([{"params": each} for each in groups], lr=1e-3, **options)
+    kept = shoal.Checkpoints(directory, every_steps=1)
+    with shoal.join() as session:
+        model, optimizer = session.distribute(model, optimizer, strategy, checkpoints=kept)
+        for batch in session.batches(data(), global_batch_size=50):
+            with session.step():
+                session.forward_backward(batch, cross_entropy)
+            session.stop("one is enough")
+    return optimizer
+
+
+@pytest.mark.sampled("strategy")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
+@pytest.mark.parametrize(
+    ("first", "second"), [("SGD", "AdamW"), ("AdamW", "SGD"), ("AdamW", "Adam"), ("Adam", "Adamax")]
+)
+def test_a_checkpoint_is_not_gone_on_from_with_another_optimizer(
+    tmp_path: Path, strategy: str, first: str, second: str
+) -> None:
+    """Its learning rate and decay would take the place of the script's."""
+    one_step(tmp_path, strategy, getattr(torch.optim, first))
+    with pytest.raises(InvalidSpec, match=rf"another optimizer.*saw {first};.*expected {second}"):
+        one_step(tmp_path, strategy, getattr(torch.optim, second))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_checkpoint_is_not_gone_on_from_with_other_groups(tmp_path: Path, strategy: str) -> None:
+    """All parameters would have the settings of the first group."""
+    one_step(tmp_path, strategy, torch.optim.SGD, num_groups=2)
+    with pytest.raises(InvalidSpec, match=r"2\.\w+ in group 1; expected 2\.\w+ in group 0"):
+        one_step(tmp_path, strategy, torch.optim.SGD)
+    one_step(tmp_path, strategy, torch.optim.SGD, num_groups=2)
+
+
+def test_a_state_that_says_nothing_of_its_optimizer_is_told_by_its_settings() -> None:
+    """As plain torch writes it, and earlier releases."""
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    settings = {
+        kind.__name__: {"params": ["w"], **kind(parameters, lr=1e-3).defaults}
+        for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+    }
+    for written, groups in settings.items():
+        for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+            optimizer = kind(parameters, lr=1e-3)
+            if kind.__name__ == written:
+                check_same_optimizer(optimizer, [["w"]], {"groups": [groups]})
+                continue
+            with pytest.raises(InvalidSpec, match="another optimizer"):
+                check_same_optimizer(optimizer, [["w"]], {"groups": [groups]})
+    check_same_optimizer(torch.optim.SGD(parameters, lr=1e-3), [["w"]], {})

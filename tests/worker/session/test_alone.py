@@ -150,3 +150,16 @@ def test_sigterm_drains_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
     expected = plain(train("ddp").batches)
     for name, value in trained.weights.items():
         torch.testing.assert_close(value, expected[name])
+
+
+def test_dropout_within_layers_is_told_of_by_name() -> None:
+    """What they drop differs with the number of members, which no dropout module's does."""
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    recurrent = nn.ModuleDict(
+        {"two": nn.LSTM(6, 8, 2, dropout=0.1), "one": nn.GRU(8, 8), "plain": nn.Dropout(0.1)}
+    )
+    whole = nn.ModuleDict({"attends": model, "recurrent": recurrent})
+    with capture_logs() as logs, shoal.join() as session:
+        session.distribute(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+    told = [entry for entry in logs if entry["event"] == "dropout_depends_on_members"]
+    assert [entry["modules"] for entry in told] == ["attends.self_attn, recurrent.two"]

@@ -14,6 +14,7 @@ import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader
 from shoal.model.tied_tensors import give_own_memory
+from shoal.strategies import find_strategy
 from shoal.strategies.asynchronous.optimizer_spec import to_spec
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
@@ -181,3 +182,19 @@ def test_hooks_on_gradients_of_parameters_are_refused(strategy: str) -> None:
     next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
     with pytest.raises(InvalidSpec, match=r"hooks of the script's.* of idle"):
         equality.made(strategy, 2)().distribute(model, optimizer)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number beside its state, on which its steps depend."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, object]:
+        return {**super().state_dict(), "count": self.count}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "local-sgd"])
+def test_an_optimizer_with_a_state_of_its_own_is_refused(strategy: str) -> None:
+    model, _ = equality.build("sgd", 0)
+    with pytest.raises(UnsupportedOptimizer, match="in its state_dict: count"):
+        find_strategy(strategy).distribute(model, Counting(model.parameters(), lr=0.1))

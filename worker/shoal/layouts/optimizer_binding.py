@@ -15,6 +15,7 @@ from shoal.layouts.base import Layout
 from shoal.model.gradients import StepGradients
 from shoal.model.initialisation import give_buffers, initialised_copy, is_on_meta
 from shoal.model.local_parts import local_part, placed_like
+from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
 from shoal.state.replicated import as_json, beside, take_settings
 from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
@@ -219,7 +220,8 @@ class OptimizerBinding:
         return StateShard(step=step, shards=kept, values={"tied": dict(self._tied)})
 
     def _values(self) -> dict[str, Json]:
-        return {"groups": self._settings(), "tied": dict(self._tied)}
+        kinds = kinds_of(self.optimizer)
+        return {"groups": self._settings(), KINDS: [*kinds], "tied": dict(self._tied)}
 
     def _settings(self) -> list[Json]:
         groups: list[Json] = []
@@ -297,8 +299,10 @@ class OptimizerBinding:
     def fill(self, state_shard: StateShard) -> None:
         """Make the state this rank's; `needs` was asked for every name in it before.
 
-        Raises ShapeMismatch if a parameter or buffer is not in it.
+        Raises ShapeMismatch if a parameter or buffer is not in it, and InvalidSpec if it is that of
+        another optimizer.
         """
+        check_same_optimizer(self.optimizer, self.group_names, state_shard.values)
         for name, tensor in self._held.items():
             own = self.layout.shard(name, tensor)
             if not own.chunk.num_elements:

@@ -46,6 +46,22 @@ def _may_need_wholes(strategy: str, optimizer: Optimizer) -> UnsupportedOptimize
     )
 
 
+def refuse_further_state(name: str, optimizer: Optimizer) -> None:
+    """Raise UnsupportedOptimizer for one that keeps a state of its own beside that of parameters
+    and groups, as its state_dict says: a member that joins would not get it."""
+    for each in optimizers_of(optimizer).values():
+        if type(each).state_dict is Optimizer.state_dict:
+            continue
+        further = each.state_dict().keys() - {"state", "param_groups"}
+        if further:
+            raise UnsupportedOptimizer(
+                f"{name} cannot hand over all of the state of {type(each).__name__}",
+                seen=f"in its state_dict: {', '.join(sorted(map(str, further)))}",
+                expected="the state of parameters, and settings of groups",
+                fix="Keep it in optimizer.state[parameter] or in the groups.",
+            )
+
+
 def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
     """Raise UnsupportedOptimizer for one that computes the loss several times a step."""
     if any(isinstance(each, optim.LBFGS) for each in optimizers_of(optimizer).values()):

@@ -46,6 +46,17 @@ def key_dropout(model: nn.Module) -> int:
     return found
 
 
+def with_dropout_within(model: nn.Module) -> list[str]:
+    """Names of torch's modules that drop what is within them, where no dropout module stands: what
+    they draw follows from the samples that a member computes together, as a function's does."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+        or (isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1)
+    ]
+
+
 def samples_along(dropout: nn.Module, dim: int | None) -> None:
     """Say which dimension of this module's inputs the samples lie along.
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+import structlog
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -19,7 +20,7 @@ from shoal.model.initialisation import initialise
 from shoal.model.several import Training, joined, models_of, optimizers_of
 from shoal.model.tied_tensors import give_own_memory
 from shoal.model.trained_parameters import TrainedParameters
-from shoal.randomness.dropout import key_dropout
+from shoal.randomness.dropout import key_dropout, with_dropout_within
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.loss_scaling import check_scaler, check_scales
 from shoal.session.script_calls import ScriptCalls
@@ -29,6 +30,8 @@ from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import check_compiled, in_place
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
+
+log = structlog.get_logger(__name__)
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Chosen = str | Strategy
@@ -98,6 +101,13 @@ class Distribution:
         give_own_memory(model)
         if options.keyed_dropout and chosen.synchronous:
             key_dropout(model)
+            if names := with_dropout_within(model):
+                log.warning(
+                    "dropout_depends_on_members",
+                    modules=", ".join(names[:5]),
+                    hint="what is dropped within attention and recurrent layers differs with the"
+                    " number of members; dropout=0 there, and nn.Dropout beside, is exact",
+                )
         syncs = options.sync_batchnorm or has_sync_batchnorm(model)
         if syncs:
             _check_syncs(chosen)

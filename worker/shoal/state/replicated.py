@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.state.shards import MODEL, OPTIM, Json, StateShard, TensorShard
 from shoal_proto.errors import (
@@ -125,16 +126,23 @@ class ReplicatedState:
             names: list[Json] = [self.name_of(parameter) for parameter in group["params"]]
             numbers: dict[str, Json] = {k: {"tensor": v.tolist()} for k, v in tensors.items()}
             groups.append({"params": names, **own, **numbers})
-        common: dict[str, Json] = {"groups": groups, "tied": dict(tied(self._model))}
+        kinds = kinds_of(self._optimizer)
+        common: dict[str, Json] = {
+            "groups": groups,
+            KINDS: [*kinds],
+            "tied": dict(tied(self._model)),
+        }
         return StateShard(step=step, shards=shards, values=common)
 
     @torch.no_grad()
     def adopt(self, state_shard: StateShard) -> None:
         """Make a whole state shard this state. Changes nothing if it is that of another model.
 
-        Raises ShapeMismatch or DtypeMismatch.
+        Raises ShapeMismatch or DtypeMismatch, and InvalidSpec if it is that of another optimizer.
         """
         own = self._persistent()
+        groups = [list(map(self.name_of, g["params"])) for g in self._optimizer.param_groups]
+        check_same_optimizer(self._optimizer, groups, state_shard.values)
         for name, tensor in own.items():
             given = state_shard.shards.get(MODEL + name)
             _check(name, tensor, given.tensor if given is not None else None)

@@ -20,7 +20,7 @@ from shoal.layouts.several import SeveralLayouts
 from shoal.membership.generation import Generation
 from shoal.model.devices import device_of
 from shoal.model.digests import optimizer_digest, schema_digest
-from shoal.model.elementwise_optimizers import refuse_lbfgs
+from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.gradients import refuse_parameter_hooks, refuse_sparse
 from shoal.model.module_proxy import retarget, take_modes
 from shoal.model.script_attributes import ScriptAttributes
@@ -95,6 +95,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
+        refuse_further_state(self.name, optimizer)
         refuse_sparse(self.name, model)
         refuse_parameter_hooks(model)
         self._meta_model = MetaModel(model, optimizer)

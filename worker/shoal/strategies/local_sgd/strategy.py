@@ -24,7 +24,7 @@ from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
-from shoal.model.elementwise_optimizers import refuse_lbfgs
+from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.state.transfer import receive, send
@@ -74,6 +74,7 @@ class LocalSGD(SynchronousStrategy):
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
+        refuse_further_state(self.name, optimizer)
         refuse_sparse(self.name, model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InvalidSpec(

@@ -1,0 +1,70 @@
+"""Whether a state is that of the script's own optimizer.
+
+The settings of a state take the place of the script's own: those of another kind of optimizer, or
+of groups that were cut in another way, would train something else without an error.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shoal.model.several import optimizers_of
+from shoal_proto.errors import InvalidSpec
+
+KINDS = "optimizers"
+"""Where the kind of the optimizer of each group stands in a state's values."""
+_TELLING = {"momentum", "betas", "eps", "alpha", "rho", "amsgrad", "lr_decay", "etas"}
+"""Settings by which kinds of torch's optimizers differ, in all its releases."""
+
+
+def kinds_of(optimizer: Optimizer) -> list[str]:
+    """The class of the optimizer of each group, by name."""
+    return [
+        type(each).__name__ for each in optimizers_of(optimizer).values() for _ in each.param_groups
+    ]
+
+
+def check_same_optimizer(
+    optimizer: Optimizer, names: Sequence[Sequence[str]], values: Mapping[str, Any]
+) -> None:
+    """Raise InvalidSpec if the state has settings of another kind of optimizer, or of parameters
+    that are in another group; `names` are the parameters of each own group, `values`
+    what of the state is no tensor. A state without settings fits."""
+    groups: Any = values.get("groups") or ()
+    own, written = kinds_of(optimizer), values.get(KINDS)
+    if groups and isinstance(written, list) and _listed(written) != _listed(own):
+        raise _other(_listed(written), _listed(own))
+    place = {name: index for index, group in enumerate(names) for name in group}
+    for index, settings in enumerate(groups):
+        for name in settings.get("params", ()):
+            if place.get(name, index) != index:
+                raise _other(f"{name} in group {index}", f"{name} in group {place[name]}")
+    for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+        _check_settings(index, group, settings, type(optimizer).__name__)
+
+
+def _check_settings(index: int, group: Any, settings: Any, kind: str) -> None:
+    """Of a state that does not say of which kind it is, as plain torch writes it."""
+    lacks = (group.keys() & _TELLING) - settings.keys()
+    if lacks:
+        raise _other(f"group {index} without {', '.join(sorted(lacks))}", f"those of {kind}")
+    decay = "decoupled_weight_decay"
+    own = group.get(decay)
+    if settings.get(decay, own) != own:
+        raise _other(f"{decay}={settings[decay]} in group {index}", f"{own}, as {kind} has")
+
+
+def _listed(kinds: Sequence[object]) -> str:
+    return ", ".join(sorted({str(kind) for kind in kinds}))
+
+
+def _other(seen: str, expected: str) -> InvalidSpec:
+    return InvalidSpec(
+        "the state is that of another optimizer than the script's",
+        seen=seen,
+        expected=expected,
+        fix="Go on with the optimizer, and the groups, that the checkpoint was written with. To"
+        " begin a new optimizer with its weights, load these before session.distribute, and write"
+        " checkpoints to another directory.",
+    )
