@@ -198,3 +198,18 @@ def test_an_optimizer_with_a_state_of_its_own_is_refused(strategy: str) -> None:
     model, _ = equality.build("sgd", 0)
     with pytest.raises(UnsupportedOptimizer, match="in its state_dict: count"):
         find_strategy(strategy).distribute(model, Counting(model.parameters(), lr=0.1))
+
+
+class WithExtraState(nn.Linear):
+    """Its state_dict holds a number that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"passes": 3}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
+def test_modules_with_an_extra_state_are_refused(strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), WithExtraState(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidSpec, match=r"get_extra_state of 1;.*persistent buffer"):
+        find_strategy(strategy).distribute(model, optimizer)

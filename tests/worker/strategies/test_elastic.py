@@ -77,8 +77,11 @@ def test_copies_that_are_cut_over_members_leave_no_trace(
         check_no_trace(schedule, run, TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param({"sequence": True}, marks=pytest.mark.long)], ids=str
+)
 def test_split_layers_that_are_cut_over_members_leave_no_trace(
-    cluster: LocalCluster, tmp_path: Path
+    cluster: LocalCluster, tmp_path: Path, more: Mapping[str, Any]
 ) -> None:
     """Two rows of two splits, then three rows, and again: what the killed one held is a part of
     rows of a part of layers, and comes from a copy."""
@@ -87,7 +90,7 @@ def test_split_layers_that_are_cut_over_members_leave_no_trace(
         "split",
         desired_members=4,
         strategy="fsdp-tensor",
-        options={"min_split_bytes": 0, "min_group_bytes": 200},
+        options={"min_split_bytes": 0, "min_group_bytes": 200, **more},
         optimizer="adamw",
         model="gpt",
     )

@@ -35,7 +35,8 @@ class ScriptAttributes:
         """Give what was set on the model since then to another of the same make."""
         others = _parts(into)
         for name, part in _parts(model).items():
-            if name in self._seen and name in others:
+            # A stage of a pipeline shows modules that the model does not have.
+            if name in self._seen and isinstance(part, type(others.get(name))):
                 _carry(part, self._seen[name], others[name])
 
 

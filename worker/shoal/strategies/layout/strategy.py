@@ -21,6 +21,7 @@ from shoal.membership.generation import Generation
 from shoal.model.devices import device_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
+from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import refuse_parameter_hooks, refuse_sparse
 from shoal.model.module_proxy import retarget, take_modes
 from shoal.model.script_attributes import ScriptAttributes
@@ -96,6 +97,7 @@ class LayoutStrategy(SynchronousStrategy):
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
         refuse_further_state(self.name, optimizer)
+        refuse_extra_state(model)
         refuse_sparse(self.name, model)
         refuse_parameter_hooks(model)
         self._meta_model = MetaModel(model, optimizer)

@@ -25,6 +25,7 @@ from shoal.layouts.gradients import name_of_fault
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
+from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.state.transfer import receive, send
@@ -75,6 +76,7 @@ class LocalSGD(SynchronousStrategy):
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
         refuse_further_state(self.name, optimizer)
+        refuse_extra_state(model)
         refuse_sparse(self.name, model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InvalidSpec(

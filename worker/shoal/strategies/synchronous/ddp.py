@@ -23,6 +23,7 @@ from shoal.membership.generation import Generation
 from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
+from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_parameter_hooks, refuse_sparse
 from shoal.model.several import models_of, proxies_of
 from shoal.planning.figures import Plan, Subject, uncompressed
@@ -80,6 +81,7 @@ class DDP(SynchronousStrategy):
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
         refuse_further_state(self.name, optimizer)
+        refuse_extra_state(model)
         refuse_sparse(self.name, model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InvalidSpec(

@@ -1,0 +1,22 @@
+"""State that modules keep beside parameters and buffers: torch's `get_extra_state`."""
+
+from torch import nn
+
+from shoal_proto.errors import InvalidSpec
+
+
+def refuse_extra_state(model: nn.Module) -> None:
+    """Raise InvalidSpec for modules that have one: it is no tensor, so a member that joins would
+    have that with which its script made the module, and so would a new generation."""
+    found = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+    if found:
+        raise InvalidSpec(
+            "modules have a state that is neither parameter nor buffer",
+            seen=f"get_extra_state of {', '.join(found[:5])}",
+            expected="tensors, which members can hand over",
+            fix="Keep it in a persistent buffer: register_buffer(name, tensor).",
+        )
