@@ -24,6 +24,11 @@ def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
+def num_writes(tensor: Tensor) -> int:
+    """How often it was written to in place; 0 for an inference tensor, which nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether somebody is called with the gradient of it, to look at it or to change it."""
     behind = getattr(tensor, "_post_accumulate_grad_hooks", None)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.torch_private.modules import buffer_table, transient_buffers
+from shoal.torch_private.tensors import num_writes
 
 
 class BufferSnapshot:
@@ -27,16 +28,16 @@ class BufferSnapshot:
             self._model, self._tables = model, [buffer_table(part) for part in model.modules()]
             self._passing = _passing(model)
         self._before = [
-            (buffer, buffer.detach().clone(), _num_writes(buffer)) for buffer in self._buffers()
+            (buffer, buffer.detach().clone(), num_writes(buffer)) for buffer in self._buffers()
         ]
 
     def changed(self) -> list[str]:
         """Names of those that the model's state_dict leaves out, and that were written to since."""
         return [
             self._passing[id(buffer)]
-            for buffer, before, num_writes in self._before
+            for buffer, before, written in self._before
             if id(buffer) in self._passing
-            and _num_writes(buffer) != num_writes
+            and num_writes(buffer) != written
             and not torch.equal(buffer, before)
         ]
 
@@ -66,8 +67,3 @@ def _passing(model: nn.Module) -> dict[int, str]:
         for name in transient_buffers(part)
         if (buffer := buffer_table(part).get(name)) is not None
     }
-
-
-def _num_writes(buffer: Tensor) -> int:
-    # Inference tensors are not counted, nor can they be written to in a step.
-    return 0 if buffer.is_inference() else buffer._version
