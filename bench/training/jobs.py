@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 from training.steps import Steps
@@ -37,10 +38,12 @@ class ShoalJob:
         max_members: int,
         script: tuple[str, ...] = ("on_shoal.py",),
         restarts: bool = True,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`script`: its name and what it gets behind the directory. `restarts`: whoever is killed
-        is started again at once; else the caller launches another one when it likes to."""
-        self._restarts = restarts
+        is started again at once; else the caller launches another one when it likes to.
+        `variables`: of the environment of its workers."""
+        self._restarts, self._variables = restarts, variables
         self._cluster = cluster
         self._script, *self._script_arguments = script
         self._directory = directory
@@ -75,7 +78,7 @@ class ShoalJob:
                     *("--max-restarts", str(max_restarts)),
                     *(str(HERE / self._script), str(self._directory), *self._script_arguments),
                 ),
-                environment=environment(),
+                environment=environment(**self._variables),
                 log_path=self._directory / f"launcher-{number}.log",
             )
         )
