@@ -94,6 +94,7 @@ def test_members_that_do_not_all_reconfigure_are_refused(cluster: LocalCluster) 
             for name, on in (("a", True), ("b", False))
         ]
         raised = [rank.expect("raised") for rank in crew]
+        assert {each["error"] for each in raised} == {"ProposalConflict"}
         assert all("reconfigure" in each["text"] for each in raised)
 
 
