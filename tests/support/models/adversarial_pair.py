@@ -1,11 +1,11 @@
 """Members that train a generator and a discriminator with an optimizer each."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.models.seeding import seeded
 from support.processes.ranks import Report
 from support.training import elastic_bodies
 from support.training.elastic_bodies import EPOCHS, Elastic, checkpoints_of, is_over, order
@@ -17,8 +17,6 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from shoal.data.batches import Batch, Loader
 
-_seeding = threading.Lock()
-"""Ranks may be threads of one process."""
 NUM_SAMPLES = elastic_bodies.NUM_SAMPLES
 WAYS = ("in turn", "at once", "by step")
 """The discriminator learns first, and the generator's loss sees it; both learn of the same weights;
@@ -52,8 +50,7 @@ class Deeds:
 
 def pair() -> Pair:
     """The same for every member."""
-    with _seeding:
-        torch.manual_seed(8)
+    with seeded(8):
         generator = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 7))
         discriminator = nn.Sequential(
             *(nn.Linear(7, 11), nn.LayerNorm(11), nn.Tanh(), nn.Linear(11, 1))

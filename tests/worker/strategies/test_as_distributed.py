@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.collectives.strategy_runs import Manner, by_a_rank, by_one_process, difference
+from support.models.seeding import seeded
 from torch import Tensor, nn
 from worker.strategies import test_equality as equality
 
@@ -123,8 +124,8 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("strategy", ["zero1", "tensor"])
 def test_tensors_without_elements_are_in_the_state_dict(strategy: str) -> None:
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = Odd()
+        with seeded(seed):
+            model = Odd()
         give_own_memory(model)
         return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -166,8 +167,8 @@ class Convolutions(nn.Module):
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "hsdp", "fsdp-tensor", "zero1"])
 def test_weights_that_lie_channels_last(strategy: str) -> None:
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = Convolutions().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        with seeded(seed):
+            model = Convolutions().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     expected, ranks = weights_of(build, equality.STRATEGIES[strategy])

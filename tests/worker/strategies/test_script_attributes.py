@@ -4,6 +4,7 @@ are others; and buffers that no state holds do not change in a step."""
 import pytest
 import torch
 from support.collectives.strategy_runs import Run, entered, generation_of, take_step
+from support.models.seeding import seeded
 from torch import Tensor, nn
 from worker.strategies import test_equality as equality
 
@@ -52,8 +53,8 @@ class Counting(nn.Module):
 
 def of(kind: type[nn.Module]) -> Run:
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = kind()
+        with seeded(seed):
+            model = kind()
         return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
     return Run(build=build, loader=equality.loader, loss=equality.loss)

@@ -1,0 +1,17 @@
+"""Models that are made alike by ranks which are threads of one process: torch has one generator."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """What is drawn within is drawn with this seed, whatever other threads draw this way."""
+    with _one_at_a_time, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
