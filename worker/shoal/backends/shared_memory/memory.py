@@ -7,6 +7,7 @@ for the one 2^r before, so that n ranks need log2(n) rounds.
 
 import ctypes
 import mmap
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ class SharedMemory:
         all_of_them = _semaphores(mapped, rounds * world_size)
         self._rounds = [all_of_them[r * world_size : (r + 1) * world_size] for r in range(rounds)]
         self._limit_s = limit_s
+        self._looks = world_size <= len(os.sched_getaffinity(0))
         self._num_met = self._num_awaited = 0
         self._lock = threading.Lock()
         self._reason = ""
@@ -108,7 +110,7 @@ class SharedMemory:
 
     def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:
         self._raise_if_over()
-        came = semaphore.wait(deadline_s)
+        came = semaphore.wait(deadline_s, looks=self._looks)
         self._raise_if_over()
         if not came:
             self.cut(f"not all of them came within {self._limit_s:g} s")
