@@ -10,6 +10,7 @@ import structlog
 from shoal_proto.bulk import Frame, FrameReader
 from shoal_proto.pieces import Buffer
 from shoal_server.parameters.bulk.encryption import PlainBytes, bytes_of
+from shoal_server.parameters.bulk.reading_pauses import ReadingPauses
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +42,9 @@ class FrameConnection:
         self._flushing: set[asyncio.Task[None]] = set()
         self._sent_s = self._loop.time()
         self._take: TakeFrame | None = None
+        self.pauses = ReadingPauses()
+        """Of what `deliver` has taken."""
+        self._paused: tuple[asyncio.TimerHandle, asyncio.Future[Frame]] | None = None
 
     async def next_frame(self) -> Frame:
         """The next one that nobody takes at once (see `deliver`).
@@ -79,6 +83,9 @@ class FrameConnection:
         try:
             return await awaited
         finally:
+            if self._paused is not None:
+                self._paused[0].cancel()
+                self._paused = None
             self._loop.remove_reader(number)
 
     def _readable(self, awaited: "asyncio.Future[Frame]") -> None:
@@ -99,6 +106,24 @@ class FrameConnection:
         else:
             if frame is not None:
                 awaited.set_result(frame)
+            elif (pause_s := self.pauses.take(self._loop.time())) > 0.0:
+                self._pause(pause_s, awaited)
+
+    def _pause(self, pause_s: float, awaited: "asyncio.Future[Frame]") -> None:
+        """What comes meanwhile wakes nobody up."""
+        self._loop.remove_reader(self.socket.fileno())
+        self._paused = self._loop.call_later(pause_s, self._end_pause), awaited
+
+    def _end_pause(self) -> None:
+        if self._paused is not None:
+            timer, awaited = self._paused
+            self._paused = None
+            timer.cancel()
+            self._loop.add_reader(self.socket.fileno(), self._readable, awaited)
+
+    def _end_pauses(self) -> None:
+        self.pauses.end()
+        self._end_pause()
 
     async def send(self, *parts: Buffer) -> None:
         """Raises HungUp. Who is cancelled here may leave half a frame behind: close the socket."""
@@ -135,6 +160,7 @@ class FrameConnection:
     def end_reading(self) -> None:
         """The other end can send nothing more from here on; what it has sent can still be read,
         and HungUp comes behind it. See unix(7): both is decided under one lock of the kernel."""
+        self._end_pauses()
         try:
             self.socket.shutdown(socket.SHUT_RD)
         except OSError as error:
@@ -143,6 +169,7 @@ class FrameConnection:
     def end_sending(self) -> None:
         """Nothing more is sent in either direction; who waits to send gets HungUp, however long the
         other end reads nothing. What has come can still be read."""
+        self._end_pauses()
         try:
             # Within TLS too, whose own shutdown would read what comes as it is.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)

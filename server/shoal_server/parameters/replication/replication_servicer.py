@@ -68,6 +68,12 @@ class DirectWay(Protocol):
         """From now on, have what comes taken right when it comes; None: no more."""
         ...
 
+    def has_read(self, *, may_wait: bool) -> None:
+        """A push was taken by what `deliver` was given. `may_wait`: nobody waits for its answer; as
+        long as that is so of them all, what comes may lie unread for some milliseconds, until
+        `end_reading` or `end_sending`."""
+        ...
+
     def end_reading(self) -> None:
         """Where all is read: nothing more can be sent to here."""
         ...
@@ -90,6 +96,9 @@ class _ByGrpc:
 
     def deliver(self, take: TakeArriving | None) -> None:
         """It comes by the stream of requests."""
+
+    def has_read(self, *, may_wait: bool) -> None:
+        """It is read by the stream of requests."""
 
     def end_reading(self) -> None:
         """What is not read is sent again."""
@@ -303,6 +312,7 @@ class ReplicationServicer:
                 silence.heard()
                 arrived = assembly.take(request)
                 if arrived is not None:
+                    way.has_read(may_wait=arrived.answer_may_wait)
                     self._tell(caller, arrived)
                 silence.expect()
                 return True

@@ -229,6 +229,10 @@ class _BulkCall:
 
         self._wire.deliver(None if take is None else given)
 
+    def has_read(self, *, may_wait: bool) -> None:
+        """See `DirectWay`."""
+        self._wire.pauses.read(may_wait=may_wait, now_s=asyncio.get_running_loop().time())
+
     def send_now(self, reply: FollowReply) -> bool:
         """Whether a reply was sent without waiting."""
         return self._late.send_now(_frame(reply))

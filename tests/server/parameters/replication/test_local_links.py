@@ -21,6 +21,7 @@ from shoal_server.core.shards.assignments import (
     ShardContent,
 )
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.bulk import reading_pauses
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
@@ -163,6 +164,23 @@ async def test_who_cannot_read_all_that_was_sent_does_not_lead(
         go_on.set()
         await world.until(lambda: world.record().epoch > EPOCH + 1)
     assert (world.record().content, world.version) == (ShardContent.LOST, 0)
+
+
+async def test_who_leads_next_reads_at_once_what_lies_unread_for_a_while(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_pauses, "PAUSE_S", 3600.0)
+    async with world.stream as stream:
+        await world.follow(stream)
+        for _ in range(2):
+            push = world.shards.pushed()
+            push.record.answer_may_wait = True
+            await stream.write(push)
+            await world.until(lambda: world.version >= 2)
+        assert world.version == 2, "the second one is to lie unread"
+        await world.write(world.me, epoch=EPOCH + 1)
+        await world.until(lambda: world.version == 3)
+    assert world.record().primary == world.me
 
 
 async def test_a_primary_that_is_halted_and_reads_nothing_is_succeeded(world: World) -> None:

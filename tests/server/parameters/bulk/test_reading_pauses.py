@@ -1,0 +1,115 @@
+"""What nobody waits for lies unread for a while; what somebody waits for does not."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from shoal_proto import bulk
+from shoal_proto.bulk import Frame, Kind
+from shoal_server.parameters.bulk import reading_pauses
+from shoal_server.parameters.bulk.reading_pauses import AWAITED_S, MANY, ReadingPauses
+from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
+
+PUSH = bulk.message(Kind.MESSAGE, b"push")
+NEVER_S = 3600.0
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        yield ours, theirs
+
+
+class Reader:
+    """Takes all that comes; nobody waits for any of it."""
+
+    def __init__(self, ours: socket.socket) -> None:
+        self.wire = FrameConnection(ours)
+        self.num_read = 0
+        self.first = asyncio.Event()
+        self.wire.deliver(self._take)
+
+    def _take(self, frame: Frame) -> bool:
+        self.wire.pauses.read(may_wait=True, now_s=asyncio.get_running_loop().time())
+        self.num_read += 1
+        self.first.set()
+        return True
+
+
+async def paused(reader: Reader, theirs: socket.socket) -> "asyncio.Task[Frame]":
+    """It has read a push, and another one has come since."""
+    reading = asyncio.create_task(reader.wire.next_frame())
+    theirs.sendall(PUSH)
+    async with asyncio.timeout(20):
+        await reader.first.wait()
+    theirs.sendall(PUSH)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert reader.num_read == 1
+    return reading
+
+
+@pytest.mark.parametrize("is_end_of_reading", [True, False])
+async def test_the_end_of_reading_and_of_sending_ends_a_pause(
+    ends: tuple[socket.socket, socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+    is_end_of_reading: bool,
+) -> None:
+    """Who is to lead next waits until all is read."""
+    monkeypatch.setattr(reading_pauses, "PAUSE_S", NEVER_S)
+    reader = Reader(ends[0])
+    reading = await paused(reader, ends[1])
+    if is_end_of_reading:
+        reader.wire.end_reading()
+    else:
+        reader.wire.end_sending()
+    # Nor is another one made before the end.
+    with pytest.raises(HungUp):
+        async with asyncio.timeout(20):
+            await reading
+    assert reader.num_read == 2
+
+
+async def test_what_comes_in_a_pause_is_read_behind_it(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    reader = Reader(ends[0])
+    reading = await paused(reader, ends[1])
+    ends[1].close()
+    with pytest.raises(HungUp):
+        async with asyncio.timeout(20):
+            await reading
+    assert reader.num_read == 2
+
+
+def test_no_pause_is_made_once_somebody_waits() -> None:
+    pauses = ReadingPauses()
+    pauses.read(may_wait=True, now_s=10.0)
+    assert pauses.take(10.0) > 0.0
+    pauses.read(may_wait=False, now_s=11.0)
+    assert pauses.take(11.0) == 0.0
+    pauses.read(may_wait=True, now_s=11.1)
+    assert pauses.take(11.1) == 0.0
+    pauses.read(may_wait=True, now_s=11.0 + AWAITED_S)
+    assert pauses.take(11.0 + AWAITED_S) > 0.0
+
+
+def test_no_pause_is_made_for_who_sends_many_at_once() -> None:
+    """They would fill the memory that they lie in, and its sender would wait for that."""
+    pauses = ReadingPauses()
+    for _ in range(MANY + 1):
+        pauses.read(may_wait=True, now_s=10.0)
+    assert pauses.take(10.0) == 0.0
+    pauses.read(may_wait=True, now_s=10.1)
+    assert pauses.take(10.1) == 0.0
+
+
+def test_no_pause_is_made_behind_what_is_no_push() -> None:
+    pauses = ReadingPauses()
+    pauses.read(may_wait=True, now_s=10.0)
+    assert pauses.take(10.0) > 0.0
+    assert pauses.take(10.1) == 0.0
