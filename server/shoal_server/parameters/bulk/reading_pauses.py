@@ -7,7 +7,7 @@ PAUSE_S = 0.003
 is woken up run at once, in the place of who has just written."""
 MANY = 8
 """Pushes of one pause; who sends as many would soon wait for what they lie in."""
-AWAITED_S = 0.25
+AWAITED_S = 0.1
 """Since anybody waited last: so long no pause is made."""
 
 

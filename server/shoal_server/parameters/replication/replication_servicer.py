@@ -40,6 +40,9 @@ log = structlog.get_logger(__name__)
 MAX_ANSWERS = 4096
 """Of one link, not sent yet; beyond it what the primary says is not read."""
 
+SMALL_BYTES = 256 * 1024
+"""Of a push; what follows a larger one is read at once."""
+
 Caller = tuple[Holder, int]
 
 
@@ -312,7 +315,7 @@ class ReplicationServicer:
                 silence.heard()
                 arrived = assembly.take(request)
                 if arrived is not None:
-                    way.has_read(may_wait=arrived.answer_may_wait)
+                    way.has_read(may_wait=_may_wait(arrived))
                     self._tell(caller, arrived)
                 silence.expect()
                 return True
@@ -385,6 +388,11 @@ class ReplicationServicer:
 def _is_of_push(request: Arriving) -> bool:
     """Whether it tells of a push, or has some of the data of one."""
     return isinstance(request, OnlyPiece) or request.HasField("record")
+
+
+def _may_wait(arrived: Arrived) -> bool:
+    """Whether nobody waits for its answer, nor soon for the memory that it lies in."""
+    return arrived.answer_may_wait and sum(map(len, arrived.parts)) <= SMALL_BYTES
 
 
 def _is_torn(reading: "asyncio.Task[None]") -> bool:

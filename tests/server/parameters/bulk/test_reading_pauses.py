@@ -92,10 +92,10 @@ def test_no_pause_is_made_once_somebody_waits() -> None:
     assert pauses.take(10.0) > 0.0
     pauses.read(may_wait=False, now_s=11.0)
     assert pauses.take(11.0) == 0.0
-    pauses.read(may_wait=True, now_s=11.1)
-    assert pauses.take(11.1) == 0.0
-    pauses.read(may_wait=True, now_s=11.0 + AWAITED_S)
-    assert pauses.take(11.0 + AWAITED_S) > 0.0
+    pauses.read(may_wait=True, now_s=11.0 + AWAITED_S / 2)
+    assert pauses.take(11.0 + AWAITED_S / 2) == 0.0
+    pauses.read(may_wait=True, now_s=11.0 + 2 * AWAITED_S)
+    assert pauses.take(11.0 + 2 * AWAITED_S) > 0.0
 
 
 def test_no_pause_is_made_for_who_sends_many_at_once() -> None:
@@ -104,12 +104,12 @@ def test_no_pause_is_made_for_who_sends_many_at_once() -> None:
     for _ in range(MANY + 1):
         pauses.read(may_wait=True, now_s=10.0)
     assert pauses.take(10.0) == 0.0
-    pauses.read(may_wait=True, now_s=10.1)
-    assert pauses.take(10.1) == 0.0
+    pauses.read(may_wait=True, now_s=10.0 + AWAITED_S / 2)
+    assert pauses.take(10.0 + AWAITED_S / 2) == 0.0
 
 
 def test_no_pause_is_made_behind_what_is_no_push() -> None:
     pauses = ReadingPauses()
     pauses.read(may_wait=True, now_s=10.0)
     assert pauses.take(10.0) > 0.0
-    assert pauses.take(10.1) == 0.0
+    assert pauses.take(10.0 + AWAITED_S / 2) == 0.0
