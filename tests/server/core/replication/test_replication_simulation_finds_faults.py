@@ -234,6 +234,9 @@ def who_has_nothing_of_a_shard_keeps_its_place_in_the_record(patch: Patch) -> No
 # over a link comes in order, so behind an offer of this epoch there is none.
 
 FOCUS: Mapping[Fault, Sequence[str]] = {
+    a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step: [
+        *("cut from etcd", "kill", "newcomer", "slow")
+    ],
     a_copy_that_has_something_else_goes_on: ["deposed unheard"],
     an_absence_goes_on_though_nobody_looked: ["away twice"],
     what_nobody_loads_any_more_is_waited_for: ["restore", "kill restorer"],
