@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,15 +11,6 @@ from shoal_server.parameters.bulk.wire import FrameConnection
 
 LARGE = bytes(8 * 1024 * 1024)
 """More than the kernel takes at once."""
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        yield ours, theirs
 
 
 async def read(end: socket.socket) -> bytes:

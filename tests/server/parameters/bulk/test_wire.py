@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,15 +12,6 @@ from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 
 LARGE = bytes(range(256)) * 16 * 1024
 """More than the kernel takes at once."""
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        yield ours, theirs
 
 
 async def read(end: socket.socket, num_bytes: int) -> bytes:

@@ -5,8 +5,8 @@ import mmap
 import socket
 import time
 from array import array
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 
 import pytest
@@ -94,18 +94,23 @@ def test_servers_sum_up_what_they_share_only_for_one_of_an_earlier_release(
     assert set(shares) == {is_earlier}
 
 
+@contextmanager
+def that_has_pushed(servers: ParameterServers) -> Iterator[ParameterClient]:
+    """A worker, behind its pushes."""
+    token = servers.admit("w0")
+    with closing(ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)) as client:
+        client.place(SCHEMA)
+        client.create(MOMENTUM, filled(0.0))
+        client.pull(filled(9.0))
+        for _ in range(NUM_PUSHES):
+            client.push(filled(-1.0))
+        yield client
+
+
 def led_on_by_the_backup() -> tuple[set[float], float]:
     """The values after pushes, the primary's end and one push more; what they should be."""
     with ParameterServers(2) as servers:
-        token = servers.admit("w0")
-        with closing(
-            ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
-        ) as client:
-            client.place(SCHEMA)
-            client.create(MOMENTUM, filled(0.0))
-            client.pull(filled(9.0))
-            for _ in range(NUM_PUSHES):
-                client.push(filled(-1.0))
+        with that_has_pushed(servers) as client:
             servers.stop("ps-0")
             values = filled(9.0)
             client.push(filled(-1.0), into=values)
@@ -129,18 +134,9 @@ def test_a_push_that_counts_once_it_is_sent_is_answered_together_with_others(
         return put(call, reply)
 
     monkeypatch.setattr(_BulkCall, "send_soon", noted)
-    with ParameterServers(2) as servers:
-        token = servers.admit("w0")
-        with closing(
-            ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
-        ) as client:
-            client.place(SCHEMA)
-            client.create(MOMENTUM, filled(0.0))
-            client.pull(filled(9.0))
-            for _ in range(NUM_PUSHES):
-                client.push(filled(-1.0))
-            assert {reply.WhichOneof("answer") for reply in together} == {"received"}
-            wait_until_all_is_replicated(servers)
+    with ParameterServers(2) as servers, that_has_pushed(servers):
+        assert {reply.WhichOneof("answer") for reply in together} == {"received"}
+        wait_until_all_is_replicated(servers)
 
 
 def wait_until_all_is_replicated(servers: ParameterServers, within_s: float = 20.0) -> None:
