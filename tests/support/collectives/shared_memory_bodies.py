@@ -77,6 +77,32 @@ def words_told(num_rounds: int, *, shares: bool) -> str:
     return ""
 
 
+def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
+    """What a rank hears behind a cut, of words that all, or all but the last, told before it; and
+    what it gets for telling more."""
+    words = Words(whole_world(), 1)
+    words.share()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for number in range(3):
+        words.tell([number])
+        words.hear()
+    if all_tell or rank < world_size - 1:
+        words.tell([10 + rank])
+    dist.barrier()
+    words.cut("on purpose")
+    heard: Any = "nothing told"
+    if words.is_told:
+        try:
+            heard = words.hear()
+        except GenerationBroken as error:
+            heard = str(error)
+    try:
+        words.tell([3])
+    except GenerationBroken as error:
+        return heard, str(error)
+    return heard, ""
+
+
 def gathered(most: int) -> list[bool]:
     """Whether ranks hear one another's words in memory, which is of a page for each: short ones, of
     several lengths, and one of `most` bytes of the last rank."""

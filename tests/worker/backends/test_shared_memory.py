@@ -34,6 +34,21 @@ def test_words_are_heard_by_all_ranks_through_memory(world_size: int) -> None:
     assert all("ranks no longer share memory" in each for each in ended)
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_words_that_all_have_told_are_heard_by_all_though_the_meeting_is_cut(
+    world_size: int,
+) -> None:
+    """One that heard them may have committed a step by them, and left: to the others that is a cut.
+    What somebody has not told is heard by nobody."""
+    body = shared_memory_bodies.words_told_before_a_cut
+    for heard, then in run_on_gloo(world_size, functools.partial(body, all_tell=True)):
+        assert heard == [[10 + rank] for rank in range(world_size)]
+        assert "ranks no longer share memory" in then
+    *others, last = run_on_gloo(world_size, functools.partial(body, all_tell=False))
+    assert all("ranks no longer share memory" in heard for heard, _ in others)
+    assert last[0] == "nothing told"
+
+
 def test_words_are_heard_by_all_ranks_over_their_group() -> None:
     ended = run_on_gloo(3, functools.partial(words_told, shares=False), 5)
     assert ended == [""] * 3

@@ -82,7 +82,7 @@ class Words:
             start = self._start_of(self._rank, memory)
             for place, word in enumerate(words, start):
                 self._room[place] = word
-            memory.arrive()
+            memory.arrive(_sign_of(memory))
             return
         if self._world_size == 1:
             self._alone = list(words)
@@ -94,12 +94,13 @@ class Words:
 
     def hear(self) -> list[list[int]]:
         """What each rank has told, by rank, once all have. Raises GenerationBroken or RuntimeError
-        if one is lost."""
+        if one is lost before that. Of one that is lost behind it some may have heard already, and
+        gone by it: in memory all hear it."""
         self.is_told = False
         memory, count = self._memory, self._num_words
         if memory is not None:
             start = self._start_of(0, memory)
-            memory.await_others()
+            memory.await_others(sign=_sign_of(memory))
             told = self._room[start : start + self._world_size * count].tolist()
             return [told[place : place + count] for place in range(0, len(told), count)]
         if self._world_size == 1:
@@ -138,6 +139,11 @@ class Words:
     def _start_of(self, rank: int, memory: SharedMemory) -> int:
         """Where the words of this rank begin at the next meeting."""
         return (memory.num_met % _NUM_SETS * self._world_size + rank) * self._num_words
+
+
+def _sign_of(memory: SharedMemory) -> int:
+    """What all ranks come to the next meeting with, and to no other."""
+    return memory.num_met + 1
 
 
 def bits_of(number: float) -> int:

@@ -1,0 +1,50 @@
+"""Members of which one hears what the others said of a step only once their generation is over."""
+
+import os
+import signal
+import threading
+from typing import Any
+
+from support.processes.ranks import Report
+from support.training.rank_bodies import Run, data, loss_of, model_and_optimizer, session_of
+
+from shoal.strategies.base import Strategy
+
+LIMIT_S = 120.0
+
+
+def train(report: Report, run: Run, transport: str) -> None:
+    """Up to and with step `at_step`. Behind it one leaves, or is killed; one hears late in it."""
+    os.environ["SHOAL_TRANSPORT"] = transport
+    model, optimizer = model_and_optimizer()
+    with session_of(run) as session:
+        replica, optimizer = session.distribute(model, optimizer)
+        for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=run.epochs):
+            if batch.step > run.at_step:
+                break
+            if batch.step == run.at_step and run.fault == "hears late":
+                hear_late(session.strategy)
+            report("tried", step=batch.step, world_size=session.world_size)
+            with session.step():
+                session.backward(loss_of(replica(batch.inputs), batch.targets))
+        if run.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        weights = [parameter.tolist() for parameter in model.parameters()]
+    report("finished", weights=weights, step=session.step_number)
+
+
+def hear_late(strategy: Strategy) -> None:
+    """What the others tell of the present step is waited for only behind the cut."""
+    anyhow: Any = strategy
+    words, is_cut = anyhow._agreement._words, threading.Event()
+    hear, cut = words.hear, anyhow.cut
+
+    def cut_and_tell(generation: int) -> None:
+        cut(generation)
+        is_cut.set()
+
+    def hear_behind_the_cut() -> Any:
+        assert is_cut.wait(LIMIT_S), "nobody has left"
+        return hear()
+
+    anyhow.cut, words.hear = cut_and_tell, hear_behind_the_cut
