@@ -4,8 +4,8 @@ import secrets
 from typing import Any
 
 import pytest
+from support.members import late_hearing
 from support.processes.ranks import Rank, Ranks
-from support.training import late_hearing_bodies
 from support.training.rank_bodies import Run
 
 from shoal_client.local.cluster import LocalCluster
@@ -31,7 +31,7 @@ def test_a_member_that_has_not_heard_of_a_step_yet_takes_it_with_one_that_is_gon
         )
 
     with Ranks() as ranks:
-        body = late_hearing_bodies.train
+        body = late_hearing.train
         first = ranks.start(body, run("a", "" if then == "leaves" else then), transport)
         late = ranks.start(body, run("b", "hears late"), transport)
         ended = late.expect("finished")
