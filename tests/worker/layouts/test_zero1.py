@@ -74,6 +74,20 @@ class TwoDtypes(nn.Module):
         return logits
 
 
+class Matrices(nn.Module):
+    """Has no parameter of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 5)
+        self.hidden = nn.Linear(5, 6, bias=False)
+        self.head = nn.Linear(6, 37, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.hidden(self.embedding(tokens))))
+        return logits
+
+
 def tokens() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randint(37, (50,), generator=generator)
@@ -91,6 +105,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": partial(two_groups, partial(torch.optim.AdamW, lr=0.01)),
     # Its state is of rows and columns: what becomes of an element depends on the others.
     "adafactor": partial(torch.optim.Adafactor, lr=0.01),
+    "muon": partial(torch.optim.Muon, lr=0.01),
 }
 
 
@@ -120,6 +135,12 @@ def test_equal_to_one_process(optimizer: str, world_size: int) -> None:
     """Batches of 7 divide by no number of ranks."""
     training = training_of(optimizer, num_steps=50)
     check_equal(run_in_memory(train_rank, world_size, training, Zero1Layout), training)
+
+
+def test_whole_matrices_of_one_owner_each_are_equal_to_one_process() -> None:
+    """What Muon updates a matrix with comes from all of its elements."""
+    training = training_of("muon", model=Matrices, num_steps=50)
+    check_equal(run_in_memory(train_rank, 2, training, Zero1Layout), training)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

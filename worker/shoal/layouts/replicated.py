@@ -143,7 +143,7 @@ class Zero1Layout(ReplicatedLayout):
     """As `ReplicatedLayout`, but each parameter is stepped by one rank only, its owner.
 
     So each rank keeps about 1/n of the optimizer's state. Parameters stay whole: any optimizer
-    that DDP can run does here what it does in one process.
+    that treats each of them by itself does here what it does in one process.
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 

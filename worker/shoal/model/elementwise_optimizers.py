@@ -1,5 +1,12 @@
-"""Optimizers that treat each element of a parameter by itself, so that parameters can be cut, and
-those that no strategy runs."""
+"""Optimizers that treat each element of a parameter by itself, so that parameters can be cut; those
+that treat each parameter by itself, so that members can have some of them each; and those that no
+strategy runs.
+
+Nothing but its source tells that an optimizer does so. One that takes a norm over all parameters
+(LAMB's clipping, the step size of Prodigy and D-Adaptation) gives other weights without an error if
+a member has only some of them, and a trial on small tensors may miss at which size or step that
+begins. So the classes are listed here whose source was read, and any other has to be vouched for.
+"""
 
 from torch import optim
 from torch.optim import Optimizer
@@ -22,6 +29,37 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         optim.SGD,
     }
 )
+
+PER_PARAMETER: frozenset[type[Optimizer]] = ELEMENTWISE | {optim.Adafactor, optim.Muon}
+"""What these update a parameter with comes from that parameter, its gradient and its state."""
+
+
+def refuse_unless_per_parameter(strategy: str, optimizer: Optimizer, *, vouched: bool) -> None:
+    """Raise UnsupportedOptimizer unless it is one of torch's own that treat each parameter by
+    itself, or vouched for.
+
+    A class may vouch for itself, by `per_parameter = True` (or `elementwise = True`, which is more)
+    in its own body. A subclass is not taken for its parent.
+    """
+    for each in optimizers_of(optimizer).values():
+        said = vars(type(each))
+        own = vouched or any(said.get(word) is True for word in ("per_parameter", "elementwise"))
+        if not own and type(each) not in PER_PARAMETER:
+            raise _may_need_all(strategy, each)
+
+
+def _may_need_all(strategy: str, optimizer: Optimizer) -> UnsupportedOptimizer:
+    kind = type(optimizer)
+    return UnsupportedOptimizer(
+        f"under {strategy} a member steps some of the parameters, and {kind.__name__} may need all"
+        " of them at once",
+        seen=f"{kind.__module__}.{kind.__qualname__}",
+        expected="one of torch's " + ", ".join(sorted(each.__name__ for each in PER_PARAMETER)),
+        fix="If it updates each parameter by that parameter's own gradient and state alone (a norm"
+        " of one parameter is fine, one over all parameters is not), say so with"
+        " per_parameter_optimizer=True; otherwise use strategy 'ddp', under which every member has"
+        " all of them.",
+    )
 
 
 def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool) -> None:

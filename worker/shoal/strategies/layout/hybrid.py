@@ -6,11 +6,16 @@ from typing import Any
 
 import structlog
 from torch import nn
+from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout, World
 from shoal.layouts.hybrid.layout import HybridLayout, HybridPlan
 from shoal.layouts.hybrid.mesh import Fixed, MeshShape, ModelFacts, divisors_of, mesh_for
 from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
+from shoal.model.elementwise_optimizers import (
+    refuse_unless_elementwise,
+    refuse_unless_per_parameter,
+)
 from shoal.planning.figures import Plan, Subject
 from shoal.planning.mesh import MeshFigures
 from shoal.strategies.layout.pipeline import StageSplit, schedule_spec
@@ -28,9 +33,9 @@ class Hybrid(LayoutStrategy):
 
     `pipeline`, `data`, `tensor`: sizes of the mesh. What is left open follows from the world size,
     see `shoal.layouts.hybrid.mesh.mesh_for`; `max_rank_bytes` is what a member may hold of
-    parameters, gradients and optimizer state. `plan` and `min_split_bytes`: see `TensorParallel`;
-    the others:
-    see `Pipeline`.
+    parameters, gradients and optimizer state. `plan`, `min_split_bytes` and
+    `elementwise_optimizer`: see `TensorParallel`; on a mesh with tensor=1 an optimizer may need
+    one whole parameter at a time. The others: see `Pipeline`.
 
     `session.forward_backward(batch, loss_function)` works on every mesh; without stages
     (pipeline=1) a step may also call the model and `session.backward(loss)`.
@@ -54,6 +59,7 @@ class Hybrid(LayoutStrategy):
         balance: str = "bytes",
         split_at: Sequence[str] | None = None,
         example: Any = None,
+        elementwise_optimizer: bool = False,
         copies: int = 1,
         copy_every_steps: int = 10,
     ) -> None:
@@ -65,6 +71,14 @@ class Hybrid(LayoutStrategy):
         self._min_split_bytes = min_split_bytes
         self._schedule = schedule_spec(schedule, microbatches)
         self._split = StageSplit(balance=balance, split_at=split_at, example=example)
+        self._elementwise_optimizer = elementwise_optimizer
+
+    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
+        vouched = self._elementwise_optimizer
+        if self._fixed.tensor == 1:
+            refuse_unless_per_parameter(self.name, optimizer, vouched=vouched)
+        else:
+            refuse_unless_elementwise(self.name, optimizer, vouched)
 
     def mesh(self, model: nn.Module, world_size: int) -> MeshShape:
         """The mesh that so many members form. Raises InvalidSpec if there is none."""
@@ -109,6 +123,8 @@ class Hybrid(LayoutStrategy):
 
     def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`."""
+        if subject.optimizer is not None:
+            self.check(subject.model, subject.optimizer)
         mesh = self.mesh(subject.model, subject.world_size)
         several = mesh.pipeline > 1
         plan = HybridPlan(

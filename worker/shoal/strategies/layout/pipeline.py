@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout, World
 from shoal.layouts.hybrid.layout import HybridPlan
@@ -15,6 +16,7 @@ from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.schedules import SCHEDULES
 from shoal.layouts.pipeline.stage_splitter import StageSplitter
 from shoal.layouts.tensor.derivation import derive
+from shoal.model.elementwise_optimizers import refuse_unless_per_parameter
 from shoal.planning.figures import Plan, Subject
 from shoal.planning.mesh import MeshFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
@@ -91,7 +93,8 @@ class Pipeline(LayoutStrategy):
     a batch is cut into so many parts of one size, or into the next smaller number that divides it.
     `balance`: stages of nearly the same "bytes" of parameters, or "time", measured by the first
     member on `example`, inputs as large as a micro-batch. `split_at`: names of layers, the only
-    ones before which the model may be cut. `copies` and `copy_every_steps`: see `LayoutStrategy`.
+    ones before which the model may be cut. `per_parameter_optimizer`: see
+    `Zero1`. `copies` and `copy_every_steps`: see `LayoutStrategy`.
     """
 
     name = "pipeline"
@@ -106,12 +109,17 @@ class Pipeline(LayoutStrategy):
         balance: str = "bytes",
         split_at: Sequence[str] | None = None,
         example: Any = None,
+        per_parameter_optimizer: bool = False,
         copies: int = 1,
         copy_every_steps: int = 10,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
         self._schedule = schedule_spec(schedule, microbatches)
         self._split = StageSplit(balance=balance, split_at=split_at, example=example)
+        self._per_parameter_optimizer = per_parameter_optimizer
+
+    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
+        refuse_unless_per_parameter(self.name, optimizer, vouched=self._per_parameter_optimizer)
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
         self._split.splitter.outline(model, world_size)
@@ -122,6 +130,8 @@ class Pipeline(LayoutStrategy):
 
     def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`."""
+        if subject.optimizer is not None:
+            self.check(subject.model, subject.optimizer)
         plan = HybridPlan(
             mesh=MeshShape(pipeline=subject.world_size, data=1, tensor=1),
             cut=self._split.by_bytes(subject.model, subject.world_size),

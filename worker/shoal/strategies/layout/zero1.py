@@ -10,6 +10,7 @@ from shoal.compression.base import Compression
 from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.layouts import replicated
 from shoal.layouts.base import Layout, World
+from shoal.model.elementwise_optimizers import refuse_unless_per_parameter
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
@@ -18,11 +19,14 @@ from shoal.strategies.layout.strategy import LayoutStrategy
 class Zero1(LayoutStrategy):
     """Strategy "zero1": as "ddp", with 1/n of the optimizer's state on each of n members.
 
-    Every optimizer works, as parameters stay whole; see `shoal.layouts.replicated.Zero1Layout`.
+    Parameters stay whole, so that optimizers work which need a whole one at a time; see
+    `shoal.layouts.replicated.Zero1Layout`.
 
     `bucket_mb`: gradients travel in buckets of this size while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
     `compression`: how gradients are made small for a slow network, as for `shoal.DDP`.
+    `per_parameter_optimizer=True` vouches for an optimizer that is not torch's own: that it updates
+    each parameter by that parameter's gradient and state alone.
     `copies`, `copy_every_steps`: what others keep of a member's optimizer state, see
     `LayoutStrategy`.
     """
@@ -37,6 +41,7 @@ class Zero1(LayoutStrategy):
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
         compression: str | Compression | None = None,
+        per_parameter_optimizer: bool = False,
         copies: int = 1,
         copy_every_steps: int = 10,
     ) -> None:
@@ -46,8 +51,10 @@ class Zero1(LayoutStrategy):
         self._find_unused_parameters = find_unused_parameters
         self._compression = None if compression is None else find_compression(compression)
         self._compressor = self._compression.compressor() if self._compression else None
+        self._per_parameter_optimizer = per_parameter_optimizer
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
+        refuse_unless_per_parameter(self.name, optimizer, vouched=self._per_parameter_optimizer)
         refuse_compressed_models(self._compression, model)
 
     @property
@@ -72,6 +79,8 @@ class Zero1(LayoutStrategy):
 
     def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""
+        if subject.optimizer is not None:
+            self.check(subject.model, subject.optimizer)
         return ReplicatedFigures(
             subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
         ).zero1(uncompressed(self._compression))
