@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import shoal
 from shoal.membership.join_config import read_config
-from shoal_proto.errors import InvalidSpec, ProposalConflict
+from shoal_proto.errors import CheckpointFailed, InvalidSpec, ProposalConflict
 
 NUM_SAMPLES, BATCH, EPOCHS = 40, 16, 3
 STEPS = EPOCHS * -(-NUM_SAMPLES // BATCH)
@@ -61,6 +61,27 @@ def train(
                 signal.raise_signal(signal.SIGTERM)
         assert (session.rank, session.world_size, session.generation) == (0, 1, 1)
         return Trained(session.step_number, dict(session.state_dict()), batches)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "local-sgd"])
+def test_what_was_trained_is_there_before_the_error_of_a_last_checkpoint(
+    tmp_path: Path, strategy: str
+) -> None:
+    """The batches end, and what the script does behind them is done; then the session fails."""
+    directory = tmp_path / "checkpoints"
+    trained = Trained(0, {}, ())
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(CheckpointFailed, match="checkpoints"), shoal.join() as session:
+        checkpoints = shoal.Checkpoints(directory, every_steps=STEPS)
+        model, optimizer = session.distribute(model, optimizer, strategy, checkpoints=checkpoints)
+        for batch in session.batches(data(), global_batch_size=BATCH, epochs=EPOCHS):
+            if batch.step == STEPS - 1:
+                directory.write_text("no directory can be made here any more")
+            with session.step():
+                session.forward_backward(batch, cross_entropy)
+        trained = Trained(session.step_number, dict(session.state_dict()), ())
+    assert trained.steps == STEPS
+    assert set(trained.weights) == set(model.state_dict())
 
 
 def plain(batches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

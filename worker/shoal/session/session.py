@@ -95,6 +95,10 @@ class Session:
             self.leave(reason="left before the last batch")
         else:
             trained = self._controller.strategy if self._trained.fields else None
+            if trained is not None and trained.checkpoint_failure is not None:
+                self._controller.membership.failed_for_good(trained.checkpoint_failure)
+                self.leave(reason=reason_of(trained.checkpoint_failure))
+                raise trained.checkpoint_failure
             self.leave(reason=reason_of_end(trained), completed=True)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:

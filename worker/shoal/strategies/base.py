@@ -27,7 +27,7 @@ from shoal.layouts.base import Layout, LossFunction, World
 from shoal.membership.generation import Context, Generation
 from shoal.membership.step_messages import FIELD, StepMessages
 from shoal.state.registered.objects import RegisteredState
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, ShoalError
 
 if TYPE_CHECKING:
     from shoal.checkpoint.background import Checkpoints
@@ -138,6 +138,11 @@ class Strategy(ABC):
     @property
     def written_checkpoint(self) -> int | None:
         """The step of the newest checkpoint that this member has helped to write. Any thread."""
+        return None
+
+    @property
+    def checkpoint_failure(self) -> ShoalError | None:
+        """What the last checkpoint of the job failed with, once all steps are taken."""
         return None
 
     @property

@@ -35,6 +35,8 @@ class GenerationCheckpoints:
         self.samples = TrainedSamples({}, None, moves=False)
         self.owed = False
         """Whether one is due of the last step, as soon as the script is done with that."""
+        self.failure: CheckpointFailed | None = None
+        """What the job's last one failed with."""
 
     def keep(self, checkpoints: Checkpoints) -> None:
         """Write these, and start from one of them. Called before all else. Raises InvalidSpec where
@@ -110,6 +112,15 @@ class GenerationCheckpoints:
     def due(self, step: int) -> bool:
         """Whether one is to be written of the state after so many steps."""
         return self._checkpoints is not None and self._checkpoints.due(step)
+
+    def conclude(self) -> None:
+        """Return once what was begun is written, or has failed: see `failure`. What was trained is
+        there all the same, and the script is to have it first."""
+        try:
+            self.close()
+        except CheckpointFailed as error:
+            log.error("checkpoint_failed", reason=str(error))
+            self.failure = error
 
     def close(self) -> None:
         """Return once what was begun is written. Raises what the last one failed with."""

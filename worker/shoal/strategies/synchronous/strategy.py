@@ -36,7 +36,7 @@ from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.strategies.synchronous.step_agreement import Deed, StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal_client.connection.coordinators import Coordinators
-from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -314,6 +314,10 @@ class SynchronousStrategy(Strategy):
     def written_checkpoint(self) -> int | None:
         return self._checkpoints.written_step
 
+    @property
+    def checkpoint_failure(self) -> ShoalError | None:
+        return self._checkpoints.failure
+
     # --- steps ---
 
     def _open_step(self, model: nn.Module) -> None:
@@ -453,7 +457,7 @@ class SynchronousStrategy(Strategy):
             self._check_registered()
             self.between_steps()
         # Before anybody leaves: each writes its part.
-        self._checkpoints.close()
+        self._checkpoints.conclude()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
     def is_failure(self, error: BaseException) -> bool:
