@@ -74,6 +74,58 @@ def test_a_script_that_steps_the_optimizer_is_told_who_does(
         run(cluster, strategy, body)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "async-sgd"])
+@pytest.mark.parametrize("dropped_by", ["optimizer", "model"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_a_script_drops_before_they_train_anything_are_refused(
+    cluster: LocalCluster, strategy: str, dropped_by: str, to_none: bool
+) -> None:
+    """`loss.backward(); optimizer.step(); optimizer.zero_grad()`, with the middle one left out:
+    no parameter moves, and no error says so."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+            {"optimizer": optimizer, "model": model}[dropped_by].zero_grad(set_to_none=to_none)
+
+    with pytest.raises(InvalidSpec, match=r"dropped the gradients of step 0.*zero_grad"):
+        run(cluster, strategy, body)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_the_script_drops_between_two_passes_or_in_part_are_its_own_business(
+    cluster: LocalCluster, to_none: bool
+) -> None:
+    """As of sharpness-aware minimisation, whose first pass only says where the second one is; of
+    layers that are not trained yet; and behind the step."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            optimizer.zero_grad(set_to_none=to_none)
+            session.backward(loss_of(session, model, batch) * 3)
+            optimizer.zero_grad(set_to_none=to_none)
+            session.backward(loss_of(session, model, batch))
+            next(model.children()).zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
+
+    def plain(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+            for parameter in next(model.children()).parameters():
+                parameter.grad = None
+
+    torch.testing.assert_close(run(cluster, "ddp", body), run(cluster, "ddp", plain))
+
+
+def test_a_loop_of_batches_for_each_epoch_is_told_how_there_is_one(cluster: LocalCluster) -> None:
+    model, optimizer = build("sgd", "layers")
+    with shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+        session.distribute(model, optimizer)
+        session.batches(data(), global_batch_size=24, epochs=1)
+        with pytest.raises(InvalidSpec, match=r"called twice.*epochs=n.*batch\.epoch"):
+            session.batches(data(), global_batch_size=24, epochs=1)
+
+
 def test_the_optimizer_is_the_scripts_own_behind_the_session(cluster: LocalCluster) -> None:
     """And so it is where the session ended with an error."""
     kept = []

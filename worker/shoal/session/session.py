@@ -229,7 +229,13 @@ class Session:
         """
         strategy = self._controller.strategy
         if self._source is not None:
-            raise InvalidSpec("session.batches was called twice", expected="one batches()")
+            raise InvalidSpec(
+                "session.batches was called twice",
+                seen="a call of it for each epoch, perhaps",
+                expected="one loop over session.batches(data, epochs=n) for all epochs",
+                fix="batch.epoch says which epoch a batch belongs to; what comes behind an epoch is"
+                " done where `(batch.step + 1) % (len(batches) // n) == 0`.",
+            )
         options = BatchOptions.of(
             global_batch_size=global_batch_size,
             epochs=epochs,

@@ -136,6 +136,7 @@ class Step:
     def _commit(self) -> None:
         controller, source = self._controller, self._source
         self.micro_batches.check_complete()
+        self.guard.check_gradients()
         with self.guard.committing():
             controller.strategy.end_step(source.acknowledged() if source is not None else _nothing)
         if source is not None:

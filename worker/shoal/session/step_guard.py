@@ -3,19 +3,20 @@ parameters are trained.
 
 A session steps the optimizer itself when a step is committed. A loop that was written for plain
 torch may do it as well, and then every gradient is applied twice; or it may scale the loss for
-fp16 and leave the scaling in the gradients. Both train without an error and arrive elsewhere.
+fp16 and leave the scaling in the gradients. Both train without an error and arrive elsewhere. Or it
+drops the gradients behind what was its optimizer.step(), so that the session steps on none.
 """
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters
@@ -68,11 +69,15 @@ class StepGuard:
         self._is_scaled = False
         self._commits = False
         self._computes = False
+        self._emptied: list[tuple[Optimizer, bool]] = []
+        """Whose gradients the script has dropped, all of them, since the pass that gave them; and
+        whether they are None since, or zeros."""
         self._optimizers = list(optimizers)
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
         for each in self._optimizers:
             vars(each)["add_param_group"] = self._refuse_group
         _watch_scalers()
+        _watch_zeroing()
         watch_clipping(_look_at_clipping)
 
     def check(self) -> None:
@@ -81,6 +86,7 @@ class StepGuard:
 
     def open(self) -> None:
         """A step of the session begins on this thread."""
+        self._emptied.clear()
         _here.guard = self
 
     def close(self) -> None:
@@ -114,6 +120,7 @@ class StepGuard:
         self._computes = computes
         if computes:
             self._is_scaled = False
+            self._emptied = [(each, to_none) for each, to_none in self._emptied if to_none]
 
     def _check_scaled(self) -> None:
         if self._registered.scaler is not None and not self._is_scaled:
@@ -122,6 +129,31 @@ class StepGuard:
                 seen="session.backward(loss)",
                 expected="session.backward(scaler.scale(loss)): the step's gradients are unscaled",
             )
+
+    def emptying(self, parameters: Iterable[Tensor], *, to_none: bool) -> None:
+        """The script drops the gradients of these parameters."""
+        if self._commits or self._computes:
+            return
+        dropped = {id(each) for each in parameters}
+        for optimizer in self._optimizers:
+            held = {id(each) for each in _with_gradient(optimizer)}
+            if held and held <= dropped:
+                self._emptied.append((optimizer, to_none))
+
+    def check_gradients(self) -> None:
+        """The step is to be committed. Raises InvalidSpec if the script has dropped all gradients
+        behind the last pass that gave some: a loop of plain torch does so behind its
+        optimizer.step(), where they have done their work."""
+        for optimizer, to_none in self._emptied:
+            if not to_none or next(iter(_with_gradient(optimizer)), None) is None:
+                raise InvalidSpec(
+                    f"the script dropped the gradients of step {self._step()} before the optimizer"
+                    " stepped on them",
+                    seen="zero_grad() behind session.backward, within session.step()",
+                    expected="gradients that are there when the block of session.step() ends",
+                    fix="Leave out the call: each step begins without gradients. To train on"
+                    " nothing in this step on purpose, set each parameter's grad to None.",
+                )
 
     def clipping(self) -> AbstractContextManager[None]:
         """Within, the session clips gradients, by whatever means."""
@@ -207,6 +239,12 @@ def _look_at_clipping(parameters: Sequence[Tensor]) -> None:
         guard.look_at_clipping(parameters)
 
 
+def _with_gradient(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of an optimizer that have one at present."""
+    groups = optimizer.param_groups
+    return (each for group in groups for each in group["params"] if each.grad is not None)
+
+
 class _Here(threading.local):
     """By thread: members may be threads of one process."""
 
@@ -233,6 +271,31 @@ def _watch_scalers() -> None:
             plain = vars(kind).get(call)
             if plain is not None and not hasattr(plain, _MARK):
                 setattr(kind, call, _left_to_session(plain, call))
+
+
+def _watch_zeroing() -> None:
+    """Let optimizers and models tell the guard of the step that is open on the thread whose
+    gradients a script drops. Once for the process; harmless without a session."""
+    if not hasattr(Optimizer.zero_grad, _MARK):
+        Optimizer.zero_grad = _told(Optimizer.zero_grad, _held_by)  # type: ignore[method-assign]
+        nn.Module.zero_grad = _told(  # type: ignore[method-assign]
+            nn.Module.zero_grad, nn.Module.parameters
+        )
+
+
+def _held_by(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def _told(plain: Callable[..., Any], parameters: Callable[..., Iterable[Tensor]]) -> Any:
+    @functools.wraps(plain)
+    def watched(self: Any, set_to_none: bool = True) -> Any:
+        if _here.guard is not None:
+            _here.guard.emptying(parameters(self), to_none=set_to_none)
+        return plain(self, set_to_none)
+
+    setattr(watched, _MARK, True)
+    return watched
 
 
 def _watched(scale: Callable[..., Any]) -> Callable[..., Any]:
