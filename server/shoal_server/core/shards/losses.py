@@ -123,6 +123,7 @@ def after_failed_restore(
         if last.content is ShardContent.NONE:
             return replace(anew, content=ShardContent.NONE)
         known = last.loss or ShardLoss(
+            version=last.disk_version,
             lost_unix_s=now_unix_s,
             servers=tuple(h.server_id for h in (last.primary, *last.backups)),
         )

@@ -187,9 +187,12 @@ class OutgoingLinks:
             if replica is None:
                 raise InternalError("the shard is not here any more", seen=str(effect.key))
             cut = await replica.in_turn(self._run, LARGE, replica.state.cut)
-        except ShoalError as error:
+        except Exception as error:
+            # Also where memory is out: images to the same server wait for this one.
+            if not isinstance(error, ShoalError):
+                log.exception("image_not_cut", job=effect.key[0], shard_id=effect.key[1])
             self._cuts.pop(effect.image, None)
-            self._driver.tell(ImageNotCut(effect.key, effect.image, str(error)))
+            self._driver.tell(ImageNotCut(effect.key, effect.image, str(error) or repr(error)))
             return
         kept = self._cuts.get(effect.image)
         if kept is None:

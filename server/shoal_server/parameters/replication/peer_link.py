@@ -140,10 +140,20 @@ class PeerLink:
         self._wake.set()
 
     async def _run(self) -> None:
+        """Until it breaks. That is told whatever the reason: another one is opened then, and pushes
+        wait for nobody who is never heard of again."""
+        try:
+            broke = await self._carried()
+        except Exception:
+            log.exception("replication_link_failed", to=self._to.server_id)
+            broke = LinkBroke(self._to, self._number, is_gone=False)
+        self._owner.tell(broke)
+
+    async def _carried(self) -> LinkBroke:
+        """How it broke."""
         address = await self._owner.reach(self._to)
         if address is None:
-            self._owner.tell(LinkBroke(self._to, self._number, is_gone=True))
-            return
+            return LinkBroke(self._to, self._number, is_gone=True)
         heard, reason = False, f"{address} ended the stream"
         try:
             async with open_stream(address) as opened:
@@ -162,7 +172,7 @@ class PeerLink:
             reason = str(from_rpc_error(error, address))
         log.warning("replication_link_broke", to=self._to.server_id, reason=reason)
         gone = await _refuses(address)
-        self._owner.tell(LinkBroke(self._to, self._number, is_gone=gone, was_heard=heard))
+        return LinkBroke(self._to, self._number, is_gone=gone, was_heard=heard)
 
     def _hello(self, *, for_images: bool) -> pb.Hello:
         return pb.Hello(

@@ -6,7 +6,7 @@ from functools import partial
 
 import structlog
 
-from shoal_proto.errors import RetryError, ShoalError
+from shoal_proto.errors import ShoalError
 from shoal_server.core.replication.protocol.effects import Refresh, Write
 from shoal_server.core.replication.protocol.events import NotWritten, Refreshed, Written
 from shoal_server.core.replication.protocol.messages import Key
@@ -66,6 +66,7 @@ class RecordWriter:
     async def _look(self, key: Key) -> None:
         try:
             await self._table.refresh(key[0])
-        except RetryError as error:
+        except ShoalError as error:
+            # Whoever waits is answered by what is known.
             log.warning("assignments_not_read", job=key[0], reason=str(error))
         self._driver.tell(Refreshed(key))

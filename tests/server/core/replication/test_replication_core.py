@@ -502,14 +502,34 @@ def test_an_offer_that_comes_while_a_copy_settles_is_answered_once_it_leads() ->
     assert only(Refresh, world.told(Offer(KEY, 3, 1), peer=C)) == [Refresh(KEY)]
 
 
-def test_the_record_is_read_for_an_offer_also_behind_one_that_was_never_answered() -> None:
+def test_an_offer_that_comes_while_a_copy_settles_is_answered_also_once_that_is_gone() -> None:
+    """The primary of what was written anew may have heard of that first."""
     world = World()
     world.backs()
     world.assigned(record(ME, epoch=2))
     world.told(Offer(KEY, 1, 1))
-    world.assigned(record(C, epoch=3))
     world.tell(ev.CallerCame(C, 7))
-    assert only(Refresh, world.told(Offer(KEY, 4, 1), peer=C)) == [Refresh(KEY)]
+    assert replies(world.told(Offer(KEY, 4, 4), peer=C)) == []
+    gone = world.assigned(record(C, epoch=3, content=ShardContent.LOADING))
+    assert (only(Drop, gone), only(Refresh, gone)) == ([Drop(KEY)], [Refresh(KEY)])
+    world.assigned(record(C, joining=ME, epoch=4))
+    refused, holds = replies(world.tell(ev.Refreshed(KEY)))
+    assert isinstance(refused, Refused)
+    assert holds == Holds(KEY, 4)
+
+
+def test_who_sends_an_image_that_is_let_go_of_is_told() -> None:
+    """It may know of a later record, by which it sends it still, and would wait for ever."""
+    world = World()
+    world.assigned(record(B, joining=ME))
+    world.tell(ev.CallerCame(B, 7))
+    world.told(ImageStart(KEY, 1, 1, 5, 3, 2))
+    world.told(ImageChunk(KEY, 5, 0))
+    told = only(Answer, world.assigned(record(B)))
+    (refused,) = replies(told)
+    assert (told[0].peer, told[0].link) == (B, 7)
+    assert isinstance(refused, Refused)
+    assert (refused.why, refused.newest_epoch) == (Why.OTHER_HOLDERS, 1)
 
 
 def test_a_copy_that_may_lack_what_was_sent_to_it_is_let_go_of() -> None:

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from support.sim.replication.schedule import simulate_replication
+from support.sim.replication.store import ETCD
 from support.sim.replication.world import ReplicationWorld
 
 NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
@@ -19,6 +20,26 @@ def test_no_schedule_of_faults_loses_an_acknowledged_update(seed: int) -> None:
 def test_a_joiner_that_is_named_again_while_its_primary_is_cut_off_gets_the_shard() -> None:
     """Its first values would wait for it for ever: nobody could push."""
     simulate_replication(52, ["deposed unheard"])
+
+
+@pytest.mark.parametrize("seed", [0, 9, 17])
+def test_a_joiner_that_let_go_of_an_image_gets_another_one(seed: int) -> None:
+    """It was cut off from etcd for so long that the record named it no longer for a while. Its
+    primary, cut off then too, heard of nothing, and waited for word of the image."""
+    world = ReplicationWorld(seed, num_servers=2, num_shards=1, copies=2, lease_ttl_s=6.0)
+    (key,) = world.keys
+    world.setting.slow_s = 40.0
+    assert world.run(10.0, until=lambda: world.store.records[key].joining is not None)
+    record = world.store.records[key]
+    assert record.joining is not None
+    joiner, primary = record.joining, record.primary
+    world.cut(f"{joiner.server_id}#{joiner.incarnation}", ETCD, 8.0)
+    world.clock.later(
+        5.0, lambda: world.cut(f"{primary.server_id}#{primary.incarnation}", ETCD, 8.0)
+    )
+    world.run(20.0)
+    world.calm(accepts_loss=False)
+    assert world.run(300.0, until=lambda: not world.unrest()), world.unrest()
 
 
 def test_a_shard_is_lost_whose_disk_is_empty_and_whose_last_process_ended_unseen() -> None:

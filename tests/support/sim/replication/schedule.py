@@ -9,6 +9,8 @@ from support.sim.replication.server import SimServer
 from support.sim.replication.store import ETCD
 from support.sim.replication.world import ReplicationWorld
 
+from shoal_server.core.shards.assignments import Holder
+
 DURATIONS_S = (0.3, 0.3, 1.0, 3.0, 3.0, 6.0, 12.0, 20.0)
 FAULTS = (
     ["kill", "restart", "cut peers", "pause"] * 4
@@ -19,7 +21,7 @@ FAULTS = (
     + ["anew", "away twice", "deposed unheard", "kill sender"]
     + ["snapshot", "restore", "kill restorer", "kill loader"]
 )
-FAILING = [*FAULTS, *["copies fail", "kill what failed"] * 5]
+FAILING = [*FAULTS, *["copies fail", "kill what failed"] * 5, *["joiner behind"] * 3]
 """In every fifth seed."""
 STORY_LINES = 250
 
@@ -167,6 +169,36 @@ class Faults:
 
         look()
         world.clock.later(12.0, lambda: setattr(world.setting, "slow_s", 0.0))
+
+    def _joiner_behind(self, server: SimServer) -> None:
+        """A joiner is cut off from etcd while it is sent a shard, so that the record names it no
+        longer, and then once more. Its primary hears of that earlier, later, or not at all."""
+        world, (_, *backups) = self._world, self._holders()
+        world.setting.slow_s = 20.0
+        give_up_s = world.clock.now_s + 12.0
+        if backups:
+            self._kill_named(backups[0])
+            self._start(backups[0].partition("#")[0])
+
+        def look() -> None:
+            for key in world.keys:
+                record = world.store.records[key]
+                if record.joining is not None:
+                    self._cut_behind(record.joining, record.primary)
+                    return
+            if world.clock.now_s < give_up_s:
+                world.clock.later(0.05, look)
+
+        look()
+        world.clock.later(20.0, lambda: setattr(world.setting, "slow_s", 0.0))
+
+    def _cut_behind(self, joiner: Holder, primary: Holder) -> None:
+        world, lease_s = self._world, self._world.setting.lease_ttl_s
+        one, other = (f"{each.server_id}#{each.incarnation}" for each in (joiner, primary))
+        world.cut(one, ETCD, lease_s + 2.0)
+        # Its own lease outlasts the joiner's.
+        for_s = 3.0 + 4.0 * self._chance.random()
+        world.clock.later(lease_s - 1.0, lambda: world.cut(other, ETCD, for_s))
 
     def _kill_named(self, name: str) -> None:
         for each in self._world.living:
@@ -337,6 +369,7 @@ def simulate_replication(seed: int, only: Sequence[str] = ()) -> ReplicationWorl
         think_s=chance.choice([0.1, 0.4, 1.0]),
         journals=chance.random() < 0.6,
         lease_ttl_s=chance.choice([2.0, 6.0]),
+        replays_history=random.Random(f"history {seed}").random() < 0.3,
     )
     try:
         _run(world, seed, only)

@@ -18,6 +18,8 @@ from shoal_server.etcd.records import assignments as records
 
 ETCD = "etcd"
 TIMEOUT_S = 1.0
+LATE_NEWS_S = 0.3
+"""The most by which a record that a watch has missed is told later than the one before."""
 LOST_ANSWERS = 0.01
 LATE_WRITES = 0.1
 """The part of all requests that find etcd away, or cut off, and are carried out a little later."""
@@ -62,6 +64,8 @@ class SimStore:
         self.memory = MemoryStore(clock=lambda: clock.now_s, min_ttl_s=0.0)
         self.back_s = 0.0
         self.loses_answers = True
+        self.replays_history = False
+        """Whether a watch that was cut off is told of all that it missed, record by record."""
         self.run = "1"
         """Of the job."""
         self.records: dict[Key, ShardAssignment] = {}
@@ -133,7 +137,7 @@ class SimStore:
 
 
 class RecordWatch:
-    """Late, in order; once it was cut off, only what stands is told."""
+    """Late, in order; once it was cut off, what stands is told, or all that came meanwhile."""
 
     def __init__(
         self, store: SimStore, process: SimProcess, note: Callable[[KeyValue], None]
@@ -144,12 +148,16 @@ class RecordWatch:
         self._coming: deque[list[KeyValue]] = deque()
         self._last_s = 0.0
         self._is_broken = True
+        self._missed: list[list[KeyValue]] | None = None
+        """None: it has not been told yet what there is."""
 
-    def tell(self, items: list[KeyValue]) -> None:
+    def tell(self, items: list[KeyValue], *, late_s: float = 0.0) -> None:
         if self._is_broken:
+            if self._missed is not None:
+                self._missed.append(items)
             return
         now_s = self._store.clock.now_s
-        self._last_s = max(
+        self._last_s = late_s + max(
             self._last_s, now_s + self._store.network.delay_s(self.process.name, ETCD)
         )
         self._coming.append(items)
@@ -160,6 +168,8 @@ class RecordWatch:
             return
         if self._store.is_away or self._store.network.is_cut(self.process.name, ETCD):
             self._is_broken = True
+            if self._missed is not None:
+                self._missed = [*self._coming, *self._missed]
             self._coming.clear()
             self.reconnect()
             return
@@ -182,8 +192,13 @@ class RecordWatch:
             self.reconnect()
         elif not self._store.network.is_cut(self.process.name, ETCD):
             self._is_broken = False
-            for item in done(self._store.memory.range(keys.ASSIGNMENTS)).items:
-                self._note(item)
+            missed, self._missed = self._missed, [] if self._store.replays_history else None
+            if missed is None:
+                for item in done(self._store.memory.range(keys.ASSIGNMENTS)).items:
+                    self._note(item)
+                return
+            for items in missed:
+                self.tell(items, late_s=LATE_NEWS_S * self._store.clock.random.random())
 
 
 class StoreClient:

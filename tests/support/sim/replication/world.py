@@ -35,11 +35,13 @@ class ReplicationWorld:
         think_s: float = 0.5,
         journals: bool = True,
         lease_ttl_s: float = 2.0,
+        replays_history: bool = False,
     ) -> None:
         self.clock = Clock(seed)
         self.random = self.clock.random
         self.network = Network(self.clock)
         self.store = SimStore(self.clock, self.network)
+        self.store.replays_history = replays_history
         disks: dict[str, Disk] = {}
         self.ledger = Ledger(self.clock, self.store.records, disks, self._copy_of)
         self.setting = Setting(

@@ -110,8 +110,14 @@ class Copies:
         return copy is not None and copy.phase is CopyPhase.HELD
 
     def drop(self, key: Key) -> Iterator[Effect]:
-        if self._held.pop(key, None) is not None:
-            yield Drop(key)
+        if self._held.pop(key, None) is None:
+            return
+        yield Drop(key)
+        asking = self._asking.get(key)
+        if asking is not None and not asking.is_reading:
+            # Who offered while it settled need not wait for that any more.
+            asking.is_reading = True
+            yield Refresh(key)
 
     # --- what primaries tell ---
 
@@ -301,10 +307,13 @@ class Copies:
     def forget_unwanted_image(
         self, key: Key, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        """By the record as it is now, nobody may be sending one."""
+        """By the record as it is now, nobody may be sending one. Who does may know of a later
+        record, by which it may again, and would wait for ever to hear that it was taken."""
         coming = self._coming.get(key)
         if coming is not None and not self._may_tell(assignment, coming.peer, coming.start):
             yield from self._forget_image(key)
+            refusal = self._other_holders(coming.start, assignment)
+            yield Answer(coming.peer, coming.link, refusal)
 
     def _forget_image(self, key: Key) -> Iterator[Effect]:
         coming = self._coming.pop(key, None)
