@@ -64,10 +64,13 @@ class Snapshots:
     def take(self, *, only_if_changed: bool = False) -> Taken:
         return self._servers.run(self.taking(only_if_changed=only_if_changed))
 
+    def restoring(
+        self, number: int = 0, *, under_members: bool = False
+    ) -> Coroutine[Any, Any, Restored]:
+        return self._restorer.restore(self.library, number, under_members=under_members)
+
     def restore(self, number: int = 0, *, under_members: bool = False) -> Restored:
-        return self._servers.run(
-            self._restorer.restore(self.library, number, under_members=under_members)
-        )
+        return self._servers.run(self.restoring(number, under_members=under_members))
 
     def service(self, policy: SnapshotPolicy) -> SnapshotService:
         return SnapshotService(policy, self._taker, self._restorer, lambda: None)

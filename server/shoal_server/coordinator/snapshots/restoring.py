@@ -1,10 +1,11 @@
 """Restoring a snapshot: the servers that are there get its shards, whoever held them then.
 
-The assignment records are taken away, so that every server lets go of what it has of the job, and
-written anew with higher epochs. Then each server loads what it is to lead, and copies are made of
-it as ever. The sample ledger becomes that of the cut. If a server cannot load, the records are
-taken away again: nobody finds half of a snapshot. What the job had before is lost then, and is told
-to be.
+The assignment records are written anew, of another run and with higher epochs, in place of those
+that are there: in one transaction, so that whatever becomes of this coordinator there are records,
+and shards that somebody has or that are lost by name. Every server lets go of what it has of the
+job then, and loads what it is to lead; copies are made of it as ever. The sample ledger becomes
+that of the cut. If a server cannot load, all that the job had before is lost, and is told to be:
+nobody finds half of a snapshot.
 """
 
 import asyncio
@@ -42,12 +43,15 @@ from shoal_server.core.shards.assignments import (
 )
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
+    Compare,
     Delete,
     Operation,
     Put,
+    Revision,
     TransactionResult,
-    absent,
     none_written_after,
+    unchanged_since,
+    value_is,
 )
 from shoal_server.etcd.json_fields import Unreadable
 from shoal_server.etcd.leader_store import LeaderStore
@@ -61,6 +65,8 @@ log = structlog.get_logger(__name__)
 
 LOAD_WITHIN_S = 1800.0
 DEFAULT_COPIES = 2
+MAX_TRIES = 3
+"""Times that the records may change while the new ones are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +134,9 @@ class SnapshotRestorer:
         try:
             await self._load_all(library, manifest, wanted, present)
         except ShoalError as error:
-            await self._take_away(job)
-            if before is not None:
+            if before is None:
+                await self._take_away(wanted)
+            else:
                 why = f"Restoring snapshot {manifest.number} failed: {error}"
                 await self._call_lost(before, wanted, why)
             raise
@@ -137,7 +144,7 @@ class SnapshotRestorer:
             # This coordinator ends, or leads no longer: whoever leads next finds shards that nobody
             # loads (`AbandonedLoads`). Without a record, a member might create what was trained.
             if before is None:
-                await self._take_away(job)
+                await self._take_away(wanted)
             raise
         lost = losses.lost(before) if before is not None else ()
         servers = sorted({assignment.primary.server_id for assignment in wanted.shards})
@@ -187,37 +194,29 @@ class SnapshotRestorer:
         who does now. `keeps_run`: the job's members go on with what is restored."""
         job = manifest.job
         await self._check_layout(job, layout)
-        before = await assignments.read(self._store, job)
-        epochs = {part.shard_id: part.epoch for part in manifest.parts}
-        copies = DEFAULT_COPIES
-        if before is not None:
-            copies = before.assignments.copies
-            for assignment in before.assignments.shards:
-                known = epochs.get(assignment.shard_id, 0)
-                epochs[assignment.shard_id] = max(assignment.epoch, known)
-            # In a transaction of its own: every server lets go of what it has.
-            unchanged = none_written_after(keys.assignments(job), before.revision)
-            result = await self._store.transact([unchanged], [assignments.taken_away(job)])
-            _require(result, job)
-        wanted = JobAssignments(
-            job=job,
-            copies=copies,
-            shards=_spread(manifest.parts, epochs, present),
-            run=secrets.token_hex(8),
-            job_run=before.assignments.members_run if before is not None and keeps_run else "",
-        )
         stored = shard_map.stored(layout)
-        still_there = await shard_map.write_chunks(self._store, stored)
-        result = await assignments.place(
-            self._store,
-            wanted,
-            compares=[still_there, absent(keys.assignments_head(job))],
-            operations=[
-                stored.head,
-                Put(keys.lineage(job), secrets.token_hex(8).encode()),
-                _ledger(manifest),
-            ],
-        )
+        head = keys.assignments_head(job)
+        for _ in range(MAX_TRIES):
+            held = await self._store.get(head)
+            before = await assignments.read(self._store, job)
+            wanted = _wanted(manifest, before, present, keeps_run=keeps_run)
+            still_there = await shard_map.write_chunks(self._store, stored)
+            result = await assignments.place(
+                self._store,
+                wanted,
+                compares=[
+                    still_there,
+                    unchanged_since(head, held.mod_revision if held is not None else Revision(0)),
+                    *_none_changed(before),
+                ],
+                operations=[
+                    stored.head,
+                    Put(keys.lineage(job), secrets.token_hex(8).encode()),
+                    _ledger(manifest),
+                ],
+            )
+            if result.succeeded:
+                break
         _require(result, job)
         await shard_map.take_others_away(self._store, stored, result.revision)
         self._on_cursor(job)
@@ -256,25 +255,57 @@ class SnapshotRestorer:
             )
         )
 
-    async def _take_away(self, job: str) -> None:
+    async def _take_away(self, wanted: JobAssignments) -> None:
+        """Unless somebody has restored the job once more."""
+        job = wanted.job
         try:
-            await self._store.transact([], [assignments.taken_away(job)])
+            await self._store.transact([_is_placed(wanted)], [assignments.taken_away(job)])
         except ShoalError as error:
             log.error("half_restored", job=job, reason=str(error))
 
     async def _call_lost(self, before: JobAssignments, wanted: JobAssignments, why: str) -> None:
-        """Servers have let go of what they had of the job: that is told by name."""
+        """Servers have let go of what they had of the job: that is told by name, unless somebody
+        has restored it once more."""
         record = losses.after_failed_restore(before, wanted, why, time.time())
         record = replace(record, run=secrets.token_hex(8))
         try:
-            result = await assignments.place(
-                self._store,
-                record,
-                compares=[absent(keys.assignments_head(record.job))],
-            )
-            _require(result, record.job)
+            await assignments.place(self._store, record, compares=[_is_placed(wanted)])
         except ShoalError as error:
+            # What nobody loads is called lost by and by (`AbandonedLoads`).
             log.error("half_restored", job=record.job, reason=str(error))
+
+
+def _wanted(
+    manifest: Manifest,
+    before: assignments.StoredAssignments | None,
+    present: Sequence[Holder],
+    *,
+    keeps_run: bool,
+) -> JobAssignments:
+    """The records of a run of its own, in which all is to be loaded."""
+    epochs = {part.shard_id: part.epoch for part in manifest.parts}
+    for shard in before.assignments.shards if before is not None else ():
+        epochs[shard.shard_id] = max(shard.epoch, epochs.get(shard.shard_id, 0))
+    return JobAssignments(
+        job=manifest.job,
+        copies=before.assignments.copies if before is not None else DEFAULT_COPIES,
+        shards=_spread(manifest.parts, epochs, present),
+        run=secrets.token_hex(8),
+        job_run=before.assignments.members_run if before is not None and keeps_run else "",
+    )
+
+
+def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Compare]:
+    """That the records of the shards are those that were read."""
+    if before is None:
+        return []
+    of_run = keys.assignments_of_run(before.assignments.job, before.assignments.run)
+    return [none_written_after(of_run, before.revision)]
+
+
+def _is_placed(placed: JobAssignments) -> Compare:
+    """That the records are those of this run."""
+    return value_is(keys.assignments_head(placed.job), assignments.encode_head(placed))
 
 
 def _require(result: TransactionResult, job: str) -> None:

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -45,6 +46,7 @@ from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
+from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.limits import Limits
@@ -356,6 +358,61 @@ def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Pa
     snapshots.restore(under_members=True)
     member = pusher(opened, servers, "m2")
     assert elements(member.values) == {-1.0}
+
+
+def test_a_restore_that_cannot_write_its_records_changes_nothing(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers let go of what they have only for records that say who is to load it: a coordinator
+    or an etcd that ends in between leaves nothing that is neither led nor lost."""
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    member.push()
+    snapshots.take()
+    before = servers.run(records.read(servers.store, "job"))
+
+    async def away(*args: object, **more: object) -> None:
+        raise Unavailable("etcd is away")
+
+    with monkeypatch.context() as patch, pytest.raises(Unavailable):
+        patch.setattr(records, "place", away)
+        snapshots.restore(under_members=True)
+    after = servers.run(records.read(servers.store, "job"))
+    assert before is not None and after is not None
+    assert after.assignments == before.assignments
+    member.push()
+    assert elements(member.values) == {-2.0}
+
+
+def test_a_restore_that_fails_leaves_one_that_came_after_it_alone(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody asked once more, while the first was still waiting for a server."""
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    snapshots.take()
+    load_all = SnapshotRestorer._load_all
+
+    async def both() -> None:
+        begun, is_over = asyncio.Event(), asyncio.Event()
+
+        async def first_fails(restorer: SnapshotRestorer, *what: Any) -> None:
+            if not begun.is_set():
+                begun.set()
+                await is_over.wait()
+                raise Unavailable("its server is away")
+            await load_all(restorer, *what)
+
+        monkeypatch.setattr(SnapshotRestorer, "_load_all", first_fails)
+        first = asyncio.create_task(snapshots.restoring(under_members=True))
+        await begun.wait()
+        await snapshots.restoring(under_members=True)
+        is_over.set()
+        with pytest.raises(Unavailable):
+            await first
+
+    servers.run(both())
+    assert elements(pusher(opened, servers, "n").values) == {-1.0}
 
 
 def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
