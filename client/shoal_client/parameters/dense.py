@@ -15,6 +15,7 @@ from shoal_client.parameters.calls import ParameterCalls
 from shoal_client.parameters.job_shards import JobShards
 from shoal_client.parameters.joint_step import JointStep
 from shoal_client.parameters.receiver import Receiver
+from shoal_client.parameters.seen_versions import SeenVersions
 from shoal_client.parameters.servers import Attempt, worst_of
 from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
 from shoal_client.shards.layouts import without_tables
@@ -108,6 +109,7 @@ class ParameterClient:
         self._blocks: dict[int, ShardBlocks] = {}
         self._versions: dict[int, int] = {}
         self._epochs: dict[int, int] = {}
+        self._seen = SeenVersions()
         self._sequence = 0
 
     def place(
@@ -183,7 +185,10 @@ class ParameterClient:
             parts = [self._part(shard, ()) for shard in shards]
             for reply in calls.pull(request, parts, timeout_s):
                 receiver.take(reply)
-            self._epochs.update((s.shard_id, s.epoch) for s in shards)
+            for shard in shards:
+                self._epochs[shard.shard_id] = shard.epoch
+                if shard.shard_id not in todo:
+                    self._seen.note(shard.shard_id, shard.epoch, self._versions[shard.shard_id])
 
         self._until_done(attempt, ready_by_s)
 
@@ -279,6 +284,7 @@ class ParameterClient:
             if outcome.shard_id in push.encoded.shards:
                 push.encoded.applied(outcome.shard_id)
             push.result.versions[outcome.shard_id] = outcome.version
+            self._seen.note(outcome.shard_id, epochs[outcome.shard_id], outcome.version)
             push.result.staleness[outcome.shard_id] = outcome.staleness
             push.result.duplicates += outcome.duplicate
             if push.into is None:
@@ -334,19 +340,7 @@ class ParameterClient:
         try:
             return self._job.run(attempt, ready_by_s, shard_ids)
         except StateLost as lost:
-            raise self._with_version(lost) from None
-
-    def _with_version(self, lost: StateLost) -> StateLost:
-        """The error, with the newest version of the shard that this member has seen."""
-        version = self._versions.get(int(lost.details.get("shard", -1)))
-        told = f"version {version}" if version else "no version of it"
-        return StateLost(
-            lost.what,
-            seen=f"{lost.seen}; this member has seen {told}",
-            expected=lost.expected,
-            fix=lost.fix,
-            details={**lost.details, **({"version": str(version)} if version else {})},
-        )
+            raise self._seen.explained(lost) from None
 
     @property
     def shard_map(self) -> ShardMap:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from shoal_client.bulk.way import transport_of
 from shoal_client.parameters.job_shards import JobShards
 from shoal_client.parameters.joint_step import JointStep
+from shoal_client.parameters.seen_versions import SeenVersions
 from shoal_client.parameters.servers import Attempt, worst_of
 from shoal_client.parameters.table_calls import (
     AskedRows,
@@ -70,6 +71,7 @@ class TableClient:
         )
         self._shards: dict[Where, Shard] = {}
         self._tables: dict[str, TableSpec] = {}
+        self._seen = SeenVersions()
         self._sequence = 0
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
@@ -101,7 +103,8 @@ class TableClient:
                 taken[shard_id][number] = rows
                 if len(taken[shard_id]) == left[shard_id]:
                     in_order = [rows for _, rows in sorted(taken[shard_id].items())]
-                    found[where[shard_id]] = joined(in_order)
+                    whole = found[where[shard_id]] = joined(in_order)
+                    self._seen.note(shard_id, whole.epoch, whole.version)
                     todo.discard(shard_id)
             if errors:
                 raise worst_of(errors)
@@ -146,6 +149,7 @@ class TableClient:
             calls: TableCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             by_id = {shard.shard_id: _where(shard) for shard in shards}
+            epochs = {shard.shard_id: shard.epoch for shard in shards}
             errors: list[ShoalError] = []
             rows = [
                 PushedRows(
@@ -169,6 +173,7 @@ class TableClient:
                         errors.append(error)
                     continue
                 note(result, by_id[outcome.shard_id], outcome)
+                self._seen.note(outcome.shard_id, epochs[outcome.shard_id], outcome.version)
                 todo.discard(outcome.shard_id)
             if errors:
                 raise worst_of(errors)
@@ -207,13 +212,11 @@ class TableClient:
         """The error, with the table that the shard is of."""
         names = {str(shard.shard_id): table for (table, _), shard in self._shards.items()}
         table = names.get(lost.details.get("shard", ""), "")
-        return StateLost(
-            f"{lost.what}; it has rows of table {table}" if table else lost.what,
-            seen=lost.seen,
-            expected=lost.expected,
-            fix=lost.fix,
-            details={**lost.details, **({"table": table} if table else {})},
-        )
+        what = f"{lost.what}; it has rows of table {table}" if table else ""
+        explained = self._seen.explained(lost, what)
+        if table:
+            explained.details = {**explained.details, "table": table}
+        return explained
 
     def _check_known(self, wanted: Iterable[Where]) -> None:
         unknown = [where for where in wanted if where not in self._shards]

@@ -86,6 +86,20 @@ def test_who_trained_is_told_what_was_lost(servers: ParameterServers, call: str)
         assert "version 2" in str(lost.value)
 
 
+def test_the_version_told_is_that_of_the_last_push_also_where_no_values_came_back(
+    servers: ParameterServers,
+) -> None:
+    with closing(new_client(servers, "w0")) as client:
+        client.create(SGD, filled(0.0))
+        client.pull(filled(9.0))
+        for _ in range(3):
+            client.push(filled(-1.0))
+        replace_server(servers)
+        with pytest.raises(StateLost, match="this member has seen version 4") as lost:
+            client.push(filled(-1.0))
+        assert lost.value.details["version"] == "4"
+
+
 def test_a_fresh_member_does_not_begin_anew_what_others_trained(
     servers: ParameterServers,
 ) -> None:

@@ -1,0 +1,29 @@
+"""The newest version of each shard that a member has been told of, for when the shard is lost."""
+
+from shoal_proto.errors import StateLost
+
+
+class SeenVersions:
+    """By an answer to a push, or with values that were received. A later epoch counts first: a
+    snapshot that was restored meanwhile has lower versions."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def note(self, shard_id: int, epoch: int, version: int) -> None:
+        """A server has told of that version, as of that epoch. Shards are noted by one thread
+        each."""
+        self._seen[shard_id] = max(self._seen.get(shard_id, (0, 0)), (epoch, version))
+
+    def explained(self, lost: StateLost, what: str = "") -> StateLost:
+        """The error, with the newest version of its shard that was seen. `what`: in place of the
+        error's own."""
+        _, version = self._seen.get(int(lost.details.get("shard", -1)), (0, 0))
+        told = f"version {version}" if version else "no version of it"
+        return StateLost(
+            what or lost.what,
+            seen=f"{lost.seen}; this member has seen {told}",
+            expected=lost.expected,
+            fix=lost.fix,
+            details={**lost.details, **({"version": str(version)} if version else {})},
+        )
