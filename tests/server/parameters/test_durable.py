@@ -19,6 +19,7 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import Acknowledgement
 from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.etcd import keys
 from shoal_server.parameters.journal.config import JournalConfig
 
 NUM_ELEMENTS = 600_000
@@ -129,6 +130,40 @@ def test_an_older_copy_of_a_journal_is_not_led_in_silence(
     values = filled(9.0)
     client.push(filled(-1.0), into=values)
     assert set(values["w"].cast("f")) == {4.25}
+    client.close()
+
+
+def test_a_journal_of_another_run_of_the_job_is_not_led(
+    servers: ParameterServers, tmp_path: Path
+) -> None:
+    """Its shards have the same numbers, and more updates: it is another cluster's, or of before the
+    job began anew. With the server's own journal, all goes on."""
+    folder, own = tmp_path / "ps-0", tmp_path / "own"
+    start(servers, tmp_path, "ps-0")
+    client = trained(servers, servers.admit("w0"))
+    for _ in range(5):
+        client.push(filled(-1.0))
+    client.close()
+    servers.stop("ps-0")
+    shutil.copytree(folder, tmp_path / "foreign")
+    servers.run(servers.store.delete(keys.assignments("job"), prefix=True))
+    servers.run(servers.store.delete(keys.shard_map("job"), prefix=True))
+    start(servers, tmp_path, "ps-0")
+    client = trained(servers, servers.admit("w1"))
+    client.push(filled(-1.0))
+    servers.stop("ps-0")
+    folder.rename(own)
+    (tmp_path / "foreign").rename(folder)
+    start(servers, tmp_path, "ps-0")
+    with pytest.raises(StateLost, match="start server ps-0 again with the newest copy"):
+        client.push(filled(-1.0))
+    servers.stop("ps-0")
+    shutil.rmtree(folder)
+    own.rename(folder)
+    start(servers, tmp_path, "ps-0")
+    values = filled(9.0)
+    client.push(filled(-1.0), into=values)
+    assert set(values["w"].cast("f")) == {2.5}
     client.close()
 
 

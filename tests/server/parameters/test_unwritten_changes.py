@@ -115,7 +115,7 @@ class FullJournal:
     def overdue(self) -> list[tuple[str, int]]:
         return [("job", 0)]
 
-    def put_image(self, job: str, epoch: int, image: ShardCut) -> None:
+    def put_image(self, job: str, epoch: int, image: ShardCut, *, run: str) -> None:
         self.images.append(image)
         if len(self.images) > 1:
             self._loop.call_soon_threadsafe(self.put.set)

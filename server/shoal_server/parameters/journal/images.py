@@ -64,9 +64,11 @@ class JournalImages:
             kept.append(Kept(job, shard_id, epoch, version, number, found[5]))
         return kept
 
-    def write(self, job: str, epoch: int, number: int, image: Image | ShardCut) -> Kept:
-        """On disk when it returns. Raises Unavailable."""
-        file = image_file.Digested(image_file.pieces(image))
+    def write(
+        self, job: str, epoch: int, number: int, image: Image | ShardCut, run: str = ""
+    ) -> Kept:
+        """On disk when it returns. `run`: of the job. Raises Unavailable."""
+        file = image_file.Digested(image_file.pieces(image, run))
         shard_id, version = image.shard_id, image.version
 
         def kept() -> Kept:

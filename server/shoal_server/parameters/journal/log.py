@@ -190,8 +190,9 @@ class Journal:
         """The shard is not this server's any more; done once that is on disk."""
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
-    def put_image(self, job: str, epoch: int, image: Image | ShardCut) -> None:
-        """Keep a shard from here on, or let go of its records up to the image's version.
+    def put_image(self, job: str, epoch: int, image: Image | ShardCut, *, run: str = "") -> None:
+        """Keep a shard from here on, or let go of its records up to the image's version. `run`: of
+        the job, so that nobody takes the shard for one of another run.
 
         On disk when it returns. Blocks. Raises DiskFull or Unavailable, and then nothing has
         changed.
@@ -200,7 +201,7 @@ class Journal:
             # Above that of an end which was asked for before.
             number = self._next_number
         try:
-            kept = self._images.write(job, epoch, number, image)
+            kept = self._images.write(job, epoch, number, image, run)
         except Unavailable as error:
             raise disk_failure(self._config.directory, error) from error
         with self._wake:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -30,6 +31,12 @@ class Recovered(Generic[State]):
     epoch: int
     state: State
     num_replayed: int
+    run: str = ""
+    """Of the job; empty where a release before this one wrote the image."""
+
+    def is_of_another_run(self, run: str) -> bool:
+        """Whether it is none of the shards that the job has in that run; empty: it has none."""
+        return bool(self.run and run and self.run != run)
 
 
 def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, int]:
@@ -63,7 +70,15 @@ def replay(
     directory: Path, images: JournalImages, index: JournalIndex, make: Callable[[Image], State]
 ) -> Sequence[Recovered[State]]:
     """Make each shard from its image and apply what came after it."""
-    states = {key: _made(images, kept, make) for key, kept in index.images.items()}
+    runs: dict[tuple[str, int], str] = {}
+
+    def made(image: Image, key: tuple[str, int]) -> State:
+        runs[key] = image.run
+        return make(image)
+
+    states = {
+        key: _made(images, kept, partial(made, key=key)) for key, kept in index.images.items()
+    }
     epochs = {key: kept.epoch for key, kept in index.images.items()}
     counts = dict.fromkeys(states, 0)
     for file, number, entry in _entries(directory, index.segments):
@@ -86,7 +101,9 @@ def replay(
         epochs[key] = entry.epoch
         counts[key] += 1
     return [
-        Recovered(job=key[0], epoch=epochs[key], state=state, num_replayed=counts[key])
+        Recovered(
+            job=key[0], epoch=epochs[key], state=state, num_replayed=counts[key], run=runs[key]
+        )
         for key, state in states.items()
     ]
 

@@ -45,6 +45,8 @@ class _Led:
     more."""
 
     replica: ShardReplica
+    run: str
+    """Of the job."""
     pauses: ExponentialBackOff
     kept: list[UpdateRecord] | None = field(default_factory=list)
     """What follows the image; None once that is on disk, and while nothing is kept."""
@@ -88,10 +90,10 @@ class ShardJournal:
 
     # --- shards that are led here ---
 
-    def lead(self, replica: ShardReplica) -> None:
-        """Keep a shard from here on. What is applied before its image is on disk is kept back, and
-        follows it."""
-        self._keep_from_here(_Led(replica, _new_pauses()))
+    def lead(self, replica: ShardReplica, run: str = "") -> None:
+        """Keep a shard of that run of its job from here on. What is applied before its image is on
+        disk is kept back, and follows it."""
+        self._keep_from_here(_Led(replica, run, _new_pauses()))
 
     def _keep_from_here(self, led: _Led) -> None:
         replica = led.replica
@@ -123,7 +125,7 @@ class ShardJournal:
     async def _begin(self, led: _Led) -> None:
         key = _key(led.replica)
         try:
-            version = await self._put(led.replica, await self._take(led.replica))
+            version = await self._put(led, await self._take(led.replica))
         except ShoalError as error:
             self._interrupt(led, error)
             return
@@ -163,7 +165,7 @@ class ShardJournal:
         for led in tuple(self._led.values()):
             if led.why_not is not None and now_s >= led.again_s:
                 # A new one: what an earlier attempt comes to is not for this one.
-                self._keep_from_here(_Led(led.replica, led.pauses))
+                self._keep_from_here(_Led(led.replica, led.run, led.pauses))
 
     def _append(self, replica: ShardReplica, record: UpdateRecord) -> None:
         loop = asyncio.get_running_loop()
@@ -179,8 +181,9 @@ class ShardJournal:
             return
         done.add_done_callback(on_disk)
 
-    async def _put(self, replica: ShardReplica, cut: ShardCut) -> int:
+    async def _put(self, led: _Led, cut: ShardCut) -> int:
         """Bring a shard to the disk as it was at the cut; the version of it."""
+        replica = led.replica
         ends = self._ended(_key(replica))
 
         def put() -> int:
@@ -189,7 +192,7 @@ class ShardJournal:
                     # What another run of the job left, with higher numbers, would be taken for
                     # newer than this.
                     ends.result()
-                self._journal.put_image(replica.job, replica.epoch, cut)
+                self._journal.put_image(replica.job, replica.epoch, cut, run=led.run)
                 return cut.version
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, put)
@@ -236,7 +239,7 @@ class ShardJournal:
         if self._led.get(key) is not led:
             cut.close()
             return
-        await self._put(led.replica, cut)
+        await self._put(led, cut)
         if key not in self._led:
             # It may have been forgotten while it was written: it is to be let go of once more.
             self._for_others.add(key)

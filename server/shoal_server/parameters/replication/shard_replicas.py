@@ -308,10 +308,18 @@ class ShardReplicas:
         assert shard_journal is not None
         shard_journal.keep(recovered)
         known = set(self.jobs)
+        foreign = {k for k, f in recovered.items() if f.is_of_another_run(self._record.run(k[0]))}
         # The others may be read once more.
-        self._roles.recovered.update({k: found for k, found in recovered.items() if k[0] in known})
+        self._roles.recovered.update(
+            {k: found for k, found in recovered.items() if k[0] in known and k not in foreign}
+        )
         for key, found in recovered.items():
-            self._driver.tell(ev.JournalHas(key, found.epoch, found.state.version))
+            if key in foreign:
+                _tell_foreign(key, found.run, self._record.run(key[0]))
+                # Less than the disk had of this run: it is waited for until that is back.
+                self._driver.tell(ev.JournalHas(key, 0, 0))
+            else:
+                self._driver.tell(ev.JournalHas(key, found.epoch, found.state.version))
         for job in {job for job, _ in recovered}:
             if job in known:
                 self._let_journal_go(job)
@@ -379,6 +387,18 @@ def _tell_if_older(job: str, assignment: ShardAssignment) -> None:
             expected=f"at least version {assignment.disk_version} of epoch {assignment.disk_epoch}",
             fix="Stop this server, put the newest copy of its journal back, and start it again.",
         )
+
+
+def _tell_foreign(key: Key, seen: str, expected: str) -> None:
+    log.error(
+        "journal_is_of_another_run",
+        job=key[0],
+        shard_id=key[1],
+        seen=f"a shard of run {seen}",
+        expected=f"one of run {expected}",
+        fix="Is this journal another cluster's, or older than the job's last start or restore? Stop"
+        " this server, put its own journal back, and start it again.",
+    )
 
 
 def _note(note: Note) -> None:

@@ -180,7 +180,8 @@ class ShardRoles:
         replica.leading = _Led(replica, self._acknowledgements, self._tell_applied)
         replica.state.subscribe(partial(self._pushed, replica), partial(self._keep, replica))
         if self.shard_journal is not None:
-            self.shard_journal.lead(replica)
+            led = self._driver.core.led(effect.key)
+            self.shard_journal.lead(replica, led.run if led is not None else "")
         log.info("shard_led", job=replica.job, shard_id=replica.shard_id, epoch=replica.epoch)
         self._notify()
 

@@ -29,6 +29,8 @@ class Image:
     """Values and optimizer state by name, on the CPU, contiguous."""
     sessions: Sequence[SessionImage]
     """What it remembers of pushes."""
+    run: str = ""
+    """Of the job, where a journal says of which; shards of another have the same numbers."""
 
     @property
     def num_bytes(self) -> int:

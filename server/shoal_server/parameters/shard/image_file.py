@@ -18,6 +18,7 @@ from shoal_server.parameters.shard.image import Image
 
 METADATA_KEY = "shoal.image"
 """A ShardImage without its tensors, serialized, in base 64."""
+RUN_KEY = "shoal.run"
 MAX_METADATA_BYTES = 64 * 1024 * 1024
 _LENGTH_BYTES = 8
 _DTYPE_NAMES = {
@@ -33,9 +34,9 @@ _DTYPE_NAMES = {
 }
 
 
-def pieces(image: Image | ShardCut) -> Iterator[Buffer]:
+def pieces(image: Image | ShardCut, run: str = "") -> Iterator[Buffer]:
     """The file, one piece after the other; a piece is read from a cut when it is asked for. The
-    same image gives the same bytes."""
+    same image gives the same bytes. `run`: see `Image`."""
     header = ShardImage(
         shard_id=image.shard_id,
         version=image.version,
@@ -44,10 +45,10 @@ def pieces(image: Image | ShardCut) -> Iterator[Buffer]:
         sessions=image.sessions,
     )
     if isinstance(image, ShardCut):
-        return _pieces(header, image.streams())
+        return _pieces(header, image.streams(), run)
     tensors = image.tensors.items()
     streams = [TensorStream(describe(name, t), iter((t.contiguous(),))) for name, t in tensors]
-    return _pieces(header, streams)
+    return _pieces(header, streams, run)
 
 
 def to_bytes(image: Image | ShardCut) -> bytes:
@@ -55,11 +56,12 @@ def to_bytes(image: Image | ShardCut) -> bytes:
     return b"".join(pieces(image))
 
 
-def _pieces(header: ShardImage, streams: Sequence[TensorStream]) -> Iterator[Buffer]:
+def _pieces(header: ShardImage, streams: Sequence[TensorStream], run: str) -> Iterator[Buffer]:
     """The format: eight bytes with the length of a JSON header, the header, the tensors: those of
     the largest elements first, so that each lies where its elements may."""
     text = base64.b64encode(header.SerializeToString(deterministic=True)).decode()
-    entries: dict[str, object] = {"__metadata__": {METADATA_KEY: text}}
+    metadata = {METADATA_KEY: text} | ({RUN_KEY: run} if run else {})
+    entries: dict[str, object] = {"__metadata__": metadata}
     streams = sorted(streams, key=lambda s: (-DTYPES[s.described.dtype].itemsize, s.described.name))
     end = 0
     for each in (stream.described for stream in streams):
@@ -113,7 +115,8 @@ def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> Image:
     if seen != sha256:
         raise _damaged(file, shard_id, f"SHA-256 {seen} of {len(data)} bytes", sha256)
     try:
-        header = ShardImage.FromString(base64.b64decode(_metadata(data)[METADATA_KEY]))
+        metadata = _metadata(data)
+        header = ShardImage.FromString(base64.b64decode(metadata[METADATA_KEY]))
         tensors = load(data)
     except (ValueError, KeyError, TypeError, DecodeError, SafetensorError) as error:
         raise _damaged(file, shard_id, repr(error)[:200], "the image of a shard") from error
@@ -126,6 +129,7 @@ def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> Image:
         spec=header.spec,
         tensors=tensors,
         sessions=tuple(header.sessions),
+        run=metadata.get(RUN_KEY, ""),
     )
 
 
