@@ -41,15 +41,32 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 }
 
 
+def restarts_behind_a_rise(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    phases: list[LRScheduler] = [
+        lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2),
+        lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, phases, [2])
+
+
+FOLLOWED: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "function": lambda o: lr_scheduler.LambdaLR(o, lambda update: (update + 1) / 4),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 5, 2.0),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6, cycle_momentum=False),
+    "chained": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.9)], o),
+    "restarts": restarts_behind_a_rise,
+}
+
+
 def test_schedules_travel_with_the_job(servers: ParameterServers) -> None:
     """Bit for bit what torch gives one worker that steps the schedule itself, in groups with rates
     of their own; here nobody steps it."""
-    for job, make in SCHEDULES.items():
+    for job, make in (SCHEDULES | FOLLOWED).items():
         model = new_model()
         alone = copy.deepcopy(model)
         optimizer = torch.optim.Adam(groups(model), lr=0.01)  # type: ignore[arg-type]
         strategy = AsyncSGD(schedule=make(optimizer))
-        start(servers, model, optimizer, strategy=strategy, job=job)
+        start(servers, model, optimizer, strategy=strategy, job=job.replace(" ", "-"))
         train(strategy, model, range(6))
         reference = torch.optim.Adam(groups(alone), lr=0.01, fused=True)  # type: ignore[arg-type]
         schedule = make(reference)
@@ -82,6 +99,51 @@ def test_a_schedule_goes_on_where_a_server_went(servers: ParameterServers) -> No
         schedule.step()
     assert_equal(model, alone)
     strategy.close()
+
+
+def test_a_schedule_that_members_step_goes_by_the_updates_of_all(
+    servers: ParameterServers,
+) -> None:
+    """As of a script's own function: not by what each has done, which two members would take half
+    as far as it goes, and one that joins from its beginning. Repeated steps go beyond its end."""
+    rates, members = [], []
+
+    def join(rank: int) -> None:
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = lr_scheduler.OneCycleLR(
+            optimizer, 1.0, total_steps=8, anneal_strategy="linear", cycle_momentum=False
+        )
+        strategy = AsyncSGD(schedule=schedule)
+        start(servers, model, optimizer, rank=rank, strategy=strategy)
+        members.append((strategy, model, optimizer))
+
+    def step(rank: int) -> None:
+        strategy, model, optimizer = members[rank]
+        train(strategy, model, range(1))
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    join(0)
+    step(0)
+    join(1)
+    for rank in (1, 0, 1, 0, 1):
+        step(rank)
+    join(2)
+    for rank in (2, 2, 2, 2):
+        step(rank)
+    plain = torch.optim.SGD(new_model().parameters(), lr=1.0)
+    planned = lr_scheduler.OneCycleLR(
+        plain, 1.0, total_steps=8, anneal_strategy="linear", cycle_momentum=False
+    )
+    wanted = [plain.param_groups[0]["lr"]]
+    for _ in range(7):
+        plain.step()
+        planned.step()
+        wanted.append(plain.param_groups[0]["lr"])
+    # Who has not pushed since the other one did does not know of that update yet.
+    assert rates == [wanted[at] for at in (0, 1, 1, 2, 3, 4, 6, 7, 7, 7)]
+    for strategy, _, _ in members:
+        strategy.close()
 
 
 def assert_equal(model: nn.Module, wanted: nn.Module) -> None:
@@ -262,7 +324,7 @@ def test_members_must_have_the_same_policy_and_schedule() -> None:
 
 
 def test_schedules_that_the_servers_do_not_have_are_refused() -> None:
-    """Before anything is sent: another kind, another optimizer's, or one that was stepped."""
+    """Before anything is sent: one by a metric, another optimizer's, or one that was stepped."""
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     other = torch.optim.SGD(model.parameters(), lr=LR)
@@ -270,7 +332,7 @@ def test_schedules_that_the_servers_do_not_have_are_refused() -> None:
     optimizer.step()
     stepped.step()
     for schedule, fragment in (
-        (lr_scheduler.CyclicLR(optimizer, 0.1, 0.2), "CyclicLR"),
+        (lr_scheduler.ReduceLROnPlateau(optimizer), "by a metric"),
         (lr_scheduler.StepLR(other, 3), "another optimizer's"),
         (stepped, "1 steps behind it"),
         (lr_scheduler.CosineAnnealingLR(optimizer, 2.5), "T_max"),  # type: ignore[arg-type]

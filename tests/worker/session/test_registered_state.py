@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from support.members.elastic_schedule import Schedule, lose_all
 from support.processes.ranks import Ranks
 from support.training import registered_bodies
@@ -14,7 +15,7 @@ from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from support.training.registered_bodies import Registering
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import ExponentialLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel
 
 import shoal
@@ -273,3 +274,27 @@ def test_an_object_that_does_not_tell_its_state_is_named() -> None:
     with pytest.raises(AttributeError) as raised:
         registered.keep()
     assert raised.value.__notes__ == ["It was raised by state_dict of the registered 'count'."]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_schedule_that_counts_a_members_own_steps_is_told_where_members_train_apart(
+    cluster: LocalCluster, given: bool
+) -> None:
+    """Three members would take it a third as far as it goes, with exit code 0."""
+    model, optimizer = build("sgd", "layers")
+    schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
+    strategy = shoal.AsyncSGD(schedule=schedule if given else None)
+    job = f"apart-{secrets.token_hex(4)}"
+    with capture_logs() as logs, shoal.join(job, coordinator=cluster.coordinator) as session:
+        model, optimizer = session.distribute(model, optimizer, strategy=strategy)
+        for batch in session.batches(data(), global_batch_size=24, epochs=1):
+            with session.step():
+                session.backward(cross_entropy(model(batch.inputs), batch.targets))
+            if not given:
+                schedule.step()
+            if batch.step == 2:
+                break
+    told = [each for each in logs if each["event"] == "schedule_counts_own_steps"]
+    assert len(told) == (0 if given else 1)
+    assert all("AsyncSGD(schedule=...)" in each["fix"] for each in told)
+    assert schedule.last_epoch == (2 if given else 3)

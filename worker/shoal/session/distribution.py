@@ -23,7 +23,7 @@ from shoal.model.trained_parameters import TrainedParameters
 from shoal.randomness.dropout import key_dropout, with_dropout_within
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.loss_scaling import check_scaler, check_scales
-from shoal.session.script_calls import ScriptCalls
+from shoal.session.script_calls import OwnCounts, ScriptCalls
 from shoal.session.step_guard import StepGuard
 from shoal.state.registered.objects import RegisteredState, Stateful
 from shoal.strategies.base import Strategy
@@ -74,7 +74,7 @@ class Distribution:
         """Who trains what, where there are several optimizers."""
         self._optimizer: Optimizer | None = None
         self._guard: StepGuard | None = None
-        self._calls: ScriptCalls | None = None
+        self._calls: ScriptCalls | OwnCounts | None = None
         self._long_lived = LongLivedObjects()
 
     def distribute(
@@ -141,8 +141,12 @@ class Distribution:
         if chosen.carries:
             models = (model, distributed[0])
             owners = [each for one in models for each in models_of(one).values()]
-            self._calls = ScriptCalls([*optimizers, *owners], self.registered)
-            self._calls.watch(options.in_step)
+            self._calls = ScriptCalls([*optimizers, *owners], self.registered, options.in_step)
+            self._calls.watch()
+        elif chosen.schedule_option:
+            fix = f"Give it with {chosen.schedule_option}, and leave out its step()."
+            self._calls = OwnCounts(optimizers, chosen.given_schedule, fix)
+            self._calls.watch()
         self._long_lived.freeze()
         return distributed
 

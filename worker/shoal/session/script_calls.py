@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import structlog
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,19 +27,61 @@ from shoal_proto.errors import InvalidSpec
 _MARK = "_shoal_watched"
 
 
+log = structlog.get_logger(__name__)
+
+
+class OwnCounts:
+    """What is told of a scheduler that a script steps by the steps of its own member, where members
+    train apart: it gets as far as that member's share of the updates, and begins anew on one that
+    is started again."""
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
+    ) -> None:
+        """`given`: the schedule that the strategy has."""
+        self._optimizers = optimizers
+        self._given = given
+        self._fix = fix
+        self._is_told = False
+
+    def watch(self) -> None:
+        for each in self._optimizers:
+            _watching[each] = self
+        _watch(LRScheduler, "step", lambda scheduler, _: _optimizer_of(scheduler))
+
+    def release(self) -> None:
+        """The session is over. May be called twice."""
+        _forget(self._optimizers, self)
+
+    def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        """The script makes this call on its scheduler."""
+        if stateful is not self._given and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "schedule_counts_own_steps",
+                schedule=type(stateful).__name__,
+                seen="a schedule that the script steps: by the steps of this member, not the job's",
+                fix=self._fix,
+            )
+        return call()
+
+
 class ScriptCalls:
     """Those that concern the optimizers and the models of one session."""
 
     def __init__(
-        self, owners: Sequence[Optimizer | nn.Module], registered: RegisteredState
+        self,
+        owners: Sequence[Optimizer | nn.Module],
+        registered: RegisteredState,
+        in_step: Callable[[], bool],
     ) -> None:
+        """`in_step` tells whether a step of the session is open."""
         self._owners: Sequence[Any] = owners
         self._registered = registered
-        self._in_step: Callable[[], bool] = lambda: False
-
-    def watch(self, in_step: Callable[[], bool]) -> None:
-        """From now on; `in_step` tells whether a step of the session is open."""
         self._in_step = in_step
+
+    def watch(self) -> None:
+        """From now on."""
         for owner in self._owners:
             _watching[owner] = self
         _watch(LRScheduler, "step", lambda scheduler, _: _optimizer_of(scheduler))
@@ -46,9 +89,7 @@ class ScriptCalls:
 
     def release(self) -> None:
         """The session is over: they are the script's again. May be called twice."""
-        for owner in self._owners:
-            if _watching.get(owner) is self:
-                del _watching[owner]
+        _forget(self._owners, self)
 
     def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """The script makes this call on its object: now, or once the optimizer has stepped."""
@@ -67,8 +108,14 @@ class ScriptCalls:
         return None
 
 
-_watching: WeakKeyDictionary[Any, ScriptCalls] = WeakKeyDictionary()
+_watching: WeakKeyDictionary[Any, ScriptCalls | OwnCounts] = WeakKeyDictionary()
 """By optimizer and by model; of all sessions in this process."""
+
+
+def _forget(owners: Sequence[Any], calls: ScriptCalls | OwnCounts) -> None:
+    for owner in owners:
+        if _watching.get(owner) is calls:
+            del _watching[owner]
 
 
 class _Depth(threading.local):

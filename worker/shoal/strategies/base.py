@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.data.batches import Order
 from shoal.layouts.base import Layout, LossFunction, World
@@ -60,6 +61,11 @@ class Strategy(ABC):
     """Synchronous strategies: whether several members work on the same samples."""
     state_is_spread: ClassVar[bool] = False
     """Whether it takes all members to put the model together."""
+    schedule_option: ClassVar[str] = ""
+    """Where it takes a schedule of learning rates that goes by the updates of all members, as one
+    that a script steps does not: how it is given."""
+    given_schedule: LRScheduler | None = None
+    """That schedule, if there is one."""
     carries: ClassVar[bool] = False
     """Whether what a script registers is committed with its steps; see `carry`."""
     meets_earlier: ClassVar[bool] = False
@@ -106,6 +112,9 @@ class Strategy(ABC):
             raise InvalidSpec(
                 f"strategy {self.name} carries no registered state",
                 expected="a strategy whose members commit each step together, such as ddp or fsdp",
+                fix=f"Give a schedule of learning rates with {self.schedule_option}."
+                if self.schedule_option
+                else "",
             )
 
     @property

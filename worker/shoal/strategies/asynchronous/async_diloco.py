@@ -30,6 +30,7 @@ KINDS = ("damp", "none", "scale")
 
 class AsyncDiLoCo(AsyncSGD):
     name: ClassVar[str] = "async-diloco"
+    schedule_option: ClassVar[str] = ""
     pushes_rows: ClassVar[bool] = False
 
     def __init__(

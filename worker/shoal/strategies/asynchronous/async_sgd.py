@@ -33,6 +33,7 @@ from shoal.strategies.asynchronous.first_values import await_servers, first_valu
 from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.asynchronous.loss_watch import LossMonitor
 from shoal.strategies.asynchronous.optimizer_spec import (
+    FollowedSchedule,
     in_words,
     refuse_changes,
     to_spec,
@@ -66,6 +67,7 @@ the loss falls is not for it to tell."""
 class AsyncSGD(Strategy):
     name: ClassVar[str] = "async-sgd"
     synchronous: ClassVar[bool] = False
+    schedule_option: ClassVar[str] = "strategy=shoal.AsyncSGD(schedule=...)"
     pushes_rows: ClassVar[bool] = True
     """Whether each step pushes the rows of embedding tables."""
 
@@ -90,9 +92,10 @@ class AsyncSGD(Strategy):
         `staleness_policy.py`; `reject_above` is a number of updates, with any of these, and
         `compensation` is lambda_0, or lambda where it is not `adaptive`.
 
-        `schedule`: one of torch's, of the optimizer that is distributed. It travels with the job:
-        the servers set the rates by the number of updates that all members have made together, and
-        the script does not step it.
+        `schedule`: one of torch's, of the optimizer that is distributed. Its rates go by the number
+        of updates that all members have made together, and the script does not step it: it travels
+        with the job, and the servers step it. One that they do not have, such as a LambdaLR, each
+        member steps by what it knows of the job's updates, and sends the rates with its pushes.
 
         `acknowledge`: what a push waits for. "replicated": every backup of the shards, where there
         is one; "durable": the disk of the shard's server too; "applied": neither, so that it may be
@@ -122,6 +125,8 @@ class AsyncSGD(Strategy):
         self._refusals = StepRefusals()
         self._clock = StalenessClock(consistency, staleness_bound)
         self._tables = TableExchange(nn.Module())
+        self.given_schedule = schedule
+        self._followed: FollowedSchedule | None = None
         self._step = 0
         self._has_state = False
         self._cut_generation = 0
@@ -133,6 +138,8 @@ class AsyncSGD(Strategy):
         policy, chosen = self._options.policy, self._options.compression
         spec = self._servers_spec(optimizer)
         spec.staleness.CopyFrom(policy)
+        if (schedule := self._options.schedule) and FollowedSchedule.follows(schedule):
+            self._followed = FollowedSchedule(schedule)
         self._shared = SharedModel(
             model=model,
             optimizer=optimizer,
@@ -145,7 +152,7 @@ class AsyncSGD(Strategy):
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
             "staleness": in_words(policy),
-            "schedule": in_words(spec.schedule) or "with each push",
+            "schedule": in_words(spec.schedule) or str(self._followed or "with each push"),
             **self._clock.fields(),
             **self._own_fields(),
         }
@@ -173,7 +180,10 @@ class AsyncSGD(Strategy):
 
     def _rates(self) -> list[float]:
         """What goes with a push; empty where the servers know the rates."""
-        if self._options.schedule is not None:
+        if self._followed is not None:
+            # New shards have version 1.
+            self._followed.to(self._num_updates - 1)
+        elif self._options.schedule is not None:
             return []
         return [float(group["lr"]) for group in self._shared.optimizer.param_groups]
 

@@ -12,11 +12,12 @@ from torch.optim.lr_scheduler import (
     LinearLR,
     LRScheduler,
     MultiStepLR,
+    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
 
-from shoal.torch_private.schedulers import milestones_of, schedulers_in
+from shoal.torch_private.schedulers import mark_stepped, milestones_of, schedulers_in
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 from shoal_proto.v1.optimizer_pb2 import (
     ConstantPhase,
@@ -62,10 +63,13 @@ def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> Optimi
         kind = "adamw" if decoupled.pop() else "adam"
     # A schedule may have set the rate of the first step already.
     rate = "lr" if schedule is None else "initial_lr"
+    travels = schedule is not None and not FollowedSchedule.follows(schedule)
+    if schedule is not None:
+        _check_beginning(schedule, optimizer)
     return OptimizerSpec(
         kind=kind,
         groups=[_hyper_parameters(group, float(group[rate])) for group in groups],
-        schedule=None if schedule is None else to_schedule(schedule, optimizer),
+        schedule=to_schedule(schedule) if schedule is not None and travels else None,
     )
 
 
@@ -126,19 +130,68 @@ def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None
         )
 
 
-def to_schedule(schedule: LRScheduler, optimizer: Optimizer) -> Schedule:
-    """The schedule for the servers, which count every member's updates.
+class FollowedSchedule:
+    """A schedule that the servers do not have: each member steps its own to where the job is, and
+    sends the rates that it gives with its pushes."""
 
-    Raises InvalidSpec for a kind that they do not have, or one that is not at its beginning.
-    """
-    if schedule.optimizer is not optimizer or schedule.last_epoch != 0:
+    def __init__(self, schedule: LRScheduler) -> None:
+        self._schedule = schedule
+        self._num_steps = 0
+
+    @staticmethod
+    def follows(schedule: LRScheduler) -> bool:
+        """Whether it is one that members have to step, as those that call the script are."""
+        parts = schedulers_in(schedule) if type(schedule) is SequentialLR else [schedule]
+        return any(type(part) not in _PHASES for part in parts)
+
+    def to(self, num_updates: int) -> None:
+        """Let the optimizer have the rates behind so many updates of all members together."""
+        # There may be more updates than were planned: a step that was lost with its member is taken
+        # again. One cycle goes on below zero then, and raises an error.
+        last = min(num_updates, getattr(self._schedule, "total_steps", num_updates + 1) - 1)
+        mark_stepped(self._schedule.optimizer)
+        while self._num_steps < last:
+            self._schedule.step()
+            self._num_steps += 1
+
+    def __str__(self) -> str:
+        """What members have to have in common, as far as it can be told: not what functions do."""
+        state = self._schedule.state_dict()
+        told = [f"{name}={state[name]}" for name in sorted(state) if _is_told(state[name])]
+        return f"{type(self._schedule).__name__}({', '.join(told)}), stepped by each member"
+
+
+def _is_told(value: object) -> bool:
+    return isinstance(value, int | float | str) or (
+        isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+    )
+
+
+def _check_beginning(schedule: LRScheduler, optimizer: Optimizer) -> None:
+    """Raise InvalidSpec for a schedule that is not this optimizer's, or not at its beginning, or
+    does not go by steps."""
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise InvalidSpec(
+            "a schedule that goes by a metric, which each member would have its own of",
+            seen=type(schedule).__qualname__,
+            expected="a schedule by the number of updates",
+        )
+    begun = getattr(schedule, "last_epoch", 0)
+    if schedule.optimizer is not optimizer or begun != 0:
         raise InvalidSpec(
             "the schedule does not begin with this training",
             seen="another optimizer's"
             if schedule.optimizer is not optimizer
-            else f"{schedule.last_epoch} steps behind it",
+            else f"{begun} steps behind it",
             expected="one of the optimizer that is distributed, not stepped yet",
         )
+
+
+def to_schedule(schedule: LRScheduler) -> Schedule:
+    """The schedule for the servers, which count every member's updates.
+
+    Raises InvalidSpec for settings that they do not have.
+    """
     if type(schedule) is not SequentialLR:
         return Schedule(phases=[_phase(schedule)])
     milestones = [_whole("milestone", milestone) for milestone in milestones_of(schedule)]
@@ -156,15 +209,7 @@ def to_schedule(schedule: LRScheduler, optimizer: Optimizer) -> Schedule:
 
 
 def _phase(schedule: Any) -> Phase:
-    make = _PHASES.get(type(schedule))
-    if make is None:
-        raise InvalidSpec(
-            "the parameter servers do not have this schedule",
-            seen=type(schedule).__qualname__,
-            expected=", ".join(kind.__name__ for kind in (*_PHASES, SequentialLR)),
-            fix="Step it in the script instead: rates then travel with every push.",
-        )
-    return make(schedule)
+    return _PHASES[type(schedule)](schedule)
 
 
 _PHASES: Mapping[type[LRScheduler], Callable[[Any], Phase]] = {
