@@ -168,6 +168,21 @@ def leaves_early() -> str:
     return memory._reason
 
 
+def meets_after_a_fork() -> str:
+    """A process that a rank has forked lets go of the memory; why the ranks meet no more then."""
+    memory = shared()
+    memory.meet()
+    child = os.fork()
+    if not child:
+        memory.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    for _ in range(3):
+        memory.meet()
+    dist.barrier()
+    return memory._reason
+
+
 def descriptors_after(num_generations: int) -> list[int]:
     """How many this process has once each layout is released and dropped, without help from the
     collector of what refers to itself."""

@@ -82,6 +82,11 @@ def test_a_rank_that_leaves_in_good_order_is_no_loss() -> None:
     assert run_on_gloo(3, shared_memory_bodies.leaves_early) == ["this rank has left", "", ""]
 
 
+def test_a_process_that_a_rank_forks_is_no_rank() -> None:
+    """What it lets go of at its end, or by itself, stays with the rank."""
+    assert run_on_gloo(3, shared_memory_bodies.meets_after_a_fork) == [""] * 3
+
+
 def test_ranks_that_cannot_all_share_share_nothing() -> None:
     assert run_on_gloo(3, shared_memory_bodies.is_shared) == [True] * 3
     assert run_on_gloo(3, shared_memory_bodies.is_shared, 2) == [False] * 3

@@ -1,5 +1,6 @@
 """Leaving in good order: what a script sees of it, and the signal that asks for it."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -51,7 +52,8 @@ def drained() -> AbstractContextManager[None]:
 class DrainSignal:
     """Takes the first SIGTERM as a wish to drain; a second one ends the process, as by default.
 
-    Only where nobody else handles it, and where handlers can be set: in the main thread.
+    Only where nobody else handles it, and where handlers can be set: in the main thread. A process
+    that the script forks is no member, and is ended by the first.
     """
 
     def __init__(self, drain: Callable[[str], None]) -> None:
@@ -76,6 +78,15 @@ class DrainSignal:
             self._drain("SIGTERM")
         else:
             signal.raise_signal(number)
+
+
+def _be_no_member() -> None:
+    """In a process that was just forked: a pool ends its own by SIGTERM, and waits for that."""
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), DrainSignal):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_be_no_member)
 
 
 def _is_free(handler: object) -> bool:

@@ -1,5 +1,6 @@
 """A member of a job as a training script sees it."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -66,6 +67,7 @@ class Session:
         self._steps = Steps(self._controller, self._trained)
         self._pause = ScriptPause(self._controller)
         self._signal = DrainSignal(self.drain)
+        self._process = os.getpid()
 
     @property
     def _place(self) -> LocalPlace:
@@ -85,6 +87,9 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if os.getpid() != self._process:
+            # Forked by the script within the block, which it now leaves: no member of the job.
+            return
         self._signal.restore()
         if isinstance(error, ShoalError):
             self._controller.membership.failed_for_good(error)

@@ -1,6 +1,7 @@
 """torchrun's rendezvous interface on a Shoal coordinator."""
 
 import atexit
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class ShoalRendezvousHandler(RendezvousHandler):
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._process = os.getpid()
 
     @classmethod
     def joined(cls, parameters: RendezvousParameters) -> "ShoalRendezvousHandler":
@@ -100,7 +102,8 @@ class ShoalRendezvousHandler(RendezvousHandler):
             raise
 
     def _leave_at_exit(self) -> None:
-        self._node.leave(completed=False, reason="its agent ended")
+        if os.getpid() == self._process:  # and no process that it has forked
+            self._node.leave(completed=False, reason="its agent ended")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ thread waits at it. Who leaves in good order says so; a connection that ends wit
 through `cut`, is a loss, and rank 0 passes it on by ending all of its own.
 """
 
+import os
 import select
 import socket
 import threading
@@ -26,7 +27,7 @@ class Links:
         # One who has heard of it ends its own connection at once: all are told before any is closed
         # for that. Taken anew by the same thread where the collector runs the finalizer in it.
         leaving = threading.RLock()
-        self._finalizer = weakref.finalize(self, _leave, self._connections, leaving)
+        self._finalizer = weakref.finalize(self, _leave, self._connections, leaving, os.getpid())
         for connection in self._connections:
             connection.settimeout(None)
         threading.Thread(
@@ -81,7 +82,9 @@ def _await_lost(
                 return
 
 
-def _leave(connections: Sequence[socket.socket], leaving: threading.RLock) -> None:
+def _leave(connections: Sequence[socket.socket], leaving: threading.RLock, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # A process that the script has forked shares the connections, and is no rank.
     with leaving:
         for connection in connections:
             try:

@@ -1,0 +1,47 @@
+"""Members whose scripts make processes of their own while they train."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from support.processes.ranks import Report
+from support.training.rank_bodies import Run, data, loss_of, model_and_optimizer, session_of
+
+
+def with_a_pool() -> None:
+    """Which ends its processes by SIGTERM, and waits for them."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+
+
+def with_a_fork() -> None:
+    """A process that leaves the block of the session like any other."""
+    child = os.fork()
+    if not child:
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+WAYS: Mapping[str, Callable[[], None]] = {"pool": with_a_pool, "fork": with_a_fork}
+
+
+def train(report: Report, run: Run, way: str) -> None:
+    """All steps, with processes of the script's own behind some."""
+    model, optimizer = model_and_optimizer()
+    trainer = os.getpid()
+    try:
+        with session_of(run) as session:
+            replica, optimizer = session.distribute(model, optimizer, strategy=run.strategy)
+            for batch in session.batches(
+                data(), global_batch_size=run.batch_size, epochs=run.epochs
+            ):
+                if batch.step in (3, 7):
+                    WAYS[way]()
+                with session.step():
+                    session.backward(loss_of(replica(batch.inputs), batch.targets))
+    finally:
+        if os.getpid() != trainer:
+            # Left by this process, the session would be over here too.
+            os._exit(session._controller._left)
+    report("finished", step=session.step_number, generation=session.generation)
