@@ -177,7 +177,7 @@ class ShardsService(ShardsServicer):
         parameters: Sequence[placement.Parameter],
     ) -> ShardMap:
         """Write the first map, or give the one that another call wrote meanwhile."""
-        listed = await shard_map.servers(self._store)
+        listed = await shard_map.takers(self._store)
         addresses = await self._choose(listed)
         if not addresses:
             raise NoServers(

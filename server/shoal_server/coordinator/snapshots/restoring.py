@@ -120,7 +120,7 @@ class SnapshotRestorer:
         layout = _checked(manifest)
         if not under_members:
             await self._check_unused(job)
-        present = await shard_map.servers(self._store)
+        present = await shard_map.takers(self._store)
         if not present:
             raise NoServers(
                 f"there is no parameter server for job {job}",

@@ -117,6 +117,14 @@ async def servers(store: Keyspace) -> dict[Holder, str]:
     return {server.holder: server.address for server in await registered.read(store)}
 
 
+async def takers(store: Keyspace) -> dict[Holder, str]:
+    """The addresses of those that a job's shards may be given to at once: a server that leaves ends
+    as soon as it has none, so it gets some only where there is no other."""
+    found = await registered.read(store)
+    staying = [server for server in found if not server.is_leaving]
+    return {server.holder: server.address for server in staying or found}
+
+
 async def read(store: Keyspace, job: str) -> ShardMap | None:
     """The layout as it was written, without holders. Raises InternalError for what is none."""
     return parse(job, (await store.range(keys.shard_map(job))).items)

@@ -384,6 +384,16 @@ def test_a_restore_that_cannot_write_its_records_changes_nothing(
     assert elements(member.values) == {-2.0}
 
 
+def test_a_server_that_leaves_is_given_nothing_to_load(opened: ExitStack, tmp_path: Path) -> None:
+    """It ends once it has nothing, and the snapshot with it."""
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    snapshots.take()
+    servers.run(servers.servers["ps-0"].registration.announce_leaving())
+    assert snapshots.restore(under_members=True).servers == ["ps-1"]
+    assert elements(pusher(opened, servers, "n").values) == {-1.0}
+
+
 def test_a_restore_that_fails_leaves_one_that_came_after_it_alone(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
