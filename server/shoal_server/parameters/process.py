@@ -149,7 +149,7 @@ async def running(
         replication = replicas.servicer(offers)
         await stack.enter_async_context(replicas)
         fence = await stack.enter_async_context(Fence(store, replicas.drop_job, replicas))
-        barriers = SnapshotBarriers(catalog, fence)
+        barriers = SnapshotBarriers(catalog, fence, replicas.run)
         servicer = ParametersServicer(
             catalog=catalog,
             replicas=replicas,

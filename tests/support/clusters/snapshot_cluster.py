@@ -2,7 +2,7 @@
 
 import threading
 from array import array
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,10 @@ class Snapshots:
     def restore(self, number: int = 0, *, under_members: bool = False) -> Restored:
         return self._servers.run(self.restoring(number, under_members=under_members))
 
-    def service(self, policy: SnapshotPolicy) -> SnapshotService:
-        return SnapshotService(policy, self._taker, self._restorer, lambda: None)
+    def service(
+        self, policy: SnapshotPolicy, begun_unix_s: Callable[[str], float] = lambda job: 0.0
+    ) -> SnapshotService:
+        return SnapshotService(policy, self._taker, self._restorer, lambda: None, begun_unix_s)
 
     def close(self) -> None:
         self._servers.run(self._calls.close())

@@ -32,6 +32,7 @@ from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.coordinator.persistence.stored_json import state_from_json
+from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.samples.ledger import Ledger
 from shoal_server.core.shards import losses
@@ -120,11 +121,13 @@ class SnapshotRestorer:
         layout = _checked(manifest)
         if not under_members:
             await self._check_unused(job)
-        present = await shard_map.takers(self._store)
+        listed = await shard_map.takers(self._store)
+        # A lease outlives its server: what that one was to load would be lost, and the rest with it.
+        present = await answering(listed)
         if not present:
             raise NoServers(
                 f"there is no parameter server for job {job}",
-                seen="none registered",
+                seen=f"none of {len(listed)} registered answers" if listed else "none registered",
                 expected="one or more",
                 fix="Start one with `shoal ps`.",
             )

@@ -105,7 +105,12 @@ class SnapshotService(SnapshotsServicer):
             return _not_restored("The coordinator was started without --snapshot-url")
         library = await self._library("", job)
         newest = await asyncio.to_thread(library.newest)
-        if newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
+        if (
+            newest is not None
+            and newest.taken_unix_s < self._begun_unix_s(job)
+            # A clock may have been put back since the job began.
+            and not await self._taker.is_of_current_shards(newest)
+        ):
             return _not_restored(f"Its snapshots at {library.storage.url} are of an earlier run")
         try:
             restored = await self._restorer.restore(library, under_members=True)

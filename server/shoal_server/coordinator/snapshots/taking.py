@@ -154,6 +154,12 @@ class SnapshotTaker:
         result = await self._store.transact([absent(key)], [drawn], [Get(key)])
         return (drawn.value if result.succeeded else result.reads[0][0].value).decode()
 
+    async def is_of_current_shards(self, manifest: Manifest) -> bool:
+        """Whether it is known to be of the shards that the job has, whatever clocks say. One of
+        shards that were restored since is not."""
+        found = await self._store.get(keys.lineage(manifest.job))
+        return found is not None and found.value.decode() == manifest.lineage
+
     async def _planned(self, job: str, lineage: str, before: Manifest | None) -> _Cut:
         layout = await shard_map.read(self._store, job)
         entry = await assignments.read(self._store, job)

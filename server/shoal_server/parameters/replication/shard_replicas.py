@@ -158,6 +158,10 @@ class ShardReplicas:
         """Who holds each shard of a job, as of the newest record seen."""
         return self._record.of_job(job)
 
+    def run(self, job: str) -> str:
+        """Of which run the records of the job's shards are; empty: they are not placed."""
+        return self._record.run(job)
+
     def job_run(self, job: str) -> str:
         """Which run of the job its members go by; empty: its shards are not placed."""
         return self._record.job_run(job)

@@ -6,7 +6,7 @@ once: what is written is as of then, whatever is pushed meanwhile.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -35,6 +35,8 @@ MAX_QUIET_JOBS = 64
 class _JobBarrier:
     """What there is of one job's barrier, and of the cut that is under way."""
 
+    run: str = ""
+    """Of the job, that its shards are of; empty while that is not known."""
     barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
     turned: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced, when the barrier lets in more than before."""
@@ -60,9 +62,13 @@ class _JobBarrier:
 class SnapshotBarriers:
     """Lives on the event loop."""
 
-    def __init__(self, catalog: Catalog, fence: Fence) -> None:
+    def __init__(
+        self, catalog: Catalog, fence: Fence, run_of: Callable[[str], str] = lambda job: ""
+    ) -> None:
+        """`run_of`: of which run a job's shards are; empty where that is not known."""
         self._catalog = catalog
         self._fence = fence
+        self._run_of = run_of
         self._jobs: dict[str, _JobBarrier] = {}
 
     @asynccontextmanager
@@ -91,6 +97,7 @@ class SnapshotBarriers:
         Raises SnapshotFailed while another cut is under way.
         """
         self._forget_quiet_jobs()
+        self._forget_earlier_run(job)
         cut = self._of(job)
         if cut.frozen:
             raise SnapshotFailed(
@@ -235,7 +242,19 @@ class SnapshotBarriers:
         return self._fence.is_live(session.removeprefix(TABLES))
 
     def _of(self, job: str) -> _JobBarrier:
-        return self._jobs.setdefault(job, _JobBarrier())
+        cut = self._jobs.get(job)
+        if cut is None:
+            cut = self._jobs[job] = _JobBarrier(self._run_of(job))
+        return cut
+
+    def _forget_earlier_run(self, job: str) -> None:
+        """Steps that were begun in shards which were replaced since are missing from none."""
+        cut, run = self._of(job), self._run_of(job)
+        is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.frozen
+        if cut.run and cut.run != run and is_idle:
+            self._jobs[job] = _JobBarrier(run)
+        elif not cut.run:
+            cut.run = run
 
     def _forget_quiet_jobs(self) -> None:
         """What is kept for jobs that have nothing here any more."""

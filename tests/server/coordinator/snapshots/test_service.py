@@ -394,6 +394,32 @@ def test_a_server_that_leaves_is_given_nothing_to_load(opened: ExitStack, tmp_pa
     assert elements(pusher(opened, servers, "n").values) == {-1.0}
 
 
+def test_a_snapshot_of_what_was_restored_is_whole(opened: ExitStack, tmp_path: Path) -> None:
+    """What was pushed before to the shards that are gone is missing from none."""
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    member.push()
+    snapshots.take()
+    member.push()
+    snapshots.restore(under_members=True)
+    manifest = snapshots.take().manifest
+    assert manifest.partial_steps == []
+    assert manifest.steps == {member.session: 1}
+
+
+def test_a_server_that_died_a_moment_ago_is_given_nothing_to_load(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """etcd lists it still, and another process is at its address."""
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    snapshots.take()
+    gone = {"address": servers.servers["ps-0"].address, "incarnation": "gone"}
+    servers.run(servers.store.put(keys.server("ps-9"), json.dumps(gone).encode()))
+    assert snapshots.restore(under_members=True).servers == ["ps-0", "ps-1"]
+    assert elements(pusher(opened, servers, "n").values) == {-1.0}
+
+
 def test_a_restore_that_fails_leaves_one_that_came_after_it_alone(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +476,23 @@ def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
         return {each.server_id for each in shards} == set(servers.servers)
 
     awaited(is_spread, 60.0, "each of the three has shards")
+
+
+def test_a_clock_that_was_put_back_makes_no_snapshot_one_of_an_earlier_run(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """By its time it is older than the job; by its lineage it is of the shards that were lost."""
+    servers, snapshots = start(opened, tmp_path)
+    policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
+    member = pusher(opened, servers, "m")
+    member.push()
+    snapshots.take()
+    service = snapshots.service(policy, begun_unix_s=lambda job: time.time() + 3600.0)
+    assert servers.run(service.restore_lost("job")).is_restored
+    # The shards are others from here on, and nobody has taken a snapshot of them.
+    tried = servers.run(service.restore_lost("job"))
+    assert not tried.is_restored
+    assert "of an earlier run" in tried.told
 
 
 def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:
