@@ -8,6 +8,7 @@ import torch
 
 from shoal.data.batches import Loader, Order
 from shoal.data.parts import cut
+from shoal.data.samples import Samples
 from shoal_proto.errors import InvalidSpec
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -56,3 +57,47 @@ def test_parts_need_a_step() -> None:
     batch = Loader((ROWS,), Order(num_samples=4, global_batch_size=4)).synchronous(0, 0, 1)
     with pytest.raises(InvalidSpec, match=r"session\.step"):
         next(batch.parts(2))
+
+
+class Boxes:
+    """Images of `size` channels (or rows), each with as many boxes: for so many samples, one item a
+    sample looks like one tensor for all of them in each place."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        rows = torch.full((self._size, 2), float(index))
+        return rows, {"boxes": rows + 100, "labels": rows + 200}
+
+
+def zipped(samples: list[Any]) -> Any:
+    """As scripts for detection collate."""
+    return tuple(zip(*samples, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seeded", [True, False])
+def test_one_item_a_sample_is_told_from_one_tensor_for_all(size: int, seeded: bool) -> None:
+    """Else a part of three images would be their first channels, and nobody would be told."""
+    samples = Samples(Boxes(size), zipped, 0, seeded=seeded)
+    images, boxes = samples.batch(0, range(4, 4 + size), lambda: True)
+    last_images, last_boxes = cut(images, size - 1, size, size), cut(boxes, size - 1, size, size)
+    assert [image.tolist() for image in last_images] == [[[3.0 + size] * 2] * size]
+    assert [box["labels"].tolist() for box in last_boxes] == [[[203.0 + size] * 2] * size]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_tensor_for_all_stays_what_it_is(size: int) -> None:
+    """Of as many fields as there are samples."""
+
+    def fields(samples: list[Any]) -> Any:
+        images = torch.stack([image for image, _ in samples])
+        return tuple(images + 10 * field for field in range(size)), images
+
+    inputs, _ = Samples(Boxes(size), fields, 0).batch(0, range(size), lambda: True)
+    found = cut(inputs, 1, 2, size)
+    assert [len(each) for each in found] == [1] * size
+    assert [float(each.flatten()[0]) for each in found] == [
+        1.0 + 10 * field for field in range(size)
+    ]

@@ -1,7 +1,7 @@
 """Cutting a member's share of a batch into micro-batches."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -60,8 +60,54 @@ def cut(values: Any, start: int, stop: int, size: int) -> Any:
     raise _not_by_sample(f"a {type(values).__name__}", size)
 
 
+class OnePerSample(tuple[Any, ...]):
+    """What a collate function made of a batch, as far as it is known to hold one item a sample."""
+
+
+def told_apart(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
+    """What a collate function made of so many samples, where a tuple says what its items are.
+
+    Of three images with three channels, `tuple(images)` looks like three tensors that have a row
+    for each sample. `of_one()`, what the function makes of a single sample, has one image then.
+    """
+    if size < 2 or not _in_doubt(collated, size):
+        return collated
+    return _told_apart(collated, of_one(), size)
+
+
+def _in_doubt(values: Any, size: int) -> bool:
+    if isinstance(values, Mapping):
+        return any(_in_doubt(each, size) for each in values.values())
+    if not isinstance(values, list | tuple):
+        return False
+    return _may_be_either(values, size) or any(_in_doubt(each, size) for each in values)
+
+
+def _may_be_either(values: Any, size: int) -> bool:
+    return type(values) is tuple and len(values) == size and _are_columns(values, size)
+
+
+def _told_apart(values: Any, one: Any, size: int) -> Any:
+    if _may_be_either(values, size) and isinstance(one, tuple) and len(one) == 1:
+        return OnePerSample(values)
+    if type(values) is dict and isinstance(one, Mapping):
+        return {name: _told_apart(each, one.get(name), size) for name, each in values.items()}
+    if type(values) in (list, tuple) and isinstance(one, list | tuple) and len(values) == len(one):
+        return type(values)(
+            _told_apart(each, single, size) for each, single in zip(values, one, strict=True)
+        )
+    return values
+
+
+def _are_columns(values: Any, size: int) -> bool:
+    """Whether each of some items has something for each sample."""
+    return bool(values) and all(_is_column(value, size) for value in values)
+
+
 def _cut_sequence(values: Any, start: int, stop: int, size: int) -> Any:
-    columns = bool(values) and all(_is_column(value, size) for value in values)
+    if isinstance(values, OnePerSample):
+        return values[start:stop]
+    columns = _are_columns(values, size)
     if columns and isinstance(values, list) and len(values) == size > 1:
         raise InvalidSpec(
             "a list that may hold one tensor a sample, or one tensor for all samples in each place",
@@ -85,7 +131,7 @@ def _is_column(value: Any, size: int) -> bool:
     if isinstance(value, Mapping):
         return all(_is_column(each, size) for each in value.values())
     if isinstance(value, list | tuple):
-        return len(value) == size or (bool(value) and all(_is_column(each, size) for each in value))
+        return len(value) == size or _are_columns(value, size)
     return value is None
 
 

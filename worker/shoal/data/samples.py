@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shoal.data.parts import told_apart
 from shoal.randomness import mix
 from shoal_proto.errors import LoadingFailed, SampleFailed
 
@@ -77,7 +78,8 @@ class Samples:
         index: int | None = None
         try:
             if not self._seeded and hasattr(self.dataset, "__getitems__"):
-                return self._collate(self.dataset.__getitems__(list(indices)))
+                together = self._collate(self.dataset.__getitems__(list(indices)))
+                return told_apart(together, len(indices), lambda: self._alone(epoch, indices[0]))
             items = []
             for index in indices:
                 if not go_on():
@@ -86,11 +88,17 @@ class Samples:
                 items.append(self.dataset[index])
             index = None
             self._draw_for(epoch, _OF_THE_BATCH + indices[0])
-            return self._collate(items)
+            together = self._collate(items)
+            return told_apart(together, len(items), lambda: self._alone(epoch, indices[0]))
         except Exception as error:  # noqa: BLE001 - raised by `FailedSample.raised`
             text = f"{type(error).__name__}: {error}"[:500]
             trace = "".join(traceback.format_exception(error))[-_LARGEST_TRACE:]
             return FailedSample(index, text, trace, isinstance(error, OSError | MemoryError))
+
+    def _alone(self, epoch: int, index: int) -> Any:
+        """A batch of one sample, loaded anew: a collate function may have changed what it got."""
+        self._draw_for(epoch, index)
+        return self._collate([self.dataset[index]])
 
     def _draw_for(self, epoch: int, index: int) -> None:
         if self._seeded:
