@@ -8,7 +8,8 @@ from torch import nn
 
 import shoal
 from shoal.layouts.hybrid.split_sharded import tensor_degree
-from shoal.layouts.sharded.layout import ranks_of_copy
+from shoal.layouts.sharded import layout
+from shoal.layouts.sharded.layout import ShardedOptions, ranks_of_copy
 from shoal.model.elementwise_optimizers import ELEMENTWISE
 from shoal.strategies import find_strategy
 from shoal.strategies.layout.fsdp import FSDP
@@ -134,3 +135,25 @@ def test_what_split_layers_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(InvalidSpec, match="elementwise"):
         shoal.FSDPTensor(elementwise_optimizer=True)
     assert shoal.FSDPTensor(tensor=2).options() != shoal.FSDPTensor(tensor=4).options()
+
+
+@pytest.mark.parametrize("as_stored", [False, True])
+def test_what_gradients_are_summed_up_in_by_themselves(
+    as_stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It depends on the release of torch; members of two that differ do not train together."""
+    monkeypatch.setattr(layout, "REDUCES_AS_STORED", as_stored)
+    stored, narrow = torch.float32, torch.bfloat16
+    summed = {
+        text: ShardedOptions(param_dtype=param, reduce_dtype=reduce).reduces_in(stored)
+        for text, param, reduce in (
+            ("by itself", narrow, None),
+            ("told", narrow, torch.float16),
+            ("all alike", None, None),
+        )
+    }
+    by_itself = stored if as_stored else narrow
+    assert summed == {"by itself": by_itself, "told": torch.float16, "all alike": stored}
+    told = FSDP(param_dtype="bf16").options()["reduce_dtype"]
+    assert told == ("as stored" if as_stored else "None")
+    assert FSDP().options()["reduce_dtype"] == "None"

@@ -106,8 +106,7 @@ class ShardedFigures:
     def _reduced(self, group: ModuleGroup) -> int:
         """What goes into the group's reduce-scatter."""
         return self._n * sum(
-            self._part(p, self._options.reduce_dtype or self._compute_dtype(p))
-            for p in self._trained(group)
+            self._part(p, self._options.reduces_in(p.dtype)) for p in self._trained(group)
         )
 
     def _gradients_peak(self) -> int:

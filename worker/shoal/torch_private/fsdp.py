@@ -10,8 +10,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.torch_version import TorchVersion
 
 __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
+
+REDUCES_AS_STORED = TorchVersion(torch.__version__) >= "2.15"
+"""Whether gradients are reduced in the dtype of their parameters, unless told otherwise. Before
+2.15 it was the one that layers compute with."""
 
 
 def state_of(module: nn.Module) -> Any:

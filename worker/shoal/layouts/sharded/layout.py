@@ -35,6 +35,7 @@ from shoal.state.shards import MODEL
 from shoal.torch_private.c10d import timeout_of
 from shoal.torch_private.dtensor import forget_groups
 from shoal.torch_private.fsdp import (
+    REDUCES_AS_STORED,
     fsdp_parameters,
     give_memory,
     has_run,
@@ -59,13 +60,24 @@ class ShardedOptions:
     param_dtype: torch.dtype | None = None
     """What layers compute with and all-gathers carry; None: the parameters' own."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients are summed up in over ranks; None: as they come from backward."""
+    """What gradients are summed up in over ranks; None: see `reduces_in`."""
     cpu_offload: bool = False
     """Parameters, gradients and optimizer state lie on the host between the passes of their layers,
     and the optimizer steps there. No difference to a model that computes on a CPU."""
     shard: int | None = None
     """The least number of ranks that a copy of the model is cut over; None: all. See
     `ranks_of_copy`."""
+
+    @property
+    def reduces_as_stored(self) -> bool:
+        """Whether gradients are summed up in another dtype than the one that layers compute with,
+        because this release of torch has it so by itself: all members have to have such a one."""
+        return REDUCES_AS_STORED and self.param_dtype is not None and self.reduce_dtype is None
+
+    def reduces_in(self, stored: torch.dtype) -> torch.dtype:
+        """What gradients of parameters that are stored in this dtype are summed up in."""
+        computed = None if self.reduces_as_stored else self.param_dtype
+        return self.reduce_dtype or computed or stored
 
 
 def ranks_of_copy(world_size: int, shard: int | None) -> int:

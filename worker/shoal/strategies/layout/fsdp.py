@@ -30,8 +30,9 @@ class FSDP(LayoutStrategy):
     `min_group_bytes`: layers are gathered in groups of at least so many bytes; by itself it suits
     the model, 0 gathers each module alone. `param_dtype` ("bf16", "fp16"): what layers compute in
     while the optimizer keeps the parameters' own dtype; `reduce_dtype` ("fp32", ...): what
-    gradients are summed up in, by itself the one they come in. `elementwise_optimizer=True` vouches
-    for an optimizer that is not torch's: each element is updated from its own gradient and state.
+    gradients are summed up in, by itself `param_dtype`, and from torch 2.15 on the parameters' own.
+    `elementwise_optimizer=True` vouches for an optimizer that is not torch's: each element is
+    updated from its own gradient and state.
     `cpu_offload=True`: parameters, gradients and optimizer state lie in host memory, and layers are
     copied to the GPU for their passes; models on a CPU, whose state is there, train as without it.
     `copies` and `copy_every_steps`: see `LayoutStrategy`.
@@ -110,7 +111,7 @@ class FSDP(LayoutStrategy):
         return {
             "min_group_bytes": str(options.min_group_bytes),
             "param_dtype": str(options.param_dtype),
-            "reduce_dtype": str(options.reduce_dtype),
+            "reduce_dtype": "as stored" if options.reduces_as_stored else str(options.reduce_dtype),
             **({"shard": str(options.shard)} if options.shard else {}),
             **({"cpu_offload": "true"} if options.cpu_offload else {}),
         }
