@@ -122,7 +122,7 @@ class SnapshotRestorer:
         if not under_members:
             await self._check_unused(job)
         listed = await shard_map.takers(self._store)
-        # A lease outlives its server: what that one was to load would be lost, and the rest with it.
+        # A lease outlives its server: what that one was to load would be lost, and the rest too.
         present = await answering(listed)
         if not present:
             raise NoServers(
