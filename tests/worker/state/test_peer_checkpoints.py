@@ -3,6 +3,7 @@
 import itertools
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -65,7 +66,7 @@ def test_what_a_member_had_alone_outlives_a_joiner_that_is_lost_at_once() -> Non
     assert run_in_memory(body, 2) == [([5], False), ([], False)]
 
 
-def held_after_a_drain(leaves: bool) -> set[str]:
+def held_after_a_drain(leaving: tuple[int, ...]) -> set[str]:
     """Names of what this member has after all four have handed over; each had a tensor alone."""
     names = [f"model.{each}" for each in range(4)]
     own = names[dist.get_rank()]
@@ -73,7 +74,7 @@ def held_after_a_drain(leaves: bool) -> set[str]:
     peer_checkpoints = PeerCheckpoints(copies=1, every_steps=100)
     shard = state_shard(5, own, elsewhere=others)
     peer_checkpoints.start(shard, frozenset(names), dist.new_group, lambda _: True)
-    peer_checkpoints.hand_over(shard, leaves=leaves)
+    peer_checkpoints.hand_over(shard, leaving=leaving)
     peer_checkpoints.stop(shard)
     held = peer_checkpoints.held(frozenset(names))
     dist.barrier()
@@ -84,12 +85,22 @@ def held_after_a_drain(leaves: bool) -> set[str]:
 def test_one_that_leaves_and_one_that_is_lost_right_behind_it_take_nothing_along() -> None:
     """Regression: with a member that left went its copies of what another had, and until the others
     had made new ones the loss of that one lost the state of the job."""
-    ranks = run_in_memory(held_after_a_drain, 4, True)
-    for leaver, lost in itertools.permutations(range(4), 2):
-        left = (held for rank, held in enumerate(ranks) if rank not in (leaver, lost))
-        assert set().union(*left) == {f"model.{rank}" for rank in range(4)}
-    usual = run_in_memory(held_after_a_drain, 4, False)
+    for leaver in range(4):
+        ranks = run_in_memory(held_after_a_drain, 4, (leaver,))
+        for lost in set(range(4)) - {leaver}:
+            left = (held for rank, held in enumerate(ranks) if rank not in (leaver, lost))
+            assert set().union(*left) == {f"model.{rank}" for rank in range(4)}
+    usual = run_in_memory(held_after_a_drain, 4, ())
     assert [len(held) for held in usual] == [2] * 4, "a join makes no copy more"
+
+
+@pytest.mark.parametrize("leaving", itertools.combinations(range(4), 3))
+def test_any_number_that_leave_at_once_leave_all_they_have(leaving: tuple[int, ...]) -> None:
+    """Regression: they left it with each other, and the state of the job was lost with them."""
+    (stays,) = set(range(4)) - set(leaving)
+    ranks = run_in_memory(held_after_a_drain, 4, leaving)
+    assert ranks[stays] == {f"model.{rank}" for rank in range(4)}
+    assert [len(ranks[rank]) for rank in leaving] == [1] * 3, "nothing is left with who leaves"
 
 
 def test_the_end_waits_for_the_copy_under_way() -> None:

@@ -168,6 +168,10 @@ class LoneMember:
     def leave(self, *, completed: bool, reason: str) -> bool:
         return True
 
+    def successor(self) -> pb.GenerationRecord | None:
+        """Nobody changes the only generation."""
+        return None
+
     def failed_for_good(self, error: ShoalError) -> None:
         """No launcher waits to hear of it."""
 

@@ -141,9 +141,7 @@ class ElasticController:
             generation = self.generation
             assert generation is not None
             if record is not None:
-                stay = {entry.member_id for entry in record.roster.entries}
-                gone = any(entry.member_id not in stay for entry in generation.entries)
-                self._hand_over(leaves=gone)
+                self._hand_over(record)
                 strategy.abandon()
                 self._is_ready = False
                 self._bring_up(record)
@@ -180,12 +178,18 @@ class ElasticController:
 
     def _hand_over_and_leave(self) -> None:
         """The next generation goes on without this member."""
-        self._hand_over(leaves=True)
+        successor = self.membership.successor()
+        if successor is not None:
+            self._hand_over(successor)
 
-    def _hand_over(self, *, leaves: bool) -> None:
+    def _hand_over(self, successor: GenerationRecord) -> None:
+        """What those hold that are not in the next generation is left with those that are."""
+        assert self.generation is not None, "it stops here"
         self.job_log.flush()
+        stay = {entry.member_id for entry in successor.roster.entries}
+        members = {entry.member_id for entry in self.generation.entries}
         try:
-            self.strategy.hand_over(leaves=leaves)
+            self.strategy.hand_over(leaving=members - stay)
         except (RuntimeError, RetryError, RejoinError) as error:
             # Somebody is lost just now: the next generation finds out, and starts from less.
             log.debug("hand_over_failed", reason=str(error)[:300])

@@ -1,6 +1,6 @@
 """What a member keeps of the state from one generation to the next."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -106,14 +106,14 @@ class PeerCheckpoints:
             if self._copies.complete_step is not None:
                 self._alone = None
 
-    def hand_over(self, state_shard: StateShard, *, leaves: bool = False) -> None:
+    def hand_over(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
         """As `offer`, but returns once the copy is complete on all members.
 
-        Until those that stay have copied what they have then, this is all that a loss finds. With
-        `leaves`, who goes takes a copy with it; so one more is made, on all members alike.
+        Until those that stay have copied what they have then, this is all that a loss finds. Ranks
+        that are `leaving`, the same on all members, leave what they have with those that stay.
         """
         if self._copies is not None:
-            self._copies.offer(state_shard, more=int(leaves))
+            self._copies.offer(state_shard, leaving=leaving)
             self._copies.flush()
 
     @property

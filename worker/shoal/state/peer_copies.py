@@ -7,7 +7,7 @@ ranks while training goes on.
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,23 +28,28 @@ CHUNK_BYTES = 4 * 1024 * 1024
 """A copy travels in messages of this size, each of which must come within a time limit."""
 
 
-def targets_of(hosts: Sequence[str], copies: int) -> list[list[int]]:
+def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
     """The ranks that get copies of each rank, from the hosts of all, by rank; pure.
 
     Ranks stand in a ring, those of a host together, and each gives its copies to those that stand
     as far ahead of it as the largest host is long: on another host, as long as no host has more
     than half of the ranks, and as far as possible where one has. Each is given as many as it gives.
+
+    Where some are `leaving`, only those that stay are given any: of each that leaves one more, as
+    it will not be there to have its own.
     """
     world_size = len(hosts)
     ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
     place = {rank: number for number, rank in enumerate(ring)}
     largest = max(Counter(hosts).values())
     ahead = [number * largest % world_size for number in range(1, world_size)]
-    distances = [d for d in dict.fromkeys([*ahead, *range(1, world_size)]) if d][:copies]
-    return [
-        [ring[(place[rank] + distance) % world_size] for distance in distances]
-        for rank in range(world_size)
-    ]
+    distances = [d for d in dict.fromkeys([*ahead, *range(1, world_size)]) if d]
+    found = []
+    for rank in range(world_size):
+        peers = (ring[(place[rank] + distance) % world_size] for distance in distances)
+        staying = [peer for peer in peers if peer not in leaving]
+        found.append(staying[: copies + (rank in leaving)])
+    return found
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,14 @@ class _Ring:
     def has_peers(self) -> bool:
         return bool(self.copies) and len(self.hosts) > 1
 
-    def peers(self, more: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The ranks that get copies of this one's, `more` than usual as far as there are so many,
-        and those whose copies it gets."""
-        targets = targets_of(self.hosts, min(self.copies + more, len(self.hosts) - 1))
-        return targets[self.rank], [
-            column.index(self.rank) for column in zip(*targets, strict=True)
+    def peers(self, leaving: Collection[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """The ranks that get copies of this one's, where these leave, and those whose copies it
+        gets."""
+        targets = targets_of(self.hosts, self.copies, leaving)
+        sources = [
+            (each.index(self.rank), rank) for rank, each in enumerate(targets) if self.rank in each
         ]
+        return targets[self.rank], [rank for _, rank in sorted(sources)]
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,8 @@ class PeerCopies:
     at most K steps if the last copy was complete already.
 
     **Memory**, on the host: 2 x (this rank's holding + what travels of the `copies` ranks whose
-    copies it has), and one rank's more where a member leaves. Until a generation's first copy is
-    complete, up to four copies of generations before it and one of its own; no more than three
+    copies it has), and what members that leave have left with it. Until a generation's first copy
+    is complete, up to four copies of generations before it and one of its own; no more than three
     unless several generations in a row end that soon.
 
     The group must be for nothing else: it is used from a thread, at the same time as others. A
@@ -140,7 +146,7 @@ class PeerCopies:
         self._busy = False
         self._closed = False
         self._failure: BaseException | None = None
-        self._queue: queue.SimpleQueue[tuple[StepCopies, int] | None] = queue.SimpleQueue()
+        self._queue: _Orders = queue.SimpleQueue()
         self._catalogue = Catalogue(world_size)
         self._limit = None if limit_s is None else timedelta(seconds=limit_s)
         self._thread: threading.Thread | None = None
@@ -161,9 +167,9 @@ class PeerCopies:
         """Whether the state after `step` committed steps is to be offered."""
         return self._ring.has_peers and step % self._every_steps == 0
 
-    def offer(self, state_shard: StateShard, *, more: int = 0) -> None:
-        """Copy this rank's holding; on return it may change. All ranks offer the same steps, with
-        `more` copies than usual of some, as far as there are ranks.
+    def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
+        """Copy this rank's holding; on return it may change. All ranks offer the same steps, and
+        say of the same ranks that they leave behind it.
 
         What goes to peers goes in the background. Waits for the copy before to be complete on all
         ranks: no longer than the time limits of its messages. Raises what that copy failed
@@ -182,7 +188,7 @@ class PeerCopies:
         self._slots = (newer, slot)
         slot.take(state_shard, self._travels)
         self._busy = True
-        self._queue.put((slot, more))
+        self._queue.put((slot, leaving))
 
     def flush(self) -> None:
         """Return once the copy under way is complete on all ranks. Raises as `offer`."""
@@ -254,8 +260,8 @@ class PeerCopies:
     def _serve(self, group: dist.ProcessGroup) -> None:
         try:
             while (order := self._queue.get()) is not None:
-                slot, more = order
-                self._copy(slot, more, group)
+                slot, ranks = order
+                self._copy(slot, ranks, group)
                 with self._changed:
                     slot.everywhere = True
                     self._remains = ()
@@ -268,11 +274,11 @@ class PeerCopies:
                 self._failure = error.with_traceback(None)
                 self._changed.notify_all()
 
-    def _copy(self, slot: StepCopies, more: int, group: dist.ProcessGroup) -> None:
-        """Give the slot's own part to peers of this rank, `more` than usual, and take theirs."""
+    def _copy(self, slot: StepCopies, ranks: Collection[int], group: dist.ProcessGroup) -> None:
+        """Give the slot's own part to peers of this rank, where these leave, and take theirs."""
         own = slot.own
         assert own is not None
-        targets, sources = self._ring.peers(more)
+        targets, sources = self._ring.peers(ranks)
         values = self._catalogue.announce(own, group)
         slot.know(self._catalogue.names)
         arriving = {}
@@ -299,6 +305,9 @@ class PeerCopies:
         for work in works:
             work.wait() if self._limit is None else work.wait(self._limit)
             self.num_moved += 1
+
+
+_Orders = queue.SimpleQueue[tuple[StepCopies, Collection[int]] | None]
 
 
 def _chunks(memory: Tensor) -> list[Tensor]:

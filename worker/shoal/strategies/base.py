@@ -15,7 +15,7 @@ A step is committed when `end_step` returns, or it did not happen: whatever fail
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -198,11 +198,11 @@ class Strategy(ABC):
         Runs on the membership's thread: be quick, raise nothing.
         """
 
-    def hand_over(self, *, leaves: bool = False) -> None:  # noqa: B027 - all hold all by default
+    def hand_over(self, *, leaving: Collection[str] = ()) -> None:  # noqa: B027 - all hold all
         """The generation stops here by agreement: leave nothing with members that are to go.
 
-        Called by all its members, at the same step, before any of them abandons it. `leaves`, on
-        all alike: some are to go now.
+        Called by all its members, at the same step, before any of them abandons it. These
+        members are `leaving`, all others stay: the same on all of them.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The elastic life around a layout: new in each generation, filled with what members hold."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -258,9 +258,9 @@ class LayoutStrategy(SynchronousStrategy):
         moved = self._peer_checkpoints.num_moved + (memory.num_met if memory is not None else 0)
         return moved + (binding.layout.num_moved if binding is not None else 0)
 
-    def _hand_over(self, *, leaves: bool) -> None:
+    def _hand_over(self, leaving: Collection[int]) -> None:
         if self._binding is not None:
-            self._peer_checkpoints.hand_over(self._collect(self._binding), leaves=leaves)
+            self._peer_checkpoints.hand_over(self._collect(self._binding), leaving=leaving)
 
     # --- steps ---
 

@@ -9,7 +9,7 @@ has seen since the last meeting is lost with it. So all go back there, and train
 again; each counts once in the steps that are agreed on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -144,7 +144,7 @@ class LocalSGD(SynchronousStrategy):
     def _let_go(self) -> None:
         self._gradients.forget()
 
-    def _hand_over(self, *, leaves: bool) -> None:
+    def _hand_over(self, leaving: Collection[int]) -> None:
         if self._process_group is not None:
             self._meet(self._process_group)
 

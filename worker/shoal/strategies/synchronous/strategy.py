@@ -2,7 +2,7 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -222,15 +222,16 @@ class SynchronousStrategy(Strategy):
         if agreement is not None and self._generation_group.has_cut(self._generation_group.number):
             agreement.cut(f"generation {generation} is over")
 
-    def hand_over(self, *, leaves: bool = False) -> None:
+    def hand_over(self, *, leaving: Collection[str] = ()) -> None:
         group = self._process_group
         if group is not None:
             # As slow as its state is large: judged as a bring-up is.
             self._set_stage(TrainerStage.BRINGING_UP, self._generation_group.number, group)
-            self._hand_over(leaves=leaves)
+            members = self._agreement.members if self._agreement is not None else ()
+            self._hand_over([rank for rank, each in enumerate(members) if each in leaving])
 
-    def _hand_over(self, *, leaves: bool) -> None:
-        """See `Strategy.hand_over`."""
+    def _hand_over(self, leaving: Collection[int]) -> None:
+        """See `Strategy.hand_over`; by rank."""
 
     def abandon(self) -> None:
         self._set_stage(TrainerStage.AWAY)
