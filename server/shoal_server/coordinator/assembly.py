@@ -31,6 +31,7 @@ from shoal_server.coordinator.repair.service import RepairService
 from shoal_server.coordinator.retention import Retention
 from shoal_server.coordinator.retention_policy import RetentionPolicy
 from shoal_server.coordinator.samples.service import SamplesService
+from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
 from shoal_server.coordinator.shards.loss_log import LossLog
@@ -174,7 +175,7 @@ class Coordinator:
         return SnapshotService(
             policy,
             SnapshotTaker(self._store, server_calls, state, self._snapshot_taken),
-            SnapshotRestorer(self._store, server_calls, self.samples.close_replaced),
+            SnapshotRestorer(self._store, server_calls, self.samples.close_replaced, answering),
             self.registry.require_leading,
             begun_unix_s,
             on_restored=losses.restored,

@@ -13,6 +13,7 @@ from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import Restored, SnapshotRestorer
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
@@ -50,7 +51,9 @@ class Snapshots:
         servers.run(snapshot_roots.write(servers.store, [str(directory)]))
         state = JobPosition(cursor=self._read_cursor, training=lambda job: {"step": 3})
         self._taker = SnapshotTaker(servers.store, self._calls, state)
-        self._restorer = SnapshotRestorer(servers.store, self._calls, self._forget_cursor)
+        self._restorer = SnapshotRestorer(
+            servers.store, self._calls, self._forget_cursor, answering
+        )
 
     async def _read_cursor(self, job: str) -> Mapping[str, Any] | None:
         return self.cursor

@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -32,7 +32,6 @@ from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.coordinator.persistence.stored_json import state_from_json
-from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.samples.ledger import Ledger
 from shoal_server.core.shards import losses
@@ -64,6 +63,8 @@ from shoal_server.snapshots.manifest import Manifest, ManifestEntry
 
 log = structlog.get_logger(__name__)
 
+Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
+
 LOAD_WITHIN_S = 1800.0
 DEFAULT_COPIES = 2
 MAX_TRIES = 3
@@ -89,10 +90,14 @@ class SnapshotRestorer:
         store: LeaderStore,
         calls: ServerCalls,
         on_cursor: Callable[[str], None],
+        choose: Choose,
     ) -> None:
+        """`choose` says which of the servers that etcd lists are there: a lease outlives its
+        server, and what one that is gone was to load would be lost, and with it all else."""
         self._store = store
         self._calls = calls
         self._on_cursor = on_cursor
+        self._choose = choose
         self.under_way: Counter[str] = Counter()
         """The jobs that are being restored."""
 
@@ -122,8 +127,7 @@ class SnapshotRestorer:
         if not under_members:
             await self._check_unused(job)
         listed = await shard_map.takers(self._store)
-        # A lease outlives its server: what that one was to load would be lost, and the rest too.
-        present = await answering(listed)
+        present = await self._choose(listed)
         if not present:
             raise NoServers(
                 f"there is no parameter server for job {job}",
