@@ -74,6 +74,31 @@ def test_a_script_that_steps_the_optimizer_is_told_who_does(
         run(cluster, strategy, body)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "async-sgd"])
+def test_a_loss_with_weights_that_each_member_would_train_by_itself_is_refused(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """As of a margin that is learned, with an optimizer that the session does not know of: the
+    members' would drift apart. One that nobody steps, as of a teacher, is left alone."""
+    margin, teacher = nn.Linear(5, 5), nn.Linear(5, 5)
+    of_margin = torch.optim.SGD(margin.parameters(), lr=0.1)
+
+    def distils(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(cross_entropy(teacher(model(batch.inputs)), batch.targets))
+        of_margin.step()
+
+    def learns(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(cross_entropy(margin(model(batch.inputs)), batch.targets))
+            of_margin.step()
+
+    run(cluster, strategy, distils)
+    with pytest.raises(InvalidSpec, match=r"SGD with a parameter of shape \(5, 5\).*in a list"):
+        run(cluster, strategy, learns)
+    of_margin.step()
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "async-sgd"])
 @pytest.mark.parametrize("dropped_by", ["optimizer", "model"])
 @pytest.mark.parametrize("to_none", [True, False])

@@ -43,9 +43,13 @@ class TrainedParameters:
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
 
+    def parameters(self) -> Iterable[Tensor]:
+        """The model's, in its present generation."""
+        return self._model.parameters()
+
     def has_any(self, parameters: Iterable[Tensor]) -> bool:
         """Whether one of these is the model's, in its present generation."""
-        own = {id(each) for each in self._model.parameters()}
+        own = {id(each) for each in self.parameters()}
         return any(id(each) in own for each in parameters)
 
     def check(self, step: int) -> None:

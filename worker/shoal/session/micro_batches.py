@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from shoal import randomness
 from shoal.data.batches import Batch, share
 from shoal.data.parts import cut
 from shoal.layouts import synced_batchnorm
 from shoal.layouts.base import LossFunction
+from shoal.model.other_parameters import nodes_of
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
 
@@ -33,24 +33,12 @@ def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
         yield loss
         return
     loss = loss.nan_to_num()
-    handles = [node.register_prehook(_nothing) for node in _nodes(loss)]
+    handles = [node.register_prehook(_nothing) for node in nodes_of(loss)]
     try:
         yield loss
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _nodes(loss: Tensor) -> set[Node]:
-    """All that a backward pass goes through."""
-    found: set[Node] = set()
-    ahead = [loss.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            ahead += [before for before, _ in node.next_functions]
-    return found
 
 
 def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

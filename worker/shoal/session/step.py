@@ -225,6 +225,7 @@ class Steps:
         counted = fraction if weight is None else step.micro_batches.counted(weight)
         scaler = self._trained.registered.scaler
         step.note_loss(loss if scaler is None else loss.detach() / scaler.get_scale(), counted)
+        step.guard.look_at_loss(loss)
         with step.guard.computing():
             step.micro_batches.backward(loss, fraction, None if weight is None else counted)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.model.other_parameters import OtherParameters
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters
 from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.base import Strategy
@@ -69,10 +70,13 @@ class StepGuard:
         self._is_scaled = False
         self._commits = False
         self._computes = False
+        self._first_step: int | None = None
+        """How many were committed before this member's first."""
         self._emptied: list[tuple[Optimizer, bool]] = []
         """Whose gradients the script has dropped, all of them, since the pass that gave them; and
         whether they are None since, or zeros."""
         self._optimizers = list(optimizers)
+        self._others = OtherParameters(trained.parameters, self._optimizers)
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
         for each in self._optimizers:
             vars(each)["add_param_group"] = self._refuse_group
@@ -82,6 +86,8 @@ class StepGuard:
 
     def check(self) -> None:
         """Raise InvalidSpec where the next step would train something else than the last."""
+        if self._first_step is None:
+            self._first_step = self._step()
         self._trained.check(self._step())
 
     def open(self) -> None:
@@ -95,6 +101,7 @@ class StepGuard:
 
     def release(self) -> None:
         """The session is over: the optimizer is the script's again. May be called twice."""
+        self._others.release()
         for hook in self._hooks:
             hook.remove()
         for each in self._optimizers:
@@ -108,6 +115,12 @@ class StepGuard:
         """Within, the session computes gradients: of a loss that the registered scaler has scaled,
         if there is one. Raises InvalidSpec behind a pass of any other."""
         return _Within(self._set_computes, self._check_scaled)
+
+    def look_at_loss(self, loss: Tensor) -> None:
+        """A backward pass of it begins. What it goes through is told in the first step: later ones
+        have losses of the same making, and a graph may be large."""
+        if self._step() == self._first_step:
+            self._others.look(loss)
 
     def _set_commits(self, commits: bool) -> None:
         self._commits = commits
