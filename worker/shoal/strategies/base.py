@@ -61,11 +61,6 @@ class Strategy(ABC):
     """Synchronous strategies: whether several members work on the same samples."""
     state_is_spread: ClassVar[bool] = False
     """Whether it takes all members to put the model together."""
-    schedule_option: ClassVar[str] = ""
-    """Where it takes a schedule of learning rates that goes by the updates of all members, as one
-    that a script steps does not: how it is given."""
-    given_schedule: LRScheduler | None = None
-    """That schedule, if there is one."""
     carries: ClassVar[bool] = False
     """Whether what a script registers is committed with its steps; see `carry`."""
     meets_earlier: ClassVar[bool] = False
@@ -116,6 +111,17 @@ class Strategy(ABC):
                 if self.schedule_option
                 else "",
             )
+
+    @property
+    def schedule_option(self) -> str:
+        """Where it takes a schedule of learning rates that goes by the updates of all members, as
+        one that a script steps does not: how it is given. Else empty."""
+        return ""
+
+    @property
+    def given_schedule(self) -> LRScheduler | None:
+        """That schedule, if there is one."""
+        return None
 
     @property
     def unscales(self) -> bool:

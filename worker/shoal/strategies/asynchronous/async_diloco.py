@@ -30,7 +30,6 @@ KINDS = ("damp", "none", "scale")
 
 class AsyncDiLoCo(AsyncSGD):
     name: ClassVar[str] = "async-diloco"
-    schedule_option: ClassVar[str] = ""
     pushes_rows: ClassVar[bool] = False
 
     def __init__(
@@ -79,6 +78,11 @@ class AsyncDiLoCo(AsyncSGD):
 
     def _own_fields(self) -> Mapping[str, str]:
         return {"rounds": f"{self._every_steps} steps, {self._outer}"}
+
+    @property
+    def schedule_option(self) -> str:
+        """None: a member's own optimizer follows the script's schedule."""
+        return ""
 
     @property
     def steps_per_round(self) -> int:

@@ -67,7 +67,6 @@ the loss falls is not for it to tell."""
 class AsyncSGD(Strategy):
     name: ClassVar[str] = "async-sgd"
     synchronous: ClassVar[bool] = False
-    schedule_option: ClassVar[str] = "strategy=shoal.AsyncSGD(schedule=...)"
     pushes_rows: ClassVar[bool] = True
     """Whether each step pushes the rows of embedding tables."""
 
@@ -125,8 +124,6 @@ class AsyncSGD(Strategy):
         self._refusals = StepRefusals()
         self._clock = StalenessClock(consistency, staleness_bound)
         self._tables = TableExchange(nn.Module())
-        self.given_schedule = schedule
-        self._followed: FollowedSchedule | None = None
         self._step = 0
         self._has_state = False
         self._cut_generation = 0
@@ -138,8 +135,10 @@ class AsyncSGD(Strategy):
         policy, chosen = self._options.policy, self._options.compression
         spec = self._servers_spec(optimizer)
         spec.staleness.CopyFrom(policy)
-        if (schedule := self._options.schedule) and FollowedSchedule.follows(schedule):
-            self._followed = FollowedSchedule(schedule)
+        schedule = self._options.schedule
+        followed = None
+        if schedule is not None and FollowedSchedule.follows(schedule):
+            followed = FollowedSchedule(schedule)
         self._shared = SharedModel(
             model=model,
             optimizer=optimizer,
@@ -147,12 +146,13 @@ class AsyncSGD(Strategy):
             spec=spec,
             gradients=StepGradients(model.parameters(), optimizer),
             compressor=None if chosen is None else PushCompressor(chosen),
+            followed=followed,
         )
         self._fields = {
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
             "staleness": in_words(policy),
-            "schedule": in_words(spec.schedule) or str(self._followed or "with each push"),
+            "schedule": in_words(spec.schedule) or str(followed or "with each push"),
             **self._clock.fields(),
             **self._own_fields(),
         }
@@ -170,6 +170,14 @@ class AsyncSGD(Strategy):
         log.info("staleness_policy_chosen", strategy=self.name, policy=policy_in_words(policy))
         return model, optimizer
 
+    @property
+    def schedule_option(self) -> str:
+        return "strategy=shoal.AsyncSGD(schedule=...)"
+
+    @property
+    def given_schedule(self) -> LRScheduler | None:
+        return self._options.schedule
+
     def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
         """What the servers do with what they are pushed."""
         return to_spec(optimizer, self._options.schedule)
@@ -180,9 +188,9 @@ class AsyncSGD(Strategy):
 
     def _rates(self) -> list[float]:
         """What goes with a push; empty where the servers know the rates."""
-        if self._followed is not None:
+        if self._shared.followed is not None:
             # New shards have version 1.
-            self._followed.to(self._num_updates - 1)
+            self._shared.followed.to(self._num_updates - 1)
         elif self._options.schedule is not None:
             return []
         return [float(group["lr"]) for group in self._shared.optimizer.param_groups]

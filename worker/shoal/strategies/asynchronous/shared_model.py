@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.model.gradients import StepGradients
+from shoal.strategies.asynchronous.optimizer_spec import FollowedSchedule
 from shoal.strategies.asynchronous.push_compression import PushCompressor
 from shoal.strategies.asynchronous.shared_values import SharedValues
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
@@ -23,3 +24,5 @@ class SharedModel:
     """Those of the whole model, with which no step begins."""
     compressor: PushCompressor | None = None
     """Of the member's gradients; None: they are pushed as they are."""
+    followed: FollowedSchedule | None = None
+    """Whose rates go with each push; None: those that the optimizer has."""
