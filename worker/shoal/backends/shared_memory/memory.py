@@ -8,6 +8,7 @@ for the one 2^r before, so that n ranks need log2(n) rounds.
 import ctypes
 import mmap
 import os
+import platform
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 from shoal_proto.errors import GenerationBroken
 
 _WORD_BYTES = 8
+_STORES_IN_ORDER = platform.machine() == "x86_64"
+"""Whether a processor shows stores of another one in the order in which that made them."""
 
 
 def head_bytes(world_size: int) -> int:
@@ -91,7 +94,8 @@ class SharedMemory:
 
         `sign`: the word that all ranks come with, another one than at the meeting before the last.
         Once all are here, some have gone on perhaps, and have left, which cuts the meeting under
-        those that have not woken up yet. So whoever finds the signs of all goes on as well.
+        those that have not woken up yet. So whoever finds the signs of all goes on as well, where
+        the processor allows to judge by that.
         """
         words = self._words[self._num_met % 2]
         self._num_met += 1
@@ -102,9 +106,8 @@ class SharedMemory:
                     self._post(number)
                 self._wait(semaphores[self.rank], deadline_s)
         except GenerationBroken:
-            # x86-64 shows stores of another processor in their order: what a rank wrote before it
-            # came is there with its sign.
-            if not sign or any(word != sign for word in words):
+            # What a rank wrote before it came has to be there with its sign.
+            if not (sign and _STORES_IN_ORDER) or any(word != sign for word in words):
                 raise
         return list(words)
 
