@@ -42,12 +42,15 @@ class Arena:
         self._all = [i * self.place_bytes for i in range(len(mapped) // self.place_bytes)]
         self._free: list[int] = []
         self._taken: dict[int, int] = {}
+        self.copied_bytes = 0
+        """Of the parts of this call so far."""
         self.clear()
 
     def clear(self) -> None:
         """A call begins: every place is free."""
         self._free = self._all[::-1]
         self._taken.clear()
+        self.copied_bytes = 0
 
     @property
     def has_room(self) -> bool:
@@ -85,6 +88,7 @@ class Arena:
                 if self.is_summed:
                     checksum = crc32(copied, checksum)
                 at += len(data)
+        self.copied_bytes += at - start
         return at - start, checksum
 
     def release(self, shard_id: int) -> None:

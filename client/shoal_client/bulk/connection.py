@@ -134,6 +134,8 @@ class Connection:
                 for part_id in changed:
                     if not left_bytes[part_id]:
                         sending.answered(part_id)
+                        if self._arena is not None:
+                            sending.go_on_between()
             self._is_in_call = False
         except OSError as error:
             raise self._broken(repr(error)) from error

@@ -15,7 +15,8 @@ from shoal_proto.pieces import Buffer
 PIECE_BYTES = 2 * 1024 * 1024
 """Most shards of parameters fit into one: a server that gets them in several has to join them."""
 LOW_WATER_BYTES = 256 * 1024
-"""With fewer bytes on their way to the kernel, more are made ready."""
+"""With fewer bytes on their way to the kernel, more are made ready. What was copied into shared
+memory counts too: the server begins with the first large part while the next one is copied."""
 RECORD_BYTES = 16 * 1024
 """The most that TLS encrypts at a time."""
 MAX_BUFFERS = 256
@@ -62,8 +63,21 @@ class Sending:
             if not self._ready or not self._send():
                 return
 
+    def go_on_between(self) -> None:
+        """As `go_on`, while answers that came are still to be read: the server gets the next part
+        while they are."""
+        try:
+            self.go_on()
+        except OSError:
+            # What did not go is still there: `go_on` meets it again, once all answers are read.
+            return
+
     def _make_ready(self) -> None:
-        while not self._is_over and self._ready_bytes < LOW_WATER_BYTES:
+        untold_from = self._copied_bytes
+        while (
+            not self._is_over
+            and self._ready_bytes + self._copied_bytes - untold_from < LOW_WATER_BYTES
+        ):
             buffers = next(self._frames, None)
             if buffers is None:
                 self._is_over = True
@@ -72,6 +86,10 @@ class Sending:
             else:
                 for buffer in buffers:
                     self._put(buffer)
+
+    @property
+    def _copied_bytes(self) -> int:
+        return self._arena.copied_bytes if self._arena is not None else 0
 
     def _all_frames(self, parts: Iterable[Part]) -> Iterator[list[Buffer]]:
         """What to send, in pieces; an empty one while a part waits for a place."""

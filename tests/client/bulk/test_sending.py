@@ -1,16 +1,26 @@
-"""What a call sends of its parts, where no memory is shared."""
+"""What a call sends of its parts, and when."""
 
+import mmap
 import socket
+from collections.abc import Iterator
 
 import pytest
 
+from shoal_client.bulk.arena import Arena
+from shoal_client.bulk.connection import Connection
 from shoal_client.bulk.sending import PIECE_BYTES, Sending
 from shoal_client.shards.parts import Part, in_pieces
+from shoal_proto import bulk
 from shoal_proto.bulk import Frame, FrameReader, Kind
+from shoal_proto.bulk_opening import SharedMemory
 from shoal_proto.checksum import verify
+from shoal_proto.errors import Overloaded
+from shoal_proto.status import to_detail
+from shoal_proto.v1.parameters_pb2 import PushOutcome, PushReply, PushRequest
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
 
 OPENING = b""
+TIMEOUT_S = 10.0
 
 
 def sent(num_bytes: int) -> list[Frame]:
@@ -41,3 +51,74 @@ def test_a_shard_of_the_usual_size_goes_in_one_piece(num_bytes: int, num_pieces:
     assert sum(frame.num_bytes for frame in pieces) == num_bytes
     for frame in pieces:
         verify("a piece", frame.checksum, frame.body)
+
+
+def heard(connected: socket.socket, reader: FrameReader) -> list[int]:
+    """The shards that the other end told of since, in its order."""
+    try:
+        reader.received(connected.recv_into(reader.space()))
+    except BlockingIOError:
+        return []
+    frames = iter(reader.next, None)
+    return [frame.shard_id for frame in frames if frame.kind is Kind.PLACED]
+
+
+def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> None:
+    """Else it had nothing to do while all places are filled."""
+    data = memoryview(bytes(TARGET_SHARD_BYTES))
+    ours, theirs = socket.socketpair()
+    reader = FrameReader()
+    told: list[list[int]] = []
+
+    def parts() -> Iterator[Part]:
+        for shard_id in range(3):
+            told.append(heard(theirs, reader))
+            yield Part(shard_id=shard_id, num_bytes=len(data), pieces=in_pieces([data]))
+
+    with ours, theirs, mmap.mmap(-1, 3 * len(data)) as mapped:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        arena = Arena(SharedMemory(mapped, is_summed=False), len(data))
+        Sending(ours, OPENING, parts(), arena).go_on()
+        del arena
+    assert told == [[], [0], [1]]
+
+
+def test_a_place_is_filled_again_before_the_next_answer_is_taken() -> None:
+    """Both answers are there; meanwhile the server would wait for the third part."""
+    data = memoryview(bytes(TARGET_SHARD_BYTES))
+    parts = [Part(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)]
+    ours, theirs = socket.socketpair()
+    reader = FrameReader()
+    with theirs, mmap.mmap(-1, 2 * len(data)) as mapped:
+        theirs.setblocking(False)
+        arena = Arena(SharedMemory(mapped, is_summed=False), len(data))
+        connection = Connection(ours, "the server", arena)
+        for shard_id in range(2):
+            reply = PushReply(outcome=PushOutcome(shard_id=shard_id))
+            theirs.sendall(bulk.message(Kind.MESSAGE, reply.SerializeToString()))
+        replies = connection.push(PushRequest(), parts, TIMEOUT_S)
+        next(replies)
+        assert heard(theirs, reader) == [0, 1]
+        next(replies)
+        assert heard(theirs, reader) == [2]
+        connection.close()
+        del replies, arena, connection
+
+
+def test_a_server_that_fails_a_call_and_hangs_up_is_heard_to_the_end() -> None:
+    """Though the next part cannot be sent to it any more."""
+    data = memoryview(bytes(TARGET_SHARD_BYTES))
+    parts = [Part(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(2)]
+    ours, theirs = socket.socketpair()
+    shared = SharedMemory(mmap.mmap(-1, len(data)), is_summed=False)
+    connection = Connection(ours, "the server", Arena(shared, len(data)))
+    with theirs:
+        reply = PushReply(outcome=PushOutcome(shard_id=0))
+        theirs.sendall(bulk.message(Kind.MESSAGE, reply.SerializeToString()))
+        detail = to_detail(Overloaded("too much", seen="a push", expected="fewer"))
+        theirs.sendall(bulk.message(Kind.ERROR, detail.SerializeToString()))
+        replies = connection.push(PushRequest(), parts, TIMEOUT_S)
+        next(replies)
+    with pytest.raises(Overloaded, match="too much"):
+        next(replies)
