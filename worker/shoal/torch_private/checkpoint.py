@@ -1,7 +1,14 @@
 """Of torch.distributed.checkpoint: where an entry lies in its files, and how those are named."""
 
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+
+try:  # Its public name, which torch 2.13 does not have; 2.15 warns of the other.
+    from torch.distributed.checkpoint.fsspec_filesystem import (  # type: ignore[import-not-found]
+        FsspecReader,
+        FsspecWriter,
+    )
+except ModuleNotFoundError:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 __all__ = ["FsspecReader", "FsspecWriter", "StorageInfo", "StoragePrefix"]
 
