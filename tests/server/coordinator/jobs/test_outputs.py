@@ -183,7 +183,7 @@ async def test_last_lines_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("b", "c"):
             async with launched(world, member=name) as tail:
                 tail.add(name * 59)
-        await until_served(world, 0)
+            await until_served(world, 0)
         assert (await read(world, "c")).lines == ("c" * 59,)
         with pytest.raises(UnknownMember):
             await read(world, "b")
