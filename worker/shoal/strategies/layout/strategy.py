@@ -231,8 +231,9 @@ class LayoutStrategy(SynchronousStrategy):
         if self._generation_group.has_cut(self._generation_group.number):
             # Gloo may leave a message of a group that is cut until its limit: wait for none.
             self._peer_checkpoints.interrupt()
-            binding = self._binding
-            for layout in (self._filling, binding.layout if binding is not None else None):
+            # In this order: what is filled becomes the binding's before it is no longer the former.
+            filling, binding = self._filling, self._binding
+            for layout in (filling, binding.layout if binding is not None else None):
                 if layout is not None:
                     layout.cut(f"generation {generation} is over")
 
