@@ -52,7 +52,10 @@ class HostOutputs:
         self._tails = tails
         self._lock = threading.Lock()
         self._stream: grpc.Call | None = None
-        self._heard = False
+        self._heard = threading.Event()
+        """The coordinator has answered on the stream, and so takes last lines."""
+        self._is_asking = True
+        """Whether it is on a stream, or comes to one now."""
         self._closing = threading.Event()
         self._first_reply = FirstReplyTimeout(FIRST_ANSWER_S)
         self._thread = threading.Thread(target=self._serve, name="shoal-outputs", daemon=True)
@@ -67,7 +70,8 @@ class HostOutputs:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._heard:
+        # Workers may have failed before the coordinator has answered.
+        if self._is_asking and self._heard.wait(FIRST_ANSWER_S):
             self._leave_last_lines()
         with self._lock:
             self._closing.set()
@@ -92,8 +96,10 @@ class HostOutputs:
         back_off = BackOff()
         while not self._closing.is_set():
             address = self._coordinators.current
+            self._is_asking = True
             error = self._hold(address, back_off)
-            self._heard = False
+            self._is_asking = False
+            self._heard.clear()
             if self._closing.is_set():
                 return
             if isinstance(error, RetryError | CertificateRefused):
@@ -116,7 +122,7 @@ class HostOutputs:
                     self._first_reply.answered()
                     note_answer(address)
                     back_off.reset()
-                    self._heard = True
+                    self._heard.set()
                     self._answer(wanted)
         except grpc.RpcError as rpc_error:
             found = from_rpc_error(rpc_error, address)

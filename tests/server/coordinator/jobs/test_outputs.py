@@ -189,6 +189,17 @@ async def test_last_lines_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
             await read(world, "b")
 
 
+async def test_last_lines_of_workers_that_fail_before_the_coordinator_has_answered() -> None:
+    def fails_at_once(world: Served) -> None:
+        with launcher(world) as tail:
+            tail.add("no such file")
+
+    async with served(MemoryStore()) as world:
+        await joined(world)
+        await asyncio.to_thread(fails_at_once, world)
+        assert (await read(world)).lines == ("no such file",)
+
+
 async def test_who_does_not_serve_a_member_leaves_no_lines_of_it() -> None:
     async with served(MemoryStore()) as world, launched(world):
         owner = pb.OutputOwner(member_id="a", launch_secret=drawn())
