@@ -174,8 +174,8 @@ def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -
     except GenerationBroken:
         report("over")
     except RuntimeError as error:
-        # Calling a port that nobody listens at any more may fail before the cut.
-        assert rank < dead, error
+        # Calling a port that nobody listens at any more may fail before the cut. Which of two calls
+        # is a matter of their addresses.
         assert GlooBackend().is_failure(error), error
         report("over")
     cutter.join()

@@ -94,7 +94,7 @@ def test_one_that_leaves_and_one_that_is_lost_right_behind_it_take_nothing_along
     assert [len(held) for held in usual] == [2] * 4, "a join makes no copy more"
 
 
-@pytest.mark.parametrize("leaving", itertools.combinations(range(4), 3))
+@pytest.mark.parametrize("leaving", list(itertools.combinations(range(4), 3)))
 def test_any_number_that_leave_at_once_leave_all_they_have(leaving: tuple[int, ...]) -> None:
     """Regression: they left it with each other, and the state of the job was lost with them."""
     (stays,) = set(range(4)) - set(leaving)
