@@ -212,7 +212,7 @@ def train(report: Report, run: Elastic) -> None:
                 fault = ""
             report("tried", **tried, share=share, epoch=batch.epoch, indices=batch.indices)
             with session.step() as step:
-                if run.compiled:
+                if run.compiled == "behind":
                     session.backward(task.loss(called(batch.inputs), batch.targets))
                 else:
                     session.forward_backward(batch, task.loss)

@@ -1,7 +1,7 @@
 """Models that are compiled before they are distributed, or behind: compiled once, and trained to
 the weights of one process."""
 
-import secrets
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.randomness import at
 from shoal.randomness.dropout import key_dropout
-from shoal.strategies.compiled_models import check_compiled, in_place
+from shoal.strategies.compiled_models import in_place
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
@@ -106,7 +106,7 @@ def test_a_later_generation_compiles_nothing(
     assert max(float((weights[k] - expected[k]).abs().max()) for k in expected) < 1e-6
 
 
-CASES = [("ddp", "behind"), ("fsdp", "before")]
+CASES = [("ddp", "behind"), ("fsdp", "before"), ("pipeline", "before")]
 
 
 @pytest.mark.long
@@ -141,7 +141,10 @@ def test_changes_of_members_compile_nothing_anew(
         check_no_trace(schedule, run, 1e-5)
     assert stayed
     for rank in stayed[:1]:
-        assert _graphs(rank) == before[rank] > 0
+        if strategy == "pipeline":  # Each stage that it came to hold, of two and of three.
+            assert 0 < _graphs(rank) <= 2 + 3
+        else:
+            assert _graphs(rank) == before[rank] > 0
 
 
 def _graphs(rank: Rank) -> int:
@@ -150,30 +153,69 @@ def _graphs(rank: Rank) -> int:
     return max(data["graphs"] for kind, data in rank.seen if kind == "committed")
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", "hybrid"])
-def test_strategies_that_cut_models_into_stages_say_so(
-    cluster: LocalCluster, strategy: str
-) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled: Any = torch.compile(model, backend=CountingCompiler())
-    job = f"compiled-{secrets.token_hex(4)}"
-    with (
-        shoal.join(job, coordinator=cluster.coordinator) as session,
-        pytest.raises(InvalidSpec, match=rf"strategy {strategy} cuts a model.*saw.*torch.compile"),
-    ):
-        session.distribute(compiled, optimizer, strategy=strategy)
+def _piped(original: nn.Module, name: str, compiled: str) -> tuple[list[int], dict[str, Tensor]]:
+    """As `_trained`, where passes go through stages."""
+    model, compiler = copy.deepcopy(original), CountingCompiler()
+    strategy: SynchronousStrategy = (
+        shoal.Pipeline(copies=0, microbatches=2)
+        if name == "pipeline"
+        else shoal.Hybrid(copies=0, pipeline=2, tensor=1, microbatches=2)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    over_the_run(strategy)
+    if compiled == "part":
+        next(iter(model.children())).compile(backend=compiler)
+    given: Any = torch.compile(model, backend=compiler) if compiled == "before" else model
+    shown, _ = strategy.distribute(in_place(given), optimizer)
+    if compiled == "in place":
+        shown.compile(backend=compiler)
+    rank, found, loader = torch.distributed.get_rank(), [], equality.loader()
+    for number in (1, 2, 3):
+        states = {} if number == 1 else dict.fromkeys(("m0", "m1"), pb.STATE_ACTION_KEEP)
+        strategy.enter(generation_of(["m0", "m1"], f"m{rank}", number=number, states=states))
+        for _ in range(5):
+            batch = loader.synchronous(strategy.step, 0, 1)
+            strategy.begin_step()
+            strategy.forward_backward(batch.inputs, batch.targets, equality.loss, batch.weight)
+            strategy.end_step(lambda: None)
+        weights = {key: tensor.clone() for key, tensor in strategy.state_dict().items()}
+        strategy.abandon()
+        found.append(compiler.num_graphs)
+    strategy.close()
+    return found, weights
 
 
-def test_a_part_that_is_compiled_is_refused_too_where_none_is_called_whole() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    model[1].compile(backend=CountingCompiler())
-    check_compiled(model, shoal.FSDP())
-    with pytest.raises(InvalidSpec, match=r"saw torch.compile of 1"):
-        check_compiled(model, shoal.Pipeline())
+class Nested(nn.Module):
+    """A list of blocks, of which one is cut further where there are few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(x + self.blocks(x))
+        return outputs
 
 
-def test_a_compiled_model_behind_a_pipeline_is_refused_in_its_first_pass() -> None:
+@pytest.mark.sampled("name", "compiled", "make")
+@pytest.mark.parametrize("make", [Net, chain, Nested])
+@pytest.mark.parametrize("compiled", ["before", "in place", "part"])
+@pytest.mark.parametrize("name", ["pipeline", "hybrid"])
+def test_stages_are_compiled_once(name: str, compiled: str, make: Callable[[], nn.Module]) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    original = make()
+    runs = run_in_memory(_piped, 2, original, name, compiled)
+    assert any(found[0] > 0 for found, _ in runs)
+    for found, _ in runs:
+        assert found == [found[0]] * 3
+    plain = run_in_memory(_piped, 2, original, name, "no")
+    for (_, weights), (_, expected) in zip(runs, plain, strict=True):
+        assert max(float((weights[k] - expected[k]).abs().max()) for k in expected) < 1e-6
+
+
+def test_a_wrapper_around_a_distributed_model_of_stages_is_refused_in_its_first_pass() -> None:
     def body() -> None:
         model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
         strategy = shoal.Pipeline(copies=0)
@@ -183,11 +225,7 @@ def test_a_compiled_model_behind_a_pipeline_is_refused_in_its_first_pass() -> No
         called: Any = torch.compile(shown, backend=CountingCompiler())
         with pytest.raises(InvalidSpec, match="strategy pipeline cuts a model"), torch.no_grad():
             called(torch.zeros(2, 6))
-        shown.compile(backend=CountingCompiler())
         strategy.abandon()
-        states = {"m0": pb.STATE_ACTION_KEEP}
-        with pytest.raises(InvalidSpec, match=r"saw torch.compile of the model"):
-            strategy.enter(generation_of(["m0"], "m0", number=2, states=states))
         strategy.close()
 
     run_in_memory(body, 1)

@@ -27,7 +27,7 @@ from shoal.session.script_calls import OwnCounts, ScriptCalls
 from shoal.session.step_guard import StepGuard
 from shoal.state.registered.objects import RegisteredState, Stateful
 from shoal.strategies.base import Strategy
-from shoal.strategies.compiled_models import check_compiled, in_place
+from shoal.strategies.compiled_models import in_place
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
 
@@ -97,7 +97,6 @@ class Distribution:
     def _distribute(
         self, model: nn.Module, optimizer: Optimizer, chosen: Strategy, options: Options
     ) -> tuple[nn.Module, Optimizer]:
-        check_compiled(model, chosen)
         give_own_memory(model)
         if options.keyed_dropout and chosen.synchronous:
             key_dropout(model)

@@ -48,8 +48,8 @@ class Strategy(ABC):
     passes_meet: ClassVar[bool] = True
     """Synchronous strategies: whether members communicate in the passes of a step."""
     compiles: ClassVar[bool] = True
-    """Whether what `torch.compile` made may be distributed, or made of what was: passes go through
-    whole modules of the user's."""
+    """Whether `torch.compile` may be called of what was distributed: passes go through the user's
+    model as a whole."""
     trains_several: ClassVar[bool] = False
     """Whether several models and optimizers may be distributed, as `SeveralModels`."""
     changes_batch_size: ClassVar[bool] = False

@@ -7,7 +7,8 @@ done so.
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
@@ -35,9 +36,15 @@ def compiled_in_place(model: Any) -> nn.Module:
     return original
 
 
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What a call of the module goes to, if it is compiled in place."""
+    call: Callable[..., Any] | None = module.__dict__.get(_IN_PLACE)
+    return call
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` was called, or `compiled_in_place` made it so."""
-    return module.__dict__.get(_IN_PLACE) is not None
+    return compiled_call(module) is not None
 
 
 def compile_alike(compiled: nn.Module, module: Any) -> None:
@@ -45,6 +52,26 @@ def compile_alike(compiled: nn.Module, module: Any) -> None:
     was compiled is found again for modules of the same class, shapes and settings."""
     call: Any = compiled.__dict__[_IN_PLACE]
     module._compiled_call_impl = _compiler_of(call)(_call_of(module))
+
+
+def compiled_alike(compiled: nn.Module, function: Callable[P, R]) -> Callable[P, R]:
+    """The function, compiled by the very compiler, and with the options, of a module that is."""
+    made: Callable[P, R] = _compiler_of(compiled.__dict__[_IN_PLACE])(function)
+    return made
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Within, the parts of the model run as they are: to be traced, say."""
+    parts = [part for part in model.modules() if is_compiled_in_place(part)]
+    compiled = [(part, part.__dict__[_IN_PLACE]) for part in parts]
+    for part, _ in compiled:
+        del part.__dict__[_IN_PLACE]
+    try:
+        yield
+    finally:
+        for part, call in compiled:
+            part.__dict__[_IN_PLACE] = call
 
 
 def _call_of(module: Any) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from shoal.state.resharding import reshard
 from shoal.state.whole_model import whole_model
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
-from shoal.strategies.compiled_models import check_compiled, in_place
+from shoal.strategies.compiled_models import in_place
 from shoal_proto.errors import InvalidSpec
 
 _MARK = "_shoal_static"
@@ -116,7 +116,6 @@ def distribute(
         return adapter_of(model).distribute_static(model, strategy, backend), optimizer
     chosen = find_strategy(strategy)
     model = as_torch(in_place(model))
-    check_compiled(model, chosen)
     give_own_memory(model)
     init_static_world(backend)
     return FixedRanksTraining(model, optimizer, chosen).model, optimizer

@@ -11,8 +11,9 @@ on if need be.
 """
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx, nn
 
@@ -48,6 +49,7 @@ class Outline:
         self.opened = frozenset(opened)
         self.parameters = signature(model)
         self._flows: dict[bool, Flow] = {}
+        self._functions: dict[tuple[bool, tuple[int, ...], int], Callable[..., Any]] = {}
         names: list[str] | None = None
         for training in (True, False):
             graph = trace(model, self.opened, training)
@@ -66,6 +68,21 @@ class Outline:
         values for the next stage, or what the model returns.
         """
         return self._flows[training].cut(stage_of, stage)
+
+    def function(self, training: bool, stage_of: Sequence[int], stage: int) -> Callable[..., Any]:
+        """The graph as a function of the module whose parts it names, and of its inputs; the same
+        one each time, so that what was compiled of it is found again.
+
+        Parts are looked up as it runs, so it finds what has been replaced meanwhile. An interpreter
+        does the same and takes ten times as long for each layer.
+        """
+        key = training, tuple(stage_of), stage
+        if key not in self._functions:
+            code = self.graph(training, stage_of, stage).python_code("self")
+            names = dict(code.globals)
+            exec(code.src, names)
+            self._functions[key] = names["forward"]
+        return self._functions[key]
 
 
 class Flow:

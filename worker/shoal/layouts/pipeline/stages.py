@@ -8,6 +8,11 @@ from torch import Tensor, fx, nn
 
 from shoal.layouts.pipeline.outline import Outline, is_used, paths_of, uses_of
 from shoal.model.tied_tensors import persistent_buffers, tied
+from shoal.torch_private.compiling import (
+    compile_alike,
+    compiled_alike,
+    compiled_call,
+)
 from shoal.torch_private.modules import (
     buffer_table,
     child_table,
@@ -28,8 +33,11 @@ class Stage:
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
-        self._graphs = {mode: outline.graph(mode, stage_of, index) for mode in (True, False)}
-        self._runs: dict[bool, Callable[..., Any]] = {}
+        modes = (True, False)
+        self._functions = {mode: outline.function(mode, stage_of, index) for mode in modes}
+        self._called = {mode: _called(outline.graph(mode, stage_of, index)) for mode in modes}
+        self._runs: dict[tuple[bool, Any], Callable[..., Any]] = {}
+        """By mode, and by what the user has compiled the model with."""
         self._inputs = outline.parameters
         self._signature = inspect.signature(model.forward)
         uses = [
@@ -61,9 +69,16 @@ class Stage:
     def run(self, inputs: Mapping[str, Any], activations: Sequence[Tensor]) -> Any:
         """This stage of a forward pass: a tuple for the next stage, or the model's outputs."""
         mode = self.model.training
-        if mode not in self._runs:
-            self._runs[mode] = _function(self._graphs[mode])
-        return self._runs[mode](self.model, *inputs.values(), *activations)
+        key = mode, compiled_call(self.model)
+        if key not in self._runs:
+            self._runs[key] = self._function(mode)
+        return self._runs[key](self.model, *inputs.values(), *activations)
+
+    def _function(self, mode: bool) -> Callable[..., Any]:
+        """Compiled as the user has compiled the model."""
+        _compile_called(self.model, self._called[mode])
+        function = self._functions[mode]
+        return compiled_alike(self.model, function) if compiled_call(self.model) else function
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The model's inputs by name, as `run` takes them, of what it is called with.
@@ -84,17 +99,19 @@ class Stage:
         return given
 
 
-def _function(graph: fx.Graph) -> Callable[..., Any]:
-    """The graph as a function of the module whose parts it names, and of its inputs.
+def _called(graph: fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes if node.op == "call_module"}
 
-    Parts are looked up as it runs, so it finds what has been replaced meanwhile. An interpreter
-    does the same and takes ten times as long for each layer.
-    """
-    code = graph.python_code("self")
-    names = dict(code.globals)
-    exec(code.src, names)
-    function: Callable[..., Any] = names["forward"]
-    return function
+
+def _compile_called(model: nn.Module, names: Collection[str]) -> None:
+    """Compile what is called of parts that the user has compiled and that are gone into, never
+    called as a whole."""
+    for name in names:
+        called = model.get_submodule(name)
+        above = [model.get_submodule(path) for path in paths_of(name)][:-1]
+        compiled = [part for part in above if compiled_call(part)]
+        if compiled and not compiled_call(called):
+            compile_alike(compiled[-1], called)
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

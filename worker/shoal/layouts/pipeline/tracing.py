@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
+from shoal.torch_private.compiling import uncompiled
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
@@ -27,7 +28,7 @@ def trace(model: nn.Module, opened: Collection[str], training: bool) -> fx.Graph
     Raises InvalidSpec if it depends on values or shapes.
     """
     tracer = _Tracer(opened)
-    with _tracing, _creators_traced(), _mode(model, training):
+    with _tracing, _creators_traced(), _mode(model, training), uncompiled(model):
         try:
             return tracer.trace(model)
         except (TraceError, TypeError, RuntimeError, NameError, AttributeError) as error:

@@ -31,7 +31,7 @@ from shoal.state.registered.objects import into_shard, of_shard
 from shoal.state.resharding import reshard
 from shoal.state.shards import REGISTERED, Chunk, StateShard
 from shoal.state.whole_model import whole_model
-from shoal.strategies.compiled_models import check_compiled, not_compiled
+from shoal.strategies.compiled_models import not_compiled
 from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import found_by_any
@@ -154,7 +154,6 @@ class LayoutStrategy(SynchronousStrategy):
         state_shard = self._found(generation, group, held, binding)
         binding.fill(state_shard)
         self._registered.adopt(of_shard(state_shard))
-        check_compiled(self._proxy, self)
         take_modes(self._proxy, binding.layout.plain)
         binding.layout.watch(self._passes.ours)
         self._binding, self._filling, self._step = binding, None, state_shard.step
