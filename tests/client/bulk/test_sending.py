@@ -1,6 +1,8 @@
 """What a call sends of its parts, and when."""
 
 import mmap
+import os
+import select
 import socket
 from collections.abc import Iterator
 
@@ -122,3 +124,35 @@ def test_a_server_that_fails_a_call_and_hangs_up_is_heard_to_the_end() -> None:
         next(replies)
     with pytest.raises(Overloaded, match="too much"):
         next(replies)
+
+
+@pytest.mark.parametrize(("num_parts", "looks"), [(3, True), (1, False)])
+def test_an_answer_is_looked_for_before_this_thread_sleeps(
+    num_parts: int, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a call of large parts, where there is another processor for the server."""
+    data = memoryview(bytes(TARGET_SHARD_BYTES))
+    part = [Part(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)]
+    ours, theirs = socket.socketpair()
+    shared = SharedMemory(mmap.mmap(-1, 3 * len(data)), is_summed=False)
+    came: list[str] = []
+
+    def answers(how: str) -> None:
+        came.append(how)
+        reply = PushReply(outcome=PushOutcome(shard_id=0))
+        theirs.sendall(bulk.message(Kind.MESSAGE, reply.SerializeToString()))
+
+    class Poll:
+        def register(self, *_: object) -> None:
+            """Nothing else is waited for."""
+
+        def poll(self, _: float) -> None:
+            answers("asleep")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sched_yield", lambda: answers("looking"))
+    monkeypatch.setattr(select, "poll", Poll)
+    connection = Connection(ours, "the server", Arena(shared, len(data)))
+    with theirs:
+        next(connection.push(PushRequest(), part[:num_parts], TIMEOUT_S))
+    assert came == ["looking" if looks else "asleep"]
