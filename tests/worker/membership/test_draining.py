@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support.training import rank_bodies
@@ -112,6 +113,34 @@ def test_a_handler_of_a_session_that_is_over_asks_nobody_to_drain() -> None:
     _, status = os.waitpid(ended, 0)
     assert os.WTERMSIG(status) == signal.SIGTERM
     assert not asked
+
+
+def test_a_forked_process_is_ended_by_a_signal_that_came_as_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pool that sent it would wait for ever for one that took it for a wish to drain."""
+    drain_signal, trainer, set_handler = (
+        DrainSignal(lambda reason: None),
+        os.getpid(),
+        signal.signal,
+    )
+    drain_signal.install()
+
+    def late(number: int, handler: Any) -> Any:
+        if os.getpid() != trainer:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return set_handler(number, handler)
+
+    monkeypatch.setattr(signal, "signal", late)
+    forked = os.fork()
+    if not forked:
+        os._exit(7)
+    monkeypatch.undo()
+    _, status = os.waitpid(forked, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    drain_signal.restore()
 
 
 def test_members_agree_on_the_kind_of_their_devices(cluster: LocalCluster) -> None:

@@ -29,6 +29,9 @@ from shoal_proto.errors import InvalidSpec, LoadingFailed
 
 log = structlog.get_logger(__name__)
 
+TELLS_S = 2.0
+"""Within so long of its end a process is known to have ended."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -199,8 +202,10 @@ class BatchLoader:
                 return next(self._iterator)
         except (RuntimeError, OSError, EOFError) as error:
             # Nothing of a dataset's own is raised here: that is a FailedSample. A batch is fetched
-            # from the process that loaded it, which may end in the midst of that.
-            ended = ended_processes_of(self._iterator)
+            # from the process that loaded it, which may end in the midst of that: a connection
+            # tells so before the process that started it does.
+            within_s = 0.0 if isinstance(error, RuntimeError) else TELLS_S
+            ended = ended_processes_of(self._iterator, within_s)
             self.close()
             if ended:
                 raise _ProcessEnded(str(error)[:500]) from error

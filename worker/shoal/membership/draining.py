@@ -80,13 +80,39 @@ class DrainSignal:
             signal.raise_signal(number)
 
 
+class _Forking(threading.local):
+    """By thread: any may fork."""
+
+    mask: set[signal.Signals | int] | None = None
+    """What was blocked before, where the signal is a wish to drain."""
+
+
+_forking = _Forking()
+
+
+def _hold_signal() -> None:
+    """A process is about to be forked. One that came to it before it is no member any more would be
+    taken for a wish to drain, or be lost; a pool that had sent it would wait for ever."""
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), DrainSignal):
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_signal_go() -> None:
+    mask, _forking.mask = _forking.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _be_no_member() -> None:
     """In a process that was just forked: a pool ends its own by SIGTERM, and waits for that."""
-    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), DrainSignal):
+    if _forking.mask is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _let_signal_go()
 
 
-os.register_at_fork(after_in_child=_be_no_member)
+os.register_at_fork(
+    before=_hold_signal, after_in_parent=_let_signal_go, after_in_child=_be_no_member
+)
 
 
 def _is_free(handler: object) -> bool:

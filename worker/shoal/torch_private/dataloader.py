@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch._C import _remove_worker_pids, _set_worker_pids
@@ -23,10 +24,13 @@ def processes_of(iterator: Any) -> list[int]:
     return []
 
 
-def ended_processes_of(iterator: Any) -> list[int]:
-    """Ids of those that have ended by themselves, or were killed."""
+def ended_processes_of(iterator: Any, within_s: float = 0.0) -> list[int]:
+    """Ids of those that have ended by themselves, or were killed; of the first that does within so
+    long, if none has."""
     if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         return []
+    if within_s:
+        wait([each.sentinel for each in iterator._workers], within_s)
     return [int(each.pid or 0) for each in iterator._workers if not each.is_alive()]
 
 
