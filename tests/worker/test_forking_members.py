@@ -10,7 +10,7 @@ from support.training.rank_bodies import NUM_STEPS, Run
 from shoal_client.local.cluster import LocalCluster
 
 
-@pytest.mark.parametrize("way", forking_members.WAYS)
+@pytest.mark.parametrize("way", ["fork", pytest.param("pool", marks=pytest.mark.long)])
 def test_a_script_may_have_processes_of_its_own(cluster: LocalCluster, way: str) -> None:
     """They end when they are told to, and by their end nobody leaves the job, and nothing breaks.
 
