@@ -2,7 +2,7 @@
 the weights of one process."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
+from shoal.data.batches import Batch
 from shoal.randomness import at
 from shoal.randomness.dropout import key_dropout
 from shoal.strategies.compiled_models import in_place
@@ -53,6 +54,28 @@ def chain() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 5))
 
 
+def _lived(
+    strategy: SynchronousStrategy,
+    members: Sequence[str],
+    rank: int,
+    take: Callable[[Batch], None],
+    compiler: CountingCompiler,
+) -> tuple[list[int], dict[str, Tensor]]:
+    """Three generations of five steps each: how many graphs were compiled by the end of each; the
+    weights then."""
+    found, loader = [], equality.loader()
+    for number in (1, 2, 3):
+        states = {} if number == 1 else dict.fromkeys(members, pb.STATE_ACTION_KEEP)
+        strategy.enter(generation_of(members, members[rank], number=number, states=states))
+        for _ in range(5):
+            take(loader.synchronous(strategy.step, 0, 1))
+        weights = {key: tensor.clone() for key, tensor in strategy.state_dict().items()}
+        strategy.abandon()
+        found.append(compiler.num_graphs)
+    strategy.close()
+    return found, weights
+
+
 def _trained(
     make: Callable[[], nn.Module], name: str, compiled: str
 ) -> tuple[list[int], dict[str, Tensor]]:
@@ -69,23 +92,16 @@ def _trained(
         called = torch.compile(shown, backend=compiler)
     elif compiled == "in place":
         shown.compile(backend=compiler)
-    found, loader = [], equality.loader()
-    for number in (1, 2, 3):
-        states = {} if number == 1 else {"m0": pb.STATE_ACTION_KEEP}
-        strategy.enter(generation_of(["m0"], "m0", number=number, states=states))
-        for _ in range(5):
-            batch = loader.synchronous(strategy.step, 0, 1)
-            if compiled == "no":
-                take_step(strategy, batch, equality.loss)
-                continue
-            strategy.begin_step()
-            strategy.backward(equality.loss(called(batch.inputs), batch.targets), batch.weight)
-            strategy.end_step(lambda: None)
-        weights = {key: tensor.clone() for key, tensor in strategy.state_dict().items()}
-        strategy.abandon()
-        found.append(compiler.num_graphs)
-    strategy.close()
-    return found, weights
+
+    def take(batch: Batch) -> None:
+        if compiled == "no":
+            take_step(strategy, batch, equality.loss)
+            return
+        strategy.begin_step()
+        strategy.backward(equality.loss(called(batch.inputs), batch.targets), batch.weight)
+        strategy.end_step(lambda: None)
+
+    return _lived(strategy, ["m0"], 0, take, compiler)
 
 
 @pytest.mark.sampled("name", "compiled", "make")
@@ -169,20 +185,13 @@ def _piped(original: nn.Module, name: str, compiled: str) -> tuple[list[int], di
     shown, _ = strategy.distribute(in_place(given), optimizer)
     if compiled == "in place":
         shown.compile(backend=compiler)
-    rank, found, loader = torch.distributed.get_rank(), [], equality.loader()
-    for number in (1, 2, 3):
-        states = {} if number == 1 else dict.fromkeys(("m0", "m1"), pb.STATE_ACTION_KEEP)
-        strategy.enter(generation_of(["m0", "m1"], f"m{rank}", number=number, states=states))
-        for _ in range(5):
-            batch = loader.synchronous(strategy.step, 0, 1)
-            strategy.begin_step()
-            strategy.forward_backward(batch.inputs, batch.targets, equality.loss, batch.weight)
-            strategy.end_step(lambda: None)
-        weights = {key: tensor.clone() for key, tensor in strategy.state_dict().items()}
-        strategy.abandon()
-        found.append(compiler.num_graphs)
-    strategy.close()
-    return found, weights
+
+    def take(batch: Batch) -> None:
+        strategy.begin_step()
+        strategy.forward_backward(batch.inputs, batch.targets, equality.loss, batch.weight)
+        strategy.end_step(lambda: None)
+
+    return _lived(strategy, ["m0", "m1"], torch.distributed.get_rank(), take, compiler)
 
 
 class Nested(nn.Module):

@@ -50,8 +50,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def compile_alike(compiled: nn.Module, module: Any) -> None:
     """Compile `module` in place by the very compiler, and with the options, of one that is. What
     was compiled is found again for modules of the same class, shapes and settings."""
-    call: Any = compiled.__dict__[_IN_PLACE]
-    module._compiled_call_impl = _compiler_of(call)(_call_of(module))
+    module._compiled_call_impl = compiled_alike(compiled, _call_of(module))
 
 
 def compiled_alike(compiled: nn.Module, function: Callable[P, R]) -> Callable[P, R]:
@@ -64,9 +63,7 @@ def compiled_alike(compiled: nn.Module, function: Callable[P, R]) -> Callable[P,
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Within, the parts of the model run as they are: to be traced, say."""
     parts = [part for part in model.modules() if is_compiled_in_place(part)]
-    compiled = [(part, part.__dict__[_IN_PLACE]) for part in parts]
-    for part, _ in compiled:
-        del part.__dict__[_IN_PLACE]
+    compiled = [(part, part.__dict__.pop(_IN_PLACE)) for part in parts]
     try:
         yield
     finally:
