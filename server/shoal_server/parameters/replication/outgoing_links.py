@@ -39,7 +39,7 @@ from shoal_server.parameters.replication.peer_link import PeerLink
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import UpdateRecord
-from shoal_server.parameters.shard.replica import ShardReplica
+from shoal_server.parameters.shard.replica import RecordLog, ShardReplica
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.serving.tasks import SupervisedTasks
 
@@ -149,16 +149,24 @@ class OutgoingLinks:
         return await self._directory.reach(holder)
 
     def record(self, request: UpdateMessage) -> UpdateRecord | None:
+        log = self._log_of(request)
+        return None if log is None else log.get(request.version)
+
+    def owned_record(self, request: UpdateMessage) -> UpdateRecord | None:
+        log = self._log_of(request)
+        return None if log is None else log.owned(request.version)
+
+    def _log_of(self, request: UpdateMessage) -> RecordLog | None:
         replica = self._catalog.find(*request.key)
-        if replica is None or replica.log is None or replica.epoch != request.epoch:
+        if replica is None or replica.epoch != request.epoch:
             return None
-        return replica.log.get(request.version)
+        return replica.log
 
     def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
-        replica = self._catalog.find(*request.key)
-        assert replica is not None and replica.log is not None
-        replica.log.lies_at(request.version, data)
-        return partial(replica.log.own, request.version)
+        log = self._log_of(request)
+        assert log is not None
+        log.lies_at(request.version, data)
+        return partial(log.give_back, request.version, data)
 
     def header(self, image: int) -> pb.CutHeader | None:
         kept = self._cuts.get(image)

@@ -50,7 +50,12 @@ class LinkOwner(Protocol):
         ...
 
     def record(self, request: UpdateMessage) -> UpdateRecord | None:
-        """The push; None if the shard is not led here any more."""
+        """The push, for this turn of the event loop: its data may lie in memory that is used for
+        another one behind it. None if the shard is not led here any more."""
+        ...
+
+    def owned_record(self, request: UpdateMessage) -> UpdateRecord | None:
+        """The same with data that nothing overwrites, however long it takes to send them."""
         ...
 
     def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
@@ -204,7 +209,9 @@ class PeerLink:
         elif isinstance(request, Continue):
             yield frames.of_continue(request)
         elif isinstance(request, UpdateMessage):
-            record = self._owner.record(request)
+            # To send it may have to wait, while the server that has it already gives the memory
+            # back in which the data lie.
+            record = self._owner.owned_record(request)
             if record is not None:
                 yield from frames.of_record(*request.key, request.epoch, record, inline_bytes)
 

@@ -37,30 +37,36 @@ class RecordLog:
         self._trimmed = version
 
     def lies_at(self, version: int, data: Buffer) -> None:
-        """The data of a record that is kept lie there too, until `own` is called."""
-        self._replace(version, data)
+        """The data of a record that is kept lie there too, until `give_back` is called with
+        them."""
+        self._replace(version, data, is_lent=True)
 
-    def own(self, version: int) -> None:
-        """Where a record is still kept, its data are this server's own from here on."""
-        if self._index(version) is not None:
-            self._replace(version, bytes(self.get(version).data))
-
-    def is_lent(self, version: int) -> bool:
-        """Whether it is kept, and its data are their sender's again soon."""
+    def give_back(self, version: int, data: Buffer) -> None:
+        """These data are about to be their lender's again: a record that is kept and has them gets
+        a copy."""
         index = self._index(version)
-        return index is not None and self._records[index].is_lent
+        if index is not None and self._records[index].data is data:
+            self._replace(version, bytes(data), is_lent=False)
 
-    def _replace(self, version: int, data: Buffer) -> None:
+    def owned(self, version: int) -> UpdateRecord:
+        """As `get`, with data that stay as they are for as long as anybody has them."""
+        record = self.get(version)
+        if record.is_lent:
+            self._replace(version, bytes(record.data), is_lent=False)
+        return self.get(version)
+
+    def _replace(self, version: int, data: Buffer, *, is_lent: bool) -> None:
         index = self._index(version)
         assert index is not None
-        self._records[index] = UpdateRecord(self._records[index].push, data)
+        self._records[index] = UpdateRecord(self._records[index].push, data, is_lent)
 
     def _index(self, version: int) -> int | None:
         index = version - self._trimmed - 1
         return index if 0 <= index < len(self._records) else None
 
     def get(self, version: int) -> UpdateRecord:
-        """Raises InternalError for one that is not kept."""
+        """For this turn of the event loop, if the record is lent: behind it, its data may be those
+        of another push. Raises InternalError for one that is not kept."""
         index = self._index(version)
         if index is None:
             raise InternalError(

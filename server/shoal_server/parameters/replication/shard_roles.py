@@ -166,8 +166,8 @@ class ShardRoles:
                 self.shard_journal.tell(replica, record)
             key, version = (replica.job, replica.shard_id), record.push.version
             self._driver.tell(Applied(key, version, is_kept))
-            if record.is_lent and replica.log is not None and replica.log.is_lent(version):
-                replica.log.own(version)
+            if record.is_lent and replica.log is not None:
+                replica.log.give_back(version, record.data)
 
     # --- leading ---
 

@@ -29,6 +29,9 @@ class Refused:
     def record(self, request: UpdateMessage) -> UpdateRecord | None:
         return None
 
+    def owned_record(self, request: UpdateMessage) -> UpdateRecord | None:
+        return None
+
     def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
         return lambda: None
 

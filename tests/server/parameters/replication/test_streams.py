@@ -181,7 +181,7 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
 
         def keep(data: memoryview) -> Callable[[], None]:
             log.lies_at(2, data)
-            return partial(log.own, 2)
+            return partial(log.give_back, 2, data)
 
         assert stream.write_now(*told, keep=keep)
         start, placed = await other_end.next_frame(), await other_end.next_frame()

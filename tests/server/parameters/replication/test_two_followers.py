@@ -1,0 +1,149 @@
+"""A shard with a backup in step and a second server that is getting it: both have the same of it,
+however far one of them is behind."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from support.clusters.assignment_records import write_assignments
+from support.clusters.parameter_servers import config
+
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.replication.leading.followers import FollowerPhase
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.bulk.places import NUM_PLACES
+from shoal_server.parameters.process import RunningServer, running
+from shoal_server.parameters.replication.received_updates import ReceivedUpdates
+from shoal_server.parameters.shard.dense import DensePush, new_dense_shard
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
+
+JOB, KEY = "job", ("job", 0)
+NUM_ELEMENTS = 2048
+"""Of a gradient that is told of by shared memory."""
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+LIMIT_S = 30.0
+
+
+@dataclass
+class World:
+    """Three servers on this machine; the first one leads the shard."""
+
+    primary: RunningServer
+    backup: RunningServer
+    joiner: RunningServer
+
+    def __post_init__(self) -> None:
+        self.gradient = bytearray(4 * NUM_ELEMENTS)
+        """Memory of a worker, which uses it for one push after the other."""
+        self.expected = torch.zeros(NUM_ELEMENTS)
+
+    def create(self) -> None:
+        block = Block(parameter="p", num_elements=NUM_ELEMENTS)
+        spec = Shard(shard_id=0, epoch=1, dtype="float32", blocks=[block])
+        shard = new_dense_shard(spec, SGD, bytearray(4 * NUM_ELEMENTS))
+        replica = ShardReplica(JOB, shard, ReplicaRole.PRIMARY, 1)
+        assert self.primary.replicas._catalog.add(replica)
+        self.primary.replicas.created(replica)
+
+    def copy_at(self, server: RunningServer) -> ShardReplica | None:
+        return server.replicas._catalog.find(*KEY)
+
+    def version_at(self, server: RunningServer) -> int:
+        copy = self.copy_at(server)
+        return copy.state.version if copy is not None else 0
+
+    def values_at(self, server: RunningServer) -> torch.Tensor:
+        copy = self.copy_at(server)
+        assert copy is not None
+        return copy.state.body.flat_tensors()["values"]
+
+    def push(self) -> None:
+        """One that nobody waits for: others push meanwhile."""
+        led = self.copy_at(self.primary)
+        assert led is not None
+        gradient = torch.frombuffer(self.gradient, dtype=torch.float32)
+        gradient.fill_(-float(led.state.version))
+        self.expected -= gradient
+        push = DensePush(
+            session="s",
+            sequence=led.state.version,
+            epoch=1,
+            base_version=led.state.version,
+            lr=None,
+            blocks=[0],
+            gradient=memoryview(self.gradient),
+            is_borrowed=True,
+        )
+        led.state.push(push, lambda session: True, told=led.leading.tell_applied)
+        gradient.fill_(float("nan"))
+
+    def follows(self, server: RunningServer) -> bool:
+        led = self.primary.replicas._driver.core.led(KEY)
+        follower = led.followers.get(server.replicas.me) if led is not None else None
+        return follower is not None and follower.phase is FollowerPhase.FOLLOWING
+
+    def record(self) -> ShardAssignment:
+        record = self.primary.replicas.assignment(*KEY)
+        assert record is not None
+        return record
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not is_so():  # noqa: ASYNC110 - the state of servers, which send no event
+                await asyncio.sleep(0.001)
+
+
+async def test_a_push_that_waits_for_one_follower_is_not_overwritten_by_what_another_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The joiner reads nothing for a while, and the memory that it shares with the primary is full.
+    What waits to be sent to it lies where the backup has read it, and is used for other pushes."""
+    store = MemoryStore()
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(running(config(f"ps-{number}"), store))
+            for number in range(3)
+        ]
+        world = World(*servers)
+        me, backup, joiner = (server.replicas.me for server in servers)
+        first = ShardAssignment(shard_id=0, epoch=1, primary=me, joining=backup)
+        await write_assignments(store, JobAssignments(job=JOB, copies=3, shards=(first,)))
+        await world.primary.replicas.refresh(JOB)
+        world.create()
+        await world.until(lambda: world.record().backups == (backup,))
+
+        reads = asyncio.Event()
+        received = world.joiner.replicas.received
+        await_room, has_room = ReceivedUpdates.await_room, ReceivedUpdates.has_room
+
+        async def held(self: ReceivedUpdates) -> None:
+            if self is received:
+                await reads.wait()
+            await await_room(self)
+
+        def has(self: ReceivedUpdates) -> bool:
+            assert has_room.fget is not None
+            return (self is not received or reads.is_set()) and has_room.fget(self)
+
+        monkeypatch.setattr(ReceivedUpdates, "await_room", held)
+        monkeypatch.setattr(ReceivedUpdates, "has_room", property(has))
+        await world.primary.replicas.change_assignments(
+            JOB, [0], lambda record: replace(record, joining=joiner)
+        )
+        await world.until(lambda: world.follows(world.joiner))
+        for _ in range(4 * NUM_PLACES):
+            world.push()
+            await world.until(
+                lambda: world.version_at(world.backup) == world.version_at(world.primary)
+            )
+        reads.set()
+        last = world.version_at(world.primary)
+        await world.until(lambda: world.version_at(world.joiner) == last)
+        for server in servers:
+            assert torch.equal(world.values_at(server), world.expected), server.server_id
+    await store.close()
