@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
@@ -37,6 +38,8 @@ class Campaign:
     reader: Reader | None = None
     failovers_s: list[float] = field(default_factory=list)
     """From each kill of a primary until a push that it was in the way of was acknowledged."""
+    strikes: list[tuple[float, str]] = field(default_factory=list)
+    """When what was done to whom, for whoever reads a failure."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -80,8 +83,14 @@ class Campaign:
         """Kill a primary and start another server, now and then under the same
         id; wait for the failover."""
         victim = self.victim()
+        led = [
+            shard.shard_id
+            for shard in self.cluster.assignments(self.work.job).shards
+            if shard.primary.server_id == victim.server_id
+        ]
         victim.kill()
         killed_s = now_s()
+        self.strikes.append((killed_s, f"{victim.server_id}, which led {led}, is dead"))
         same_id = self.rng.random() < SAME_ID_RATE
         self.cluster.start(victim.server_id if same_id else f"ps-{len(self.cluster.servers)}")
         self.failovers_s.append(self.await_success(killed_s) - killed_s)
@@ -150,10 +159,18 @@ def row_campaign(
             worker.stop()
 
 
+def history_of(run: Campaign, report: Report) -> str:
+    """What was done to the servers, and what they said of it: for whoever reads a failure."""
+    began = datetime.fromtimestamp(time.time() - now_s() + report.began_s, UTC)
+    strikes = (f"  {at_s - report.began_s:.3f} s: {what}" for at_s, what in run.strikes)
+    said = (f"  {line}" for line in run.cluster.said_of(run.work.job))
+    return "\n".join([f"times count from {began:%H:%M:%S.%f} UTC", *strikes, *said])
+
+
 def judge(work: Work) -> Report:
     """Whether what survived is what the workers were told."""
     shard_map = settle(work)
     return check(shard_map.shards, work.optimizer, read_journals(work.directory.glob("*.jsonl")))
 
 
-__all__ = ["Campaign", "Stuck", "campaign", "judge", "row_campaign"]
+__all__ = ["Campaign", "Stuck", "campaign", "history_of", "judge", "row_campaign"]

@@ -14,12 +14,13 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 
-from history.events import Answered, Event, Gradients, Seen, Sent, Verdict
-from history.search import Misfit, Placed, Search
+from history.events import Answered, Event, Seen, Sent, Verdict
+from history.search import Misfit, Placed, Search, Undecided
+from history.sightings import Push, Sightings
 from history.twin import Twin
 
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
@@ -49,22 +50,6 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Push:
-    """One push as its pusher knows it in the end."""
-
-    session: str
-    sequence: int
-    gradients: Gradients
-    sent_s: float
-    verdict: Verdict = Verdict.UNKNOWN
-    answered_s: float = math.inf
-    versions: Mapping[int, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self.session}#{self.sequence}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """What came of a check."""
 
@@ -73,6 +58,9 @@ class Report:
     num_unknown: int
     num_unknown_applied: int
     """Parts of unknown pushes that turned out to be applied, over all shards."""
+    began_s: float
+    """When the first thing happened, on the clock of the events: what is told of times counts from
+    there."""
 
     def count(self, kind: Kind) -> int:
         return sum(fault.kind is kind for fault in self.faults)
@@ -90,10 +78,11 @@ def check(shards: Iterable[Shard], optimizer: OptimizerSpec, events: Sequence[Ev
     """Compare everything that the workers were told and saw. The values that were seen last, by
     whoever it was, are taken for what survived."""
     pushes = collect(events)
+    began_s = min(event.at_s for event in events)
     faults: list[Fault] = []
     num_applied = 0
     for shard in shards:
-        own = _ShardCheck(Twin(shard, optimizer), pushes, events)
+        own = _ShardCheck(Twin(shard, optimizer), pushes, events, began_s)
         faults += own.run()
         num_applied += own.num_unknown_applied
     verdicts = [push.verdict for push in pushes]
@@ -102,6 +91,7 @@ def check(shards: Iterable[Shard], optimizer: OptimizerSpec, events: Sequence[Ev
         num_acknowledged=verdicts.count(Verdict.ACKNOWLEDGED),
         num_unknown=verdicts.count(Verdict.UNKNOWN),
         num_unknown_applied=num_applied,
+        began_s=began_s,
     )
 
 
@@ -129,22 +119,32 @@ def collect(events: Iterable[Event]) -> list[Push]:
 
 
 class _ShardCheck:
-    def __init__(self, first: Twin, pushes: Sequence[Push], events: Sequence[Event]) -> None:
+    def __init__(
+        self, first: Twin, pushes: Sequence[Push], events: Sequence[Event], began_s: float
+    ) -> None:
         self._first = first
         self._shard_id = first.shard.shard_id
         self._acknowledged = [p for p in pushes if p.verdict is Verdict.ACKNOWLEDGED]
         self._unknown = [p for p in pushes if p.verdict is Verdict.UNKNOWN]
         self._seen = [e for e in events if isinstance(e, Seen) and self._shard_id in e.values]
         self._end = max(self._seen, key=lambda e: e.at_s).values[self._shard_id][0]
+        self._sightings = Sightings(self._shard_id, self._seen, began_s)
         self._faults: list[Fault] = []
         self.num_unknown_applied = 0
 
     def run(self) -> Sequence[Fault]:
         order = self._place()
-        checksums = self._sightings()
+        self._check_sightings()
         self._check_order(order)
+        disputed = self._sightings.disputed
+        is_all = not self._faults
+        for version in disputed:
+            told = self._sightings.dispute(version, order, self._unknown)
+            if is_all and version == disputed[0]:
+                told = f"{told}; {self._which(order, version)}"
+            self._fault(Kind.VANISHED, told)
         if not self._faults:
-            self._replay(order, checksums)
+            self._replay(order)
         return self._faults
 
     def _fault(self, kind: Kind, detail: str) -> None:
@@ -165,23 +165,18 @@ class _ShardCheck:
                 order[version] = push
         return order
 
-    def _sightings(self) -> dict[int, int]:
-        """The checksum of each version that was seen."""
-        checksums: dict[int, int] = {}
+    def _check_sightings(self) -> None:
+        """Fault each version that went back, but for those that are disputed."""
         newest: dict[str, int] = defaultdict(int)
         for event in sorted(self._seen, key=lambda e: e.at_s):
-            version, checksum = event.values[self._shard_id]
+            version, _ = event.values[self._shard_id]
+            who = self._sightings.at(event)
             if version > self._end:
-                self._fault(Kind.VANISHED, f"{version} was seen, the last is {self._end}")
-            elif checksums.setdefault(version, checksum) != checksum:
-                self._fault(Kind.VANISHED, f"{version} was seen with other values before")
+                told = f"{version} was seen by {who}, the last is {self._end}"
+                self._fault(Kind.VANISHED, told)
             if version < newest[event.session]:
-                self._fault(
-                    Kind.VANISHED,
-                    f"{event.session} saw {version} after {newest[event.session]}",
-                )
+                self._fault(Kind.VANISHED, f"{who} saw {version} after {newest[event.session]}")
             newest[event.session] = max(newest[event.session], version)
-        return checksums
 
     def _check_order(self, order: Mapping[int, Push]) -> None:
         """Fault each push that stands behind one that was sent after it was answered."""
@@ -194,7 +189,43 @@ class _ShardCheck:
                 )
             earliest = min(earliest, (push.answered_s, str(push)))
 
-    def _replay(self, order: Mapping[int, Push], checksums: Mapping[int, int]) -> None:
+    def _which(self, order: Mapping[int, Push], version: int) -> str:
+        """Which of the values that were seen of a version the pushes give, and what of later ones
+        follows on these."""
+        known = self._sightings.checksums
+        for other in self._sightings.disputed:
+            del known[other]
+        return ", ".join(
+            f"{checksum:#010x} {self._how_far(order, known, version, checksum)}"
+            for checksum in self._sightings.values_of(version)
+        )
+
+    def _how_far(
+        self, order: Mapping[int, Push], known: Mapping[int, int], version: int, checksum: int
+    ) -> str:
+        try:
+            found = self._search(order, {**known, version: checksum})
+        except Undecided:
+            return "may or may not be what the pushes give"
+        if not isinstance(found, Misfit):
+            return "is what the pushes give, and so is all that was seen later"
+        if found.bad > version:
+            return f"is what the pushes give, and not what was seen of {found.bad} behind it"
+        if found.bad < version:
+            return f"was not reached: what was seen of {found.bad} is not what the pushes give"
+        return "is not what the pushes give"
+
+    def _replay(self, order: Mapping[int, Push]) -> None:
+        found = self._search(order, self._sightings.checksums)
+        if isinstance(found, Misfit):
+            self._explain(found)
+        else:
+            self.num_unknown_applied = len(found)
+
+    def _search(
+        self, order: Mapping[int, Push], checksums: Mapping[int, int]
+    ) -> Mapping[int, Placed] | Misfit:
+        """See `Search.run`. Raises Undecided."""
         answers = sorted((push.answered_s, version) for version, push in order.items())
         answered_s = [at_s for at_s, _ in answers]
         # newest[i]: the newest version that was there for sure after i answers.
@@ -203,18 +234,13 @@ class _ShardCheck:
             self._placed(push, newest[bisect_left(answered_s, push.sent_s)])
             for push in self._unknown
         ]
-        search = Search(
+        return Search(
             self._first,
             end=self._end,
             acknowledged={version: self._placed(push) for version, push in order.items()},
             unknown=unknown,
             checksums=checksums,
-        )
-        found = search.run()
-        if isinstance(found, Misfit):
-            self._explain(found)
-        else:
-            self.num_unknown_applied = len(found)
+        ).run()
 
     def _placed(self, push: Push, floor: int = 0) -> Placed:
         return Placed(name=str(push), gradients=push.gradients, floor=floor)

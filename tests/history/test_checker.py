@@ -235,6 +235,43 @@ def test_an_answered_push_stands_before_those_sent_later() -> None:
     assert report.count(Kind.ORDER) >= 1
 
 
+@pytest.mark.parametrize("goes_on_from_it", [False, True])
+def test_what_is_told_of_a_version_with_two_sets_of_values(*, goes_on_from_it: bool) -> None:
+    """Who saw which and when, what was pushed around it, and which of the two the pushes give: who
+    finds this in a log can tell a reader that saw something torn from a copy that led on from other
+    values than its primary had."""
+    events = history(SHARDS, OPTIMIZERS["sgd"], 0)
+    seen = [event for event in events if isinstance(event, Seen)]
+    known = seen[len(seen) // 2]
+    version, checksum = known.values[0]
+    wrong = checksum ^ 1
+    events.append(Seen(session="reader", at_s=known.at_s + 0.25, values={0: (version, wrong)}))
+    if goes_on_from_it:
+        events = [_other_values(e, version) if isinstance(e, Seen) else e for e in events]
+    (fault,) = judged("sgd", events).faults
+    assert (fault.kind, fault.shard_id) == (Kind.VANISHED, 0)
+    behind = min(event.values[0][0] for event in seen if event.values[0][0] > version)
+    given = f"and not what was seen of {behind} behind it"
+    pusher = f"{checksum:#010x} by {known.session} at {known.at_s - 1.0:.3f} s"
+    for told in (
+        f"{version} was seen with other values before; {pusher}",
+        f"{wrong:#010x} by reader at {known.at_s - 0.75:.3f} s",
+        f"{version}: made by {known.session}#",
+        f"{checksum:#010x} is what the pushes give, "
+        + (given if goes_on_from_it else "and so is all that was seen later"),
+        f"{wrong:#010x} is not what the pushes give",
+    ):
+        assert told in fault.detail
+
+
+def _other_values(event: Seen, version: int) -> Seen:
+    """Of the first shard, where it is newer than that version."""
+    seen, checksum = event.values[0]
+    if seen <= version:
+        return event
+    return replace(event, values={**event.values, 0: (seen, checksum ^ 1)})
+
+
 def test_a_journal_survives_its_writer(tmp_path: Path) -> None:
     """What was written is read back equal; a line that was cut off counts as not begun."""
     events = history(SHARDS, OPTIMIZERS["sgd"], 3)

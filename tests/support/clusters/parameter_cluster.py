@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -44,6 +45,9 @@ START_S = 30.0
 CALL_S = 5.0
 LEASE_S = 2.0
 """As short as etcd grants it."""
+LOGGED_OF_SHARDS = ("shard_", "copy_", "_lost", "replication_link_", "acknowledges_", "image_")
+MAX_LOG_LINES = 400
+LOG_TIME_CHARACTERS = len("2026-01-01 00:00:00")
 
 
 def _serve(config: ParameterServerConfig, log_path: Path, host: Host | None) -> None:
@@ -290,6 +294,20 @@ class ParameterCluster:
     def is_spread(self, job: str) -> bool:
         """Whether it is in step, and every server leads some shard."""
         return self.is_in_step(job) and len(self.primaries(job)) == len(self.present)
+
+    def said_of(self, job: str) -> list[str]:
+        """What the servers logged of a job's shards and of each other, in the order of time, so far
+        as that is known to the second; the last of it where it is much."""
+        lines = [
+            (line[:LOG_TIME_CHARACTERS], f"{server.server_id}: {line}")
+            for server in self.servers.values()
+            if server.log_path.exists()
+            for line in server.log_path.read_text().splitlines()
+            if any(event in line for event in LOGGED_OF_SHARDS)
+            and ("job=" not in line or f"job={job} " in f"{line} ")
+        ]
+        # Those of one server stay as they came.
+        return [line for _, line in sorted(lines, key=itemgetter(0))][-MAX_LOG_LINES:]
 
     def _read(self, key: str, *, prefix: bool = False) -> Sequence[KeyValue]:
         request = range_request(key, prefix=prefix)

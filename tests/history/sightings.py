@@ -1,0 +1,92 @@
+"""Who saw which values of a shard and when: what is to be known about a version that was seen with
+two sets of values."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from history.events import Gradients, Seen, Verdict
+
+MAX_TOLD = 4
+"""Of those who saw the same."""
+AROUND = 3
+"""Versions before and behind that are told of."""
+IN_FLIGHT_S = 5.0
+"""Pushes without an outcome are told of if they were sent no longer before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """One push as its pusher knows it in the end."""
+
+    session: str
+    sequence: int
+    gradients: Gradients
+    sent_s: float
+    verdict: Verdict = Verdict.UNKNOWN
+    answered_s: float = float("inf")
+    versions: Mapping[int, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.session}#{self.sequence}"
+
+
+class Sightings:
+    """Of one shard, by version."""
+
+    def __init__(self, shard_id: int, seen: Iterable[Seen], began_s: float) -> None:
+        """Times are told as seconds since `began_s`."""
+        self._began_s = began_s
+        self._seen: dict[int, list[tuple[Seen, int]]] = defaultdict(list)
+        for event in sorted(seen, key=lambda e: e.at_s):
+            version, checksum = event.values[shard_id]
+            self._seen[version].append((event, checksum))
+
+    @property
+    def checksums(self) -> dict[int, int]:
+        """Of each version, as it was seen first."""
+        return {version: seen[0][1] for version, seen in self._seen.items()}
+
+    @property
+    def disputed(self) -> list[int]:
+        """Versions that were seen with more than one set of values."""
+        return sorted(version for version in self._seen if len(self.values_of(version)) > 1)
+
+    def values_of(self, version: int) -> list[int]:
+        """The checksums that were seen of it, each once, in order."""
+        return list(dict.fromkeys(checksum for _, checksum in self._seen[version]))
+
+    def at(self, event: Seen) -> str:
+        return f"{event.session} at {self._time(event.at_s)}"
+
+    def dispute(self, version: int, order: Mapping[int, Push], unknown: Sequence[Push]) -> str:
+        """Who saw what of that version, and what was pushed around it. `order`: the acknowledged
+        pushes by the version that each made."""
+        told = [f"{version} was seen with other values before"]
+        for checksum in self.values_of(version):
+            events = [self.at(event) for event, seen in self._seen[version] if seen == checksum]
+            more = f" and {len(events) - MAX_TOLD} more" if len(events) > MAX_TOLD else ""
+            told.append(f"{checksum:#010x} by {', '.join(events[:MAX_TOLD])}{more}")
+        told += self._around(version, order)
+        first_s = self._seen[version][0][0].at_s
+        last_s = self._seen[version][-1][0].at_s
+        open_then = [p for p in unknown if first_s - IN_FLIGHT_S < p.sent_s < last_s]
+        told += [f"{p}, sent at {self._time(p.sent_s)}, has no outcome" for p in open_then]
+        return "; ".join(told)
+
+    def _around(self, version: int, order: Mapping[int, Push]) -> Iterable[str]:
+        for near in range(version - AROUND, version + AROUND + 1):
+            push = order.get(near)
+            if push is None:
+                who = "nobody was told to have made it"
+            else:
+                times = f"{self._time(push.sent_s)} to {self._time(push.answered_s)}"
+                who = f"made by {push}, {times}"
+            by = ", ".join(self.at(event) for event, _ in self._seen.get(near, ())[:MAX_TOLD])
+            yield f"{near}: {who}, seen by {by or 'nobody'}"
+
+    def _time(self, at_s: float) -> str:
+        return f"{at_s - self._began_s:.3f} s"
+
+
+__all__ = ["Push", "Sightings"]
