@@ -1,7 +1,7 @@
 """Records of who holds shards: placed whole or not at all, and changed each by itself."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,6 +21,7 @@ from shoal_server.etcd.api import (
     Put,
     Revision,
     TransactionResult,
+    WatchBatch,
     absent,
     created_at,
 )
@@ -28,6 +29,8 @@ from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
+from shoal_server.parameters.cluster import assignment_table
+from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 
 MAX_OPERATIONS = 128
 """Of a transaction, in an etcd that nobody has told otherwise."""
@@ -283,6 +286,53 @@ async def test_a_write_of_unknown_outcome_is_not_made_later(store: WatchedStore)
     found = await read(store)
     assert found is not None
     assert found.shards[0].primary == A
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+async def test_what_came_of_a_write_is_known_before_anybody_goes_on_from_it(
+    store: WatchedStore, monkeypatch: pytest.MonkeyPatch, *, is_made: bool
+) -> None:
+    """etcd went away under it, and for so long that nobody could look. Its maker came to want
+    nothing of the kind any more: it is told what it has done, or that it can be done no more. A
+    primary would else go on without a backup that the record has by then."""
+    monkeypatch.setattr(assignment_table, "RETRY_PAUSE_S", 0.0)
+    await records.place(store, placed(1))
+    transact, late = store.transact, list[tuple[Sequence[Compare], Sequence[Operation]]]()
+    outages = iter([True, True])
+
+    async def away(
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        if not late:
+            late.append((compares, then))
+            if is_made:
+                await transact(compares, then, otherwise)
+            raise Unavailable("the connection broke", details={"outcome": "unknown"})
+        if next(outages, False):
+            raise Unavailable("no etcd answered")
+        return await transact(compares, then, otherwise)
+
+    table = AssignmentTable(store, lambda job, shard_ids: None, lambda job: None)
+    watched = asyncio.Event()
+
+    async def not_yet(*args: object) -> AsyncIterator[WatchBatch]:
+        # What it is told it is told by its own reads.
+        await watched.wait()
+        yield WatchBatch(Revision(0), ())
+
+    monkeypatch.setattr(store, "watch", not_yet)
+    async with table:
+        store.transact = away  # type: ignore[method-assign]
+        wishes = iter([True])
+        await table.change(
+            "job", [0], lambda h: replace(h, primary=C) if next(wishes, False) else h
+        )
+        held = table.assignment("job", 0)
+        assert held is not None
+        assert held.primary == (C if is_made else A)
+    assert not (await transact(*late[0])).succeeded
 
 
 async def test_a_job_that_is_gone_is_not_changed(store: WatchedStore) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from shoal_proto.errors import ShoalError
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, Keyspace, KeyValue
@@ -49,6 +50,8 @@ class AssignmentMirror:
         self._shards: dict[Run, dict[int, StoredShard]] = {}
         self._assignments: dict[Run, dict[int, ShardAssignment]] = {}
         self._changed: dict[str, set[int]] = {}
+        self._unsettled: dict[str, StoredShard] = {}
+        """By key: a write that followed on this record may have been made, or may still be."""
 
     async def __aenter__(self) -> "AssignmentMirror":
         await self._records.__aenter__()
@@ -111,11 +114,13 @@ class AssignmentMirror:
         `wanted` gives back its argument where nothing is to be changed (any more), and is called
         again for a record that somebody else wrote meanwhile. Many go in one transaction; those of
         one that fails go by fewer, and in the end each by itself: whoever writes one often does not
-        hold up the others. Raises what the store raises; then some may have been changed.
+        hold up the others. Raises what the store raises; then some may have been changed. What came
+        of that is found out before `wanted` is called for them again.
         """
         head = self._heads.get(job)
         left, size = list(shard_ids), records.SHARDS_A_TRANSACTION
         while head is not None and self._heads.get(job) == head:
+            await self._settle(job, head.run, left)
             stored = self._shards.get((job, head.run), {})
             wishes = [
                 (shard, target)
@@ -137,7 +142,13 @@ class AssignmentMirror:
     ) -> list[int] | None:
         """The shards that somebody else wrote meanwhile; None if records are gone altogether."""
         shards, targets = [shard for shard, _ in wishes], [target for _, target in wishes]
-        is_done, found = await records.change(self._store, shards, targets)
+        try:
+            is_done, found = await records.change(self._store, shards, targets)
+        except BaseException as error:
+            # Whoever is cancelled in the midst of it does not know either.
+            if not isinstance(error, ShoalError) or error.details.get("outcome") == "unknown":
+                self._unsettled |= {shard.key: shard for shard in shards}
+            raise
         self._records.note_all(found)
         if is_done:
             return []
@@ -149,6 +160,19 @@ class AssignmentMirror:
             for s, item in zip(shards, found, strict=True)
             if self._is_known(s, item)
         ]
+
+    async def _settle(self, job: str, run: str, shard_ids: Collection[int]) -> None:
+        """Know what came of earlier writes to these shards. Raises what the store raises."""
+        if not self._unsettled:
+            return
+        known = self._shards.get((job, run), {})
+        for shard_id in shard_ids:
+            shard = self._unsettled.get(keys.shard_assignment(job, run, shard_id))
+            if shard is None:
+                continue
+            if shard_id in known and known[shard_id].revision == shard.revision:
+                self._records.note_all(await records.settled(self._store, [shard]))
+            self._unsettled.pop(shard.key, None)
 
     def _is_known(self, shard: StoredShard, item: Item | KeyValue) -> bool:
         known = self._shards.get((shard.job, shard.run), {}).get(shard.assignment.shard_id)
@@ -176,6 +200,7 @@ class AssignmentMirror:
         if isinstance(old, JobHead):
             self._forget(old.job)
             return
+        self._unsettled.pop(old.key, None)
         run = old.job, old.run
         for of_run in (self._shards, self._assignments):
             of_run[run].pop(old.assignment.shard_id)

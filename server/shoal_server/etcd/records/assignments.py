@@ -6,14 +6,14 @@ whoever places next takes them away. Keys name the run of the job, so no two pla
 what another run left is never mistaken for this one's.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError, Message
 
-from shoal_proto.errors import InternalError, RetryError
+from shoal_proto.errors import InternalError, RetryError, ShoalError
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.shards.assignments import (
     AcceptedLoss,
@@ -365,7 +365,8 @@ async def change(
 
     Whether they were replaced, and the records that stand now; those that are gone are not among
     them. After an unknown outcome they count as not replaced, and the records tell; it is not made
-    later. Raises what the store raises; then the change was not made, or may still be.
+    later. Raises what the store raises; then the change was not made, but for an error with
+    `details["outcome"]` "unknown": it may have been, or may still be until `settled` was asked.
     """
     puts = [stored.replaced(target) for stored, target in zip(shards, targets, strict=True)]
     gets = [Get(stored.key) for stored in shards]
@@ -374,15 +375,25 @@ async def change(
     except RetryError as error:
         if error.details.get("outcome") != "unknown":
             raise
-        return False, [item for stored in shards for item in await _settled(store, stored)]
+        return False, await settled(store, shards)
     if result.succeeded:
         return True, [Item(put.key, put.value, result.revision) for put in puts]
     return False, [item for found in result.reads for item in found]
 
 
+async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyValue | Item]:
+    """The records, as far as they are there, once a write of unknown outcome was made, or can be
+    made no more. Raises what the store raises; the outcome is as unknown as before then."""
+    try:
+        return [item for stored in shards for item in await _settled(store, stored)]
+    except ShoalError as error:
+        error.details["outcome"] = "unknown"
+        raise
+
+
 async def _settled(store: Keyspace, stored: StoredShard) -> Sequence[KeyValue]:
-    """The record, once a write of unknown outcome was made, or can be made no more: it compares
-    the revision that it read, which the same content, written once more, replaces."""
+    """A write compares the revision that it read, which the same content, written once more,
+    replaces."""
     while True:
         try:
             result = await store.transact(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import structlog
 
-from shoal_proto.errors import RetryError
+from shoal_proto.errors import RetryError, ShoalError
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
@@ -81,6 +81,8 @@ class AssignmentTable:
         while True:
             try:
                 return await self._records.change(job, shard_ids, change)
-            except RetryError as error:
+            except ShoalError as error:
+                if not isinstance(error, RetryError) and error.details.get("outcome") != "unknown":
+                    raise
                 log.warning("assignments_not_changed", job=job, reason=str(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
