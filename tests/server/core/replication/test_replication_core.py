@@ -461,6 +461,20 @@ def test_who_cannot_hand_over_leads_on() -> None:
     assert only(Resume, world.tell(ev.NotWritten(KEY))) == [Resume(KEY)]
 
 
+def test_a_shard_that_may_be_given_away_any_moment_takes_no_pushes() -> None:
+    """Its successor was out of reach for a moment, while the write was under way. It leads from
+    what had been read when the shard was stopped."""
+    world = World()
+    world.led(B)
+    handed = record(ME, B, successor=B)
+    world.assigned(handed)
+    assert only(Write, world.tell(ev.Stopped(KEY, 1))) == [Write(KEY)]
+    assert world.core.revised(KEY, handed, world.now_s) == record(B, ME, epoch=2)
+    world.broke(B, gone=False)
+    assert only(Resume, world.assigned(handed)) == []
+    assert only(Resume, world.tell(ev.Written(KEY))) == [Resume(KEY)]
+
+
 def test_first_values_are_opened_once_the_record_tells_of_them() -> None:
     world = World()
     world.assigned(record(ME, content=ShardContent.NONE))

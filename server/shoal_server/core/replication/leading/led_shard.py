@@ -43,6 +43,8 @@ class Handover:
     phase: HandoverPhase = HandoverPhase.NONE
     stops_from_s: float = inf
     """When pushes may be refused in favour of the successor."""
+    is_writing: bool = False
+    """A write is under way that may give the shard away as it is now."""
 
     @property
     def is_announced(self) -> bool:
@@ -270,6 +272,7 @@ class LedShard:
         if self._disk.version is not None:
             a = put_on_disk(a, me, self._disk.told)
         if self._is_level_with(a.successor):
+            self.handover.is_writing = True
             a = handed_over(a, me)
         return a
 
@@ -291,6 +294,7 @@ class LedShard:
 
     def written(self) -> None:
         """No write is under way any more."""
+        self.handover.is_writing = False
         for follower in self.followers.values():
             follower.is_admitting = False
 
@@ -315,8 +319,9 @@ class LedShard:
                 self.handover = Handover(HandoverPhase.LEVELLING, now_s + announced_s)
             case HandoverPhase.LEVELLING if not can:
                 self.handover.phase = HandoverPhase.NONE
-            case HandoverPhase.STOPPED if not can:
-                # It was lost meanwhile: this server leads on.
+            case HandoverPhase.STOPPED if not can and not self.handover.is_writing:
+                # It was lost meanwhile: this server leads on. Once the record says so: a successor
+                # that is given the shard after all reads no push that came behind.
                 yield from self.keep_leading()
         # Pushes still come until the backups are nearly level: then there is little to wait for.
         is_due = self.handover.is_announced and now_s >= self.handover.stops_from_s
