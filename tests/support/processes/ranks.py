@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from support.processes.forking import forked
+from support.processes.stacks import Stacks
 
 Report = Callable[..., None]
 
@@ -20,7 +21,8 @@ class Rank:
     def __init__(self, body: Callable[..., None], *arguments: Any) -> None:
         self._pipe, child = forked.Pipe(duplex=False)
         self._events: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
-        self.process = forked.Process(target=_run, args=(child, body, arguments))
+        self._stacks = Stacks()
+        self.process = forked.Process(target=_run, args=(child, self._stacks, body, arguments))
         self.process.start()
         child.close()
         # Reads at once what is reported: a full pipe would stop the process in its report.
@@ -41,7 +43,8 @@ class Rank:
             try:
                 report = self._events.get(timeout=timeout_s)
             except queue.Empty:
-                raise AssertionError(f"no {kinds} in {timeout_s} s; saw {self.kinds()}") from None
+                what = f"no {kinds} in {timeout_s} s; saw {self.kinds()}\n{self.stacks()}"
+                raise AssertionError(what) from None
             if report is None:
                 self._events.put(None)
                 raise AssertionError(f"ended without {kinds}; saw {self.kinds()}")
@@ -83,8 +86,14 @@ class Rank:
     def join(self, timeout_s: float = 60.0) -> int:
         """The exit code (-9: killed)."""
         self.process.join(timeout_s)
-        assert self.process.exitcode is not None, "still running"
+        if self.process.exitcode is None:
+            raise AssertionError(f"still running after {timeout_s} s\n{self.stacks()}")
         return self.process.exitcode
+
+    def stacks(self) -> str:
+        """What all threads of the process do now, for the message of a failure."""
+        pid = self.process.pid
+        return self._stacks.of(pid) if pid is not None and self.process.is_alive() else "(ended)"
 
     def close(self) -> None:
         """Kill the process, unless it has ended, and wait until nothing of it is left here."""
@@ -92,6 +101,7 @@ class Rank:
         self.process.kill()
         self.process.join(10)
         self._reader.join(10)
+        self._stacks.close()
 
 
 class Ranks:
@@ -115,7 +125,10 @@ class Ranks:
             rank.close()
 
 
-def _run(events: Connection, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run(
+    events: Connection, stacks: Stacks, body: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    stacks.tell()
     torch.set_num_threads(1)
 
     def report(kind: str, /, **data: Any) -> None:
