@@ -11,13 +11,17 @@ from support.processes.ranks import Report
 from support.processes.worlds import LaidOutTraining
 from support.training.rank_bodies import freed, lone_group
 
+from shoal.backends.network import peer_connections
 from shoal.backends.network.gloo import GlooBackend
+from shoal.checkpoint.background import Checkpoints
+from shoal.checkpoint.peers import GroupPeers
 from shoal.layouts.base import LayOut, World
 from shoal.layouts.replicated import Zero1Layout
 from shoal.layouts.tensor.derivation import derive
 from shoal.layouts.tensor.layout import TensorLayout
 from shoal.state.replicated import State
 from shoal.state.resharding import reshard
+from shoal.state.shards import StateShard, TensorShard
 from shoal.state.transfer import receive, send
 from shoal.strategies.synchronous.generation_group import check_same_step
 
@@ -70,3 +74,24 @@ def stuck_in(report: Report, path: str, rank: int, what: str) -> None:
     thread.join()
     group.retire()
     report("retired")
+
+
+def stuck_checkpoint(report: Report, path: str, rank: int, directory: str) -> None:
+    """Rank 1 of two stops before it writes its part. Rank 0 finds its connection ended, and Gloo
+    does not."""
+    group = lone_group(path, rank)
+    group.open()
+    peers = GroupPeers(dist.new_group())
+    dist.barrier()
+    if rank == 1:
+        report("going")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    peer_connections.STUCK_AFTER_S = 0.1
+    peer_connections.count_connected = lambda announced: 0  # type: ignore[assignment]
+    checkpoints = Checkpoints(directory, every_steps=1)
+    state = {"model.w": TensorShard.whole(torch.ones(4))}
+    checkpoints.offer(StateShard(step=1, shards=state, values={}), peers)
+    # As who leaves does it.
+    group.retire()
+    checkpoints.close()
+    report("closed", written=checkpoints.written_step)

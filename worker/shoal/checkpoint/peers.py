@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from shoal.backends.network.gloo import can_be_cut
+from shoal.backends.network.peer_connections import PeerConnections
 from shoal_proto.errors import Overloaded
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
@@ -47,6 +49,7 @@ class GroupPeers:
         """`device` is where the group's tensors are: by default the host (Gloo)."""
         self._group = group
         self._device = device or torch.device("cpu")
+        self._connections = PeerConnections(group) if can_be_cut(group) else None
         self.rank = group.rank()
 
     def gather(self, message: bytes) -> list[bytes]:
@@ -66,7 +69,13 @@ class GroupPeers:
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        dist.all_gather(gathered, tensor, group=self._group)
+        # The group's own call: torch's looks the group up to tell of an error, and no longer finds
+        # one whose generation is over.
+        work = self._group.allgather([gathered], [tensor])
+        if self._connections is not None:
+            self._connections.wait(work)
+        else:
+            work.wait()
         return gathered
 
 

@@ -90,9 +90,14 @@ def reconfigured_address_key(number: int, rank: int) -> str:
     return f"reconfigure/{number}/0/{rank}"
 
 
+def backend_on(group: Any, device: torch.device) -> Any:
+    """What carries the group's operations on the device."""
+    return group._get_backend(device)
+
+
 def timeout_of(group: Any, device: torch.device) -> float:
     """Seconds that an operation on the device may take in the group."""
-    return float(group._get_backend(device).options._timeout.total_seconds())
+    return float(backend_on(group, device).options._timeout.total_seconds())
 
 
 def groups_table() -> Any:

@@ -7,7 +7,6 @@ each member runs on through the ring. While the group still connects there may b
 down: a member that waits for a peer's call is then called by itself and hung up on.
 """
 
-import ctypes
 import socket
 import struct
 import sys
@@ -22,6 +21,7 @@ import structlog
 import torch.distributed as dist
 
 from shoal.backends.network import retired
+from shoal.backends.network.peer_connections import connected_by
 from shoal.backends.network.reconfigured import LiveGloo
 from shoal.backends.network.sockets import listening, shut_connections
 from shoal.backends.network.stores import AddressStore, AnnouncingStore
@@ -148,10 +148,7 @@ class GlooGroup:
             retired.retire(groups)
 
     def keep_for_ever(self) -> None:
-        # Freeing it would join the thread that is stuck, with the interpreter locked. So it is
-        # never freed; one group for an accident that is rare.
-        for group in self._groups:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        retired.keep_for_ever(self._groups)
         if self._live is not None:
             self._live.drop()
 
@@ -178,6 +175,7 @@ class GlooGroup:
         with self._within_limit():
             gloo = make(addresses, rank, world_size, options)
         self._groups.append(gloo)
+        connected_by(gloo, addresses)
         return gloo
 
     @contextmanager

@@ -7,8 +7,10 @@ interpreter unlocked, for 10 ms or for good.
 """
 
 import atexit
+import ctypes
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import structlog
@@ -29,6 +31,13 @@ def retire(groups: list[Any]) -> None:
     thread = threading.Thread(target=_free, args=(groups,), name="shoal-free-group", daemon=True)
     _threads[:] = [*(each for each in _threads if each.is_alive()), thread]
     thread.start()
+
+
+def keep_for_ever(groups: Iterable[Any]) -> None:
+    """Free none of these: an operation in them does not end, and whoever frees a group waits for
+    it. Memory and a thread for an accident that is rare."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def free_now(limit_s: float) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
+_ESTABLISHED = 1
+"""Of the states of a connection in `tcp(7)`'s TCP_INFO, whose first byte it is."""
 
 
 def socket_address_bytes(family: int, address: tuple[str, int]) -> bytes:
@@ -38,6 +40,16 @@ def shut_connections(announced: Callable[[bytes], bool]) -> int:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # the peer was faster
+                count += 1
+    return count
+
+
+def count_connected(announced: Callable[[bytes], bool]) -> int:
+    """Connections with an end for which `announced` holds that neither side has ended."""
+    count = 0
+    for connection in _internet_sockets():
+        with connection:
+            if _state(connection) == _ESTABLISHED and any(map(announced, _ends(connection))):
                 count += 1
     return count
 
@@ -76,6 +88,10 @@ def _internet_sockets() -> Iterator[socket.socket]:
 
 def _listens(candidate: socket.socket) -> bool:
     return bool(candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _state(connection: socket.socket) -> int:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
 
 def _ends(connection: socket.socket) -> list[bytes]:

@@ -1,0 +1,70 @@
+"""Whether the other ranks of a Gloo group are still connected.
+
+A collective whose peer has hung up ends with an error, as a rule within milliseconds. But a write
+to a connection that was just reset can leave Gloo waiting for as long as a collective may take,
+with nothing left to shut down. A trainer is freed from that with its generation; a thread of its
+own that waits, for a checkpoint say, looks at the connections.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.backends.network import retired
+from shoal.backends.network.sockets import count_connected
+from shoal.backends.network.stores import AddressStore
+from shoal.torch_private.c10d import backend_on
+from shoal_proto.errors import GenerationBroken
+
+LOOK_EVERY_S = 0.5
+STUCK_AFTER_S = 5.0
+"""A collective one of whose ranks has hung up has failed by then, or it does not end."""
+
+_stores: weakref.WeakKeyDictionary[Any, AddressStore] = weakref.WeakKeyDictionary()
+"""By Gloo group of this process: where its ranks have told their addresses."""
+
+
+def connected_by(gloo: Any, addresses: AddressStore) -> None:
+    """The ranks of this Gloo group have found each other there."""
+    _stores[gloo] = addresses
+
+
+class PeerConnections:
+    """Of one group of a session, on Gloo. For the thread that waits for its collectives."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._addresses = _stores[backend_on(group, torch.device("cpu"))]
+        self._lost_s: float | None = None
+
+    def wait(self, work: dist.Work) -> None:
+        """Return when the collective has ended; raises RuntimeError if it failed, and
+        GenerationBroken if it does not end though a rank has hung up."""
+        ended = threading.Event()
+        work.get_future().add_done_callback(_setting(ended))
+        while not ended.wait(LOOK_EVERY_S):
+            self._look()
+        work.wait()
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        if count_connected(self._addresses.announced) >= self._group.size() - 1:
+            self._lost_s = None
+            return
+        self._lost_s = self._lost_s or now_s
+        if now_s - self._lost_s > STUCK_AFTER_S:
+            retired.keep_for_ever([self._group])
+            raise GenerationBroken(
+                "a collective did not end though a rank of its group has hung up",
+                seen=f"not all {self._group.size()} connected for {STUCK_AFTER_S:g} s",
+            )
+
+
+def _setting(ended: threading.Event) -> Callable[[Any], None]:
+    """Nothing else is held by the collective."""
+    return lambda _: ended.set()
