@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.backends.choice import init_static_world
+from shoal.backends.network.gloo import is_gloo
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import clip
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
@@ -25,6 +26,7 @@ from shoal.state.whole_model import whole_model
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
+from shoal.without_session.ending import free_at_exit
 from shoal_proto.errors import InvalidSpec
 
 _MARK = "_shoal_static"
@@ -55,6 +57,8 @@ class FixedRanksTraining:
         self._begun = self._reduced = False
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+        if is_gloo(group):
+            free_at_exit(self)
 
     def _route(self) -> nn.Module:
         if not torch.is_grad_enabled():
@@ -78,6 +82,12 @@ class FixedRanksTraining:
     def _after_step(self, *_: Any) -> None:
         self.layout.stepped()
         self._begun = False
+
+    def let_go(self) -> list[dist.ProcessGroup]:
+        groups = [self.layout.world.group, *self.layout.groups()]
+        self.layout.release()
+        del self.layout, self._binding
+        return groups
 
     def forward_backward(self, inputs: Any, targets: Any, loss_function: LossFunction) -> Tensor:
         self._begin()
