@@ -16,6 +16,7 @@ from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
 from shoal.backends.shared_memory import opening
+from shoal.backends.shared_memory.rooms import Room
 from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 
 
@@ -111,14 +112,14 @@ def test_a_stranger_gets_no_memory() -> None:
         stranger.sendall(opening._GREETING.pack(1, bytes(32)))
         handed: list[object] = []
         maker = threading.Thread(
-            target=lambda: handed.append(opening._hand_out(listener, key, 2, 4096))
+            target=lambda: handed.append(opening._hand_out(listener, key, 2, Room.made(4096)))
         )
         maker.start()
-        mapped, _ = opening._receive(key, 1)
+        opened = opening._receive(key, 1, None)
         maker.join()
         with stranger:
             assert stranger.recv(1) == b""
-    assert len(mapped) >= 4096
+    assert opened.room.num_bytes == 4096
     assert len(handed) == 1
 
 

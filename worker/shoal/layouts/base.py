@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.backends.shared_memory.rooms import KeptRooms
 from shoal.layouts.gradients import name_of_fault
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.model.gradients import watch_parameters
@@ -45,6 +46,8 @@ class World:
     group: dist.ProcessGroup
     """All ranks; also torch's default group, so that a DeviceMesh can be made."""
     generation: int = 0
+    kept_rooms: KeptRooms | None = None
+    """Memory that this rank had in common with others in the generation before."""
 
     def axis(self, name: str) -> str:
         """The name for a dimension of a DeviceMesh, another one in each generation.

@@ -11,7 +11,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.backends.shared_memory.links import Links
 from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
@@ -23,7 +23,7 @@ _STORES_IN_ORDER = platform.machine() == "x86_64"
 
 
 def head_bytes(world_size: int) -> int:
-    """How much of the memory the meetings take, up to a whole page."""
+    """How much memory the meetings take, up to a whole page."""
     semaphores = _num_rounds(world_size) * world_size * SEMAPHORE_BYTES
     return whole_pages(semaphores + 2 * world_size * _WORD_BYTES)
 
@@ -32,26 +32,28 @@ def whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def initialise(mapped: mmap.mmap, world_size: int) -> None:
-    """Once, by one rank, before any other has the memory."""
-    for semaphore in _semaphores(mapped, _num_rounds(world_size) * world_size):
+def initialise(head: mmap.mmap, world_size: int) -> None:
+    """Once, by one rank, before any other has the memory of the meetings."""
+    for semaphore in _semaphores(head, _num_rounds(world_size) * world_size):
         semaphore.initialise()
 
 
 class SharedMemory:
     """For one thread at a time, but for `cut`."""
 
-    def __init__(self, mapped: mmap.mmap, rank: int, world_size: int, limit_s: float) -> None:
-        """`mapped` is initialised. A rank waits for the others at most `limit_s`."""
+    def __init__(
+        self, head: mmap.mmap, room: memoryview, rank: int, world_size: int, limit_s: float
+    ) -> None:
+        """`head`, where they meet, is initialised, and nobody else's. A rank waits for the others
+        at most `limit_s`."""
         self.rank, self.world_size = rank, world_size
-        rounds, head = _num_rounds(world_size), head_bytes(world_size)
-        memory = memoryview(mapped)
-        self.room = memory[head:]
+        rounds = _num_rounds(world_size)
+        self.room = room
         """What lies in it is the caller's own affair."""
-        words = memory[rounds * world_size * SEMAPHORE_BYTES : head].cast("Q")
+        words = memoryview(head)[rounds * world_size * SEMAPHORE_BYTES :].cast("Q")
         # Two sets: a rank may be at the next meeting already while another reads of this one.
         self._words = words[:world_size], words[world_size : 2 * world_size]
-        all_of_them = _semaphores(mapped, rounds * world_size)
+        all_of_them = _semaphores(head, rounds * world_size)
         self._rounds = [all_of_them[r * world_size : (r + 1) * world_size] for r in range(rounds)]
         self._limit_s = limit_s
         self._looks = world_size <= len(os.sched_getaffinity(0))
@@ -59,6 +61,7 @@ class SharedMemory:
         self._lock = threading.Lock()
         self._reason = ""
         self._links: Links | None = None
+        self._left: Callable[[], None] | None = None
         self._further: tuple[Semaphore, ...] = ()
 
     @property
@@ -71,8 +74,9 @@ class SharedMemory:
         """The same, and what else it has waited for. Any thread."""
         return self._num_met + self._num_awaited
 
-    def watch(self, links: Links) -> None:
-        self._links = links
+    def watch(self, links: Links, left: Callable[[], None]) -> None:
+        """`left` is called once this rank has left: it has written its last."""
+        self._links, self._left = links, left
 
     def meet(self, word: int = 0) -> Sequence[int]:
         """Return when all ranks are here: their words, by rank, each of 64 bits at most.
@@ -162,12 +166,15 @@ class SharedMemory:
             self._reason = self._reason or "this rank has left"
         if self._links is not None:
             self._links.close()
+        left, self._left = self._left, None
+        if left is not None:
+            left()
 
 
 def _num_rounds(world_size: int) -> int:
     return (world_size - 1).bit_length()
 
 
-def _semaphores(mapped: mmap.mmap, number: int) -> list[Semaphore]:
-    start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+def _semaphores(head: mmap.mmap, number: int) -> list[Semaphore]:
+    start = ctypes.addressof(ctypes.c_char.from_buffer(head))
     return [Semaphore(start + i * SEMAPHORE_BYTES) for i in range(number)]

@@ -1,7 +1,9 @@
 """How the ranks of a group come to share memory, if all of them are on one machine.
 
 Rank 0 makes it, and hands it to the others over a socket whose name and key it has told them in a
-collective of the group. Either all of them share it or none does.
+collective of the group. Either all of them share it or none does. What all of them have kept from
+the generation before is used again, see `rooms`; but where they meet is new each time, since a late
+`cut` in a generation that is over posts there.
 """
 
 import hashlib
@@ -12,6 +14,8 @@ import socket
 import struct
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -21,6 +25,7 @@ import torch.distributed as dist
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.shared_memory.links import Links
 from shoal.backends.shared_memory.memory import SharedMemory, head_bytes, initialise
+from shoal.backends.shared_memory.rooms import ID_BYTES, NO_ROOM, KeptRooms, Room
 from shoal.backends.shared_memory.semaphores import available
 from shoal_client.bulk.way import transport_of
 
@@ -30,38 +35,86 @@ OPEN_S = 2.0
 """Where the ranks do not have the memory within this time, none of them uses it."""
 _PLACE_BYTES, _NAME_BYTES = 32, 32
 _GREETING = struct.Struct("=I32s")
+_HANDED = struct.Struct(f"=Q{ID_BYTES}s")
+"""The room's size and id, with the descriptors of where ranks meet and of the room."""
 _DONE, _AGREED = b"D", b"A"
 
 
-def share_memory(group: dist.ProcessGroup, num_bytes: int, limit_s: float) -> SharedMemory | None:
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """What one rank has in the end."""
+
+    head: mmap.mmap
+    room: Room
+    connections: list[socket.socket]
+
+
+def share_memory(
+    group: dist.ProcessGroup, num_bytes: int, limit_s: float, kept: KeptRooms | None = None
+) -> SharedMemory | None:
     """Collective: so many bytes for all ranks of the group, plus what their meetings take; None, on
     every rank alike, where they are not on one machine or it gives no such memory.
 
-    A rank waits for the others at most `limit_s` at each meeting. Raises RuntimeError as the
-    group's collectives do, and InvalidSpec for an unknown SHOAL_TRANSPORT.
+    A rank waits for the others at most `limit_s` at each meeting. `kept`: whose first room is used
+    again where all ranks have it, with anything in it, and who gets the memory's when it is closed.
+    Raises RuntimeError as the group's collectives do, and InvalidSpec for an unknown
+    SHOAL_TRANSPORT.
     """
+    old = kept.take() if kept is not None else None
+    opened = None
+    try:
+        opened = _open(group, num_bytes, old)
+    finally:
+        if old is not None and (opened is None or opened.room is not old):
+            old.close()
+    if opened is None:
+        return None
+    room = opened.room
+    memory = SharedMemory(
+        opened.head,
+        memoryview(room.mapped)[:num_bytes],
+        group.rank(),
+        group.size(),
+        limit_s,
+    )
+    left = room.close if kept is None else partial(kept.keep, room)
+    memory.watch(Links(opened.connections, memory.cut), left)
+    return memory
+
+
+def _open(group: dist.ProcessGroup, num_bytes: int, old: Room | None) -> _Opened | None:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     with ExitStack() as stack:
         listener, name = _named(stack) if rank == 0 else (None, bytes(_NAME_BYTES))
-        own = torch.frombuffer(bytearray(_place() + name), dtype=torch.uint8)
-        told = [torch.empty_like(own) for _ in range(world_size)]
-        wait_abortable(dist.all_gather(told, own, group=group, async_op=True), group)
-        words = [bytes(each.tolist()) for each in told]
+        words = _told(group, _place() + name + (old.room_id if old is not None else NO_ROOM))
         places = {word[:_PLACE_BYTES] for word in words}
-        name = words[0][_PLACE_BYTES:]
+        name = words[0][_PLACE_BYTES:-ID_BYTES]
         if len(places) > 1 or not any(name) or not any(words[0][:_PLACE_BYTES]):
             return None
+        if len({word[-ID_BYTES:] for word in words}) > 1:
+            old = None
         try:
             if listener is not None:
-                mapped, connections = _hand_out(listener, name, world_size, num_bytes)
-            else:
-                mapped, connections = _receive(name, rank)
+                return _hand_out(listener, name, world_size, _room_for(num_bytes, old))
+            return _receive(name, rank, old)
         except (OSError, _Refused) as error:
             log.warning("no_shared_memory", rank=rank, num_bytes=num_bytes, reason=repr(error))
             return None
-    memory = SharedMemory(mapped, rank, world_size, limit_s)
-    memory.watch(Links(connections, memory.cut))
-    return memory
+
+
+def _told(group: dist.ProcessGroup, word: bytes) -> list[bytes]:
+    own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+    told = [torch.empty_like(own) for _ in range(group.size())]
+    wait_abortable(dist.all_gather(told, own, group=group, async_op=True), group)
+    return [bytes(each.tolist()) for each in told]
+
+
+def _room_for(num_bytes: int, old: Room | None) -> Room:
+    """The old one, which all ranks have, if it can be used again."""
+    if old is not None and old.suits(num_bytes) and old.is_deserted():
+        old.enter()
+        return old
+    return Room.made(num_bytes)
 
 
 class _Refused(Exception):
@@ -99,17 +152,15 @@ def _address(name: bytes) -> str:
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 
-def _hand_out(
-    listener: socket.socket, name: bytes, world_size: int, num_bytes: int
-) -> tuple[mmap.mmap, list[socket.socket]]:
+def _hand_out(listener: socket.socket, name: bytes, world_size: int, room: Room) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with ExitStack() as stack:
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
         stack.callback(os.close, descriptor)
-        size = head_bytes(world_size) + num_bytes
-        os.ftruncate(descriptor, size)
-        mapped = mmap.mmap(descriptor, size)
-        initialise(mapped, world_size)
+        os.ftruncate(descriptor, head_bytes(world_size))
+        head = mmap.mmap(descriptor, head_bytes(world_size))
+        initialise(head, world_size)
+        handed = _HANDED.pack(room.num_bytes, room.room_id), [descriptor, room.descriptor]
         by_rank: dict[int, socket.socket] = {}
         while len(by_rank) < world_size - 1:
             listener.settimeout(_left(deadline_s))
@@ -122,7 +173,7 @@ def _hand_out(
                 log.warning("greeting_refused", reason=repr(error))
                 continue
             if secrets.compare_digest(key, name):
-                socket.send_fds(connection, [struct.pack("=Q", size)], [descriptor])
+                socket.send_fds(connection, [handed[0]], handed[1])
                 by_rank[rank] = connection
         for connection in by_rank.values():
             connection.settimeout(_left(deadline_s))
@@ -131,20 +182,26 @@ def _hand_out(
         for connection in by_rank.values():
             connection.sendall(_AGREED)
         connections = [connection.dup() for connection in by_rank.values()]
-    return mapped, connections
+    return _Opened(head=head, room=room, connections=connections)
 
 
-def _receive(name: bytes, rank: int) -> tuple[mmap.mmap, list[socket.socket]]:
+def _receive(name: bytes, rank: int, old: Room | None) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(OPEN_S)
         connection.connect(_address(name))
         connection.sendall(_GREETING.pack(rank, name))
-        told, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
+        told, descriptors, _, _ = socket.recv_fds(connection, _HANDED.size, 2)
         try:
-            if len(told) < 8 or not descriptors:
+            if len(told) < _HANDED.size or len(descriptors) < 2:
                 raise _Refused("rank 0 hung up")
-            mapped = mmap.mmap(descriptors[0], struct.unpack("=Q", told)[0])
+            num_bytes, room_id = _HANDED.unpack(told)
+            head = mmap.mmap(descriptors[0], 0)
+            if old is not None and old.room_id == room_id:
+                old.enter()
+                room = old
+            else:
+                room = Room(descriptors[1], room_id, num_bytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -152,7 +209,7 @@ def _receive(name: bytes, rank: int) -> tuple[mmap.mmap, list[socket.socket]]:
         connection.settimeout(_left(deadline_s))
         if _read(connection, 1) != _AGREED:
             raise _Refused("rank 0 decided against it")
-        return mapped, [connection.dup()]
+        return _Opened(head=head, room=room, connections=[connection.dup()])
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -173,6 +173,7 @@ class ShardedLayout(Layout):
             max(_whole_bytes(head, rows.size(), options.param_dtype) for head in heads),
             max(_whole_bytes(head, rows.size(), options.reduce_dtype) for head in heads),
             timeout_of(rows, device),
+            self.world.kept_rooms,
         )
         for head in heads:
             gathering = SharedMemoryAllGather(slots)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
+from shoal.backends.shared_memory.rooms import KeptRooms
 from shoal_proto.errors import InternalError
 
 NUM_GATHERED = 3
@@ -52,14 +53,19 @@ class SharedSlots:
 
     @classmethod
     def open(
-        cls, group: dist.ProcessGroup, gathered_bytes: int, summed_bytes: int, limit_s: float
+        cls,
+        group: dist.ProcessGroup,
+        gathered_bytes: int,
+        summed_bytes: int,
+        limit_s: float,
+        kept: KeptRooms | None = None,
     ) -> "SharedSlots | None":
         """Collective: slots for tensors of at most so many bytes, whole; None, on all ranks alike,
-        where they cannot share memory. For `limit_s` see `share_memory`."""
+        where they cannot share memory. For `limit_s` and `kept` see `share_memory`."""
         gathered_bytes, summed_bytes = whole_pages(gathered_bytes), whole_pages(summed_bytes)
         each = dist.get_world_size(group) * NUM_SUMMED
         size = NUM_GATHERED * gathered_bytes + each * summed_bytes
-        memory = share_memory(group, size, limit_s)
+        memory = share_memory(group, size, limit_s, kept)
         return cls(memory, gathered_bytes, summed_bytes) if memory is not None else None
 
     def to_gather(self, num_bytes: int) -> memoryview | None:

@@ -140,11 +140,14 @@ class LayoutStrategy(SynchronousStrategy):
             device=self._device,
             group=group,
             generation=generation.number,
+            kept_rooms=self._generation_group.kept_rooms,
         )
         # What DTensor has derived for the meshes of old generations is of no use any more.
         clear_sharding_cache()  # type: ignore[no-untyped-call]
         self._attributes.carry(self._proxy, self._meta_model.model)
         layout = self._lay_out_all(self._meta_model.copy(), world)
+        # What nobody has taken is of no use to a later generation either.
+        self._generation_group.kept_rooms.clear()
         binding = OptimizerBinding(self._meta_model, self._optimizer, layout)
         members = frozenset(entry.member_id for entry in generation.entries)
         held = self._peer_checkpoints.held(members)
@@ -475,3 +478,4 @@ class LayoutStrategy(SynchronousStrategy):
     def close(self) -> None:
         super().close()
         self._peer_checkpoints.close()
+        self._generation_group.kept_rooms.clear()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shoal.backends.abortable.waiter import wait_abortable, waiters_of
 from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
 from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.backends.shared_memory.rooms import KeptRooms
 from shoal.membership.alone import LoneStore
 from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
@@ -36,6 +37,8 @@ class GenerationGroup:
         self._group: Group | None = None
         self._opened: dist.ProcessGroup | None = None
         """Also while what trains over it is brought up."""
+        self.kept_rooms = KeptRooms()
+        """Memory that its members had in common, for those of the next one."""
 
     def connect(
         self,

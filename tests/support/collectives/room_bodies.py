@@ -1,0 +1,107 @@
+"""What ranks of the tests of kept rooms run, in processes of their own."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.collectives.strategy_runs import (
+    Run,
+    by_one_process,
+    difference,
+    entered,
+    generation_of,
+    take_step,
+)
+from support.processes.ranks import Report
+
+from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.backends.shared_memory.opening import share_memory
+from shoal.backends.shared_memory.rooms import KeptRooms
+from shoal.data.batches import Loader, Order
+from shoal.strategies.layout.fsdp import FSDP
+
+LONG_S = 3600.0
+NUM_BYTES = 1 << 16
+MARK = b"of the first generation"
+
+
+def used_again(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
+    """The last of the ranks does not come to the second generation; whether the others find there
+    what they wrote in the first one."""
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    rest = dist.new_group(list(range(world_size - 1)))
+    kept, whole = KeptRooms(), dist.group.WORLD
+    assert whole is not None
+    first = shared(whole, NUM_BYTES, kept)
+    first.room[1024 : 1024 + len(MARK)] = MARK
+    *_, process_id = first.meet(os.getpid())
+    if rank == world_size - 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "left":
+            first.close()
+        store.set("gone", b"1")
+        signal.pause()
+    if how == "killed":
+        _await_end(process_id)
+    else:
+        store.wait(["gone"])
+    first.cut("the generation is over")
+    first.close()
+    second = shared(rest, NUM_BYTES // 2 if how == "left" else NUM_BYTES, kept)
+    report("told", again=bytes(second.room[1024 : 1024 + len(MARK)]) == MARK)
+    for number in range(100):
+        assert second.meet(number) == [number] * second.world_size
+    dist.barrier(rest)
+
+
+def shared(group: dist.ProcessGroup, num_bytes: int, kept: KeptRooms) -> SharedMemory:
+    memory = share_memory(group, num_bytes, LONG_S, kept)
+    assert memory is not None
+    return memory
+
+
+def _await_end(process_id: int) -> None:
+    """Until the process has let go of all that it had; its parent may not have looked yet."""
+    stat, deadline_s = Path(f"/proc/{process_id}/stat"), time.monotonic() + 60
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline_s, "it lives on"
+        time.sleep(0.001)
+
+
+def trained_in_generations(num_generations: int) -> tuple[list[bool], float]:
+    """Steps under `fsdp` in one generation after another; whether each has the memory of the one
+    before, and how far the weights are from those of one process."""
+    run = Run(build=_built, loader=_loader, loss=torch.nn.functional.mse_loss, num_steps=6)
+    strategy = FSDP(min_group_bytes=0)
+    share_of_rank, loader = entered(run, strategy), run.loader()
+    rank, names = dist.get_rank(), [f"m{each}" for each in range(dist.get_world_size())]
+    rooms, per_generation = [], run.num_steps // num_generations
+    for step in range(run.num_steps):
+        if step and step % per_generation == 0:
+            strategy.abandon()
+            strategy.enter(generation_of(names, names[rank], 1 + step // per_generation))
+        memory = strategy._layout().shared_memory
+        assert memory is not None
+        rooms.append(memory.room.obj)
+        take_step(strategy, loader.synchronous(step, *share_of_rank), run.loss)
+    strategy.finish()
+    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    strategy.close()
+    return [room is rooms[0] for room in rooms], difference(weights, by_one_process(run))
+
+
+def _built(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.Tanh(), torch.nn.Linear(48, 8))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _loader() -> Loader:
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(48, 32, generator=generator), torch.randn(48, 8, generator=generator)
+    return Loader(samples, Order(num_samples=48, global_batch_size=12, num_epochs=2))

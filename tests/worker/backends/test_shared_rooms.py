@@ -1,0 +1,64 @@
+"""Memory that ranks shared in one generation is used again in the next, by nobody too soon."""
+
+from pathlib import Path
+
+import pytest
+from support.collectives import room_bodies
+from support.processes.ranks import Ranks
+from support.processes.worlds import run_on_gloo
+
+from shoal.backends.shared_memory.rooms import KeptRooms, Room
+
+
+@pytest.mark.parametrize(("how", "again"), [("killed", True), ("left", True), ("halted", False)])
+def test_those_who_go_on_have_the_same_memory_unless_another_may_write(
+    tmp_path: Path, how: str, again: bool
+) -> None:
+    """One that was halted wakes in the midst of what it wrote, and goes on."""
+    with Ranks() as ranks:
+        body, path = room_bodies.used_again, str(tmp_path / "store")
+        crew = [ranks.start(body, path, rank, 3, how) for rank in range(3)]
+        assert [crew[rank].expect("told")["again"] for rank in (0, 1)] == [again] * 2
+        assert [crew[rank].join() for rank in (0, 1)] == [0, 0]
+
+
+def test_a_room_is_deserted_while_nobody_else_is_in_it() -> None:
+    room = Room.made(8192)
+    other = Room(room.descriptor, room.room_id, 8192)
+    assert not room.is_deserted()
+    other.leave()
+    assert room.is_deserted()
+    other.enter()
+    assert not room.is_deserted()
+    room.leave()
+    assert other.is_deserted()
+    room.enter()
+    other.close()
+    del other
+    assert room.is_deserted()
+    room.close()
+
+
+def test_a_room_suits_what_fills_half_of_it_or_more() -> None:
+    room = Room.made(8192)
+    suited = [size for size in (4095, 4096, 8192, 8193) if room.suits(size)]
+    room.close()
+    assert suited == [4096, 8192]
+
+
+def test_rooms_are_taken_in_the_order_in_which_they_were_kept() -> None:
+    kept, rooms = KeptRooms(), [Room.made(4096) for _ in range(3)]
+    for room in rooms:
+        kept.keep(room)
+    assert [kept.take(), kept.take()] == rooms[:2]
+    kept.clear()
+    assert kept.take() is None
+    for room in rooms:
+        room.close()
+
+
+def test_fsdp_trains_on_in_the_memory_of_the_generation_before() -> None:
+    """And comes to the weights that one process has."""
+    for same, difference in run_on_gloo(2, room_bodies.trained_in_generations, 3):
+        assert same == [True] * 6
+        assert difference < 1e-5
