@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.words import Words
 from shoal.layouts.base import World
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
+from shoal.layouts.sharded.layout import ShardedLayout
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter
 from shoal.layouts.sharded.shared_slots import NUM_GATHERED, SharedSlots
 from shoal.state.shards import StateShard
@@ -210,6 +212,24 @@ def descriptors_after(num_generations: int) -> list[int]:
     return counts
 
 
+def meetings_of_steps(num_steps: int) -> tuple[int, list[int]]:
+    """Into how many groups the model is cut, and how often the ranks meet in each step."""
+    training, group = training_of(deep, sgd, num_steps=1), whole_world()
+    world = World(
+        rank=group.rank(), world_size=group.size(), device=torch.device("cpu"), group=group
+    )
+    trained = LaidOutTraining(training, lay_out(min_group_bytes=150), world)
+    layout = trained.layout
+    assert isinstance(layout, ShardedLayout)
+    memory = layout.shared_memory
+    assert memory is not None
+    met = [memory.num_met]
+    for _ in range(num_steps):
+        trained.run()
+        met.append(memory.num_met)
+    return len(layout._gatherings), [after - before for before, after in pairwise(met)]
+
+
 def slots(gathered_bytes: int = 4096, summed_bytes: int = 4096) -> SharedSlots:
     opened = SharedSlots.open(whole_world(), gathered_bytes, summed_bytes, LONG_S)
     assert opened is not None
@@ -256,7 +276,9 @@ def gathered_and_kept(num_kept: int) -> list[bool]:
         output = gathering.allocate((group.size() * 5,), dtype=torch.float32, device=_CPU)
         mine = output.narrow(0, 5 * group.rank(), 5)
         mine.fill_(100 * number + group.rank())
-        gathering(output, mine, group)
+        work = gathering(output, mine, group)
+        if work is not None:
+            work.wait()
         expected = torch.arange(group.size()).repeat_interleave(5) + 100.0 * number
         places.add(output.data_ptr())
         kept.append((output, expected))

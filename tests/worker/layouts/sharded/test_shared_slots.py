@@ -26,6 +26,13 @@ def test_what_somebody_still_has_is_not_overwritten(num_kept: int) -> None:
         assert all(sound)
 
 
+def test_what_is_gathered_ahead_in_backward_takes_no_meeting_of_its_own() -> None:
+    """One for each group in forward, one where backward begins, and one for each sum."""
+    for num_groups, meetings in run_on_gloo(2, shared_memory_bodies.meetings_of_steps, 3):
+        assert num_groups > 2
+        assert meetings == [2 * num_groups + 1] * 3
+
+
 def test_a_layout_that_is_released_leaves_no_descriptor() -> None:
     """Regression: neither the memory nor the connections of those who shared it were closed."""
     for counts in run_on_gloo(3, shared_memory_bodies.descriptors_after, 5):

@@ -39,8 +39,10 @@ class SharedMemoryAllGather(DefaultAllGather):
         async_op: bool = False,
     ) -> Any:
         # `input_tensor` is this rank's place in `output_tensor`.
-        if self._slots is not None and self._slots.gather(output_tensor):
-            return None
+        gathering = self._slots.gather(output_tensor) if self._slots is not None else None
+        if gathering is not None:
+            # torch waits for it before it copies from the output, asked to or not.
+            return gathering
         work = super().__call__(output_tensor, input_tensor, group, async_op=True)
         if async_op:
             return work

@@ -3,7 +3,8 @@
 Over Gloo each rank sends its rows to every other one, through the kernel and back. Here it writes
 them where all can read: into its place of a slot for what is gathered, which is then there for all
 ranks at once, or into its own slot for what is summed up, of which each rank adds up its part. No
-byte is sent, and a collective takes one meeting.
+byte is sent, and a collective takes one meeting, or none: what is gathered ahead of its use, as
+torch does in backward, is there behind the meeting of the sum in between.
 
 A slot is written anew only when no rank has a use for it any more. What was gathered may stay with
 torch for longer than the next collective: so each rank tells at each meeting which slots are still
@@ -12,6 +13,7 @@ everybody at the meeting after it.
 """
 
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ NUM_GATHERED = 3
 """One that is copied from, one that is gathered behind it, and one that torch keeps until then."""
 NUM_SUMMED = 2
 _ELSEWHERE = NUM_GATHERED
+_PLACES = (1 << 56) - 1
+"""Of what was gathered so far, as much as goes into a word beside the slots in use."""
 
 
 class SharedSlots:
@@ -45,6 +49,8 @@ class SharedSlots:
         self._uses: list[weakref.ref[memoryview] | None] = [None] * NUM_GATHERED
         self._used_anywhere = 0
         self._num_sums = 0
+        self._places = 0
+        """Where this rank has gathered so far: the same on all ranks when they meet."""
 
     @property
     def memory(self) -> SharedMemory:
@@ -77,15 +83,20 @@ class SharedSlots:
         start = free[0] * self._gathered_bytes
         room = self._gathered[start : start + num_bytes]
         self._uses[free[0]] = weakref.ref(room)
+        # With every other rank too, whatever they meet for next.
+        self._used_anywhere |= 1 << free[0]
         return room
 
-    def gather(self, output: Tensor) -> bool:
-        """Wait for the other ranks' parts. False, on all ranks alike: the output is not of
-        `to_gather`, and is to be gathered in another way."""
+    def gather(self, output: Tensor) -> "Gathering | None":
+        """What to wait for before the other ranks' parts are read. None, on all ranks alike: the
+        output is not of `to_gather`, and is to be gathered in another way."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
-        self._meet(slot)
-        return slot != _ELSEWHERE
+        self._places = (self._places * (_ELSEWHERE + 2) + slot + 1) & _PLACES
+        if slot != _ELSEWHERE:
+            return Gathering(self)
+        self.meet()
+        return None
 
     def to_sum(self, num_bytes: int) -> Tensor | None:
         """Bytes for what this rank adds to a sum. They are its own until `reduce_scatter`, and are
@@ -103,7 +114,7 @@ class SharedSlots:
             return False
         if whole.data_ptr() != mine.data_ptr():
             mine.view(whole.dtype).copy_(whole.view(-1))
-        self._meet(_ELSEWHERE)
+        self.meet()
         world_size, width = self._memory.world_size, whole.element_size()
         parts = self._summed.view(whole.dtype).as_strided(
             (world_size, own.numel()),
@@ -127,17 +138,38 @@ class SharedSlots:
     def _start_of(self, rank: int) -> int:
         return (rank * NUM_SUMMED + self._num_sums % NUM_SUMMED) * self._summed_bytes
 
-    def _meet(self, slot: int) -> None:
+    @property
+    def num_met(self) -> int:
+        """So many times the ranks have met."""
+        return self._memory.num_met
+
+    def meet(self) -> None:
+        """Behind it all that ranks wrote before it can be read by all."""
         in_use = 0
         for number, use in enumerate(self._uses):
             if use is not None and use() is not None:
                 in_use |= 1 << number
-        words = self._memory.meet(slot << NUM_GATHERED | in_use)
+        words = self._memory.meet(self._places << NUM_GATHERED | in_use)
         if len({word >> NUM_GATHERED for word in words}) > 1:
             raise InternalError(
-                "the ranks do not gather in the same place",
-                seen=f"slots {[word >> NUM_GATHERED for word in words]} by rank",
+                "the ranks do not gather in the same places",
+                seen=f"{[oct(word >> NUM_GATHERED) for word in words]} by rank",
             )
         self._used_anywhere = 0
         for word in words:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
+
+
+class Gathering(dist.Work):
+    """One gathering, which is complete when the ranks have met behind it, for whatever reason."""
+
+    def __init__(self, slots: SharedSlots) -> None:
+        super().__init__()
+        self._slots = slots
+        self._began = slots.num_met
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Raises GenerationBroken as `SharedMemory.meet`, whose limit it has."""
+        if self._slots.num_met == self._began:
+            self._slots.meet()
+        return True
