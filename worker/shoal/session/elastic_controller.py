@@ -253,9 +253,11 @@ class ElasticController:
         self._left = True
         self.membership.leave(completed=completed, reason=reason)
         self._stop_listening()
-        if self._strategy is not None:
-            self._strategy.close()
-        self.job_log.close()
+        try:
+            if self._strategy is not None:
+                self._strategy.close()
+        finally:
+            self.job_log.close()
         log.debug("job_left", job=self.member.spec.job, completed=completed, reason=reason)
 
     def _form(self, fields: dict[str, str]) -> None:

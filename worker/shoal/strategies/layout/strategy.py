@@ -476,6 +476,8 @@ class LayoutStrategy(SynchronousStrategy):
         return whole_model(group, binding.model(self._step), binding.without_elements)
 
     def close(self) -> None:
-        super().close()
-        self._peer_checkpoints.close()
-        self._generation_group.kept_rooms.clear()
+        try:
+            super().close()
+        finally:
+            self._peer_checkpoints.close()
+            self._generation_group.kept_rooms.clear()

@@ -1,6 +1,9 @@
 """The group of the generation that a member is in: connected, cut by any thread, let go of."""
 
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,6 +27,8 @@ log = structlog.get_logger(__name__)
 LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
 """A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
+TOLD_AFTER_S = 10.0
+"""A trainer that has not let go of a group so long after its cut is told of, and where it is."""
 
 
 class GenerationGroup:
@@ -39,6 +44,12 @@ class GenerationGroup:
         """Also while what trains over it is brought up."""
         self.kept_rooms = KeptRooms()
         """Memory that its members had in common, for those of the next one."""
+        self._trainer = 0
+        """The thread that was last here to connect one."""
+        self._released = threading.Event()
+        """The present group was let go of."""
+        self._freeing: Group | None = None
+        """The group under which a thread of ours frees the trainer."""
 
     def connect(
         self,
@@ -77,6 +88,7 @@ class GenerationGroup:
         with self._lock:
             self._group = group = backend.group(seat, store)
             self.number = generation.number
+            self._trainer, self._released = threading.get_ident(), threading.Event()
             over = self._cut_up_to >= generation.number
         if over:
             group.cut(f"generation {generation.number} is over")
@@ -117,35 +129,60 @@ class GenerationGroup:
         with self._lock:
             self._cut_up_to = max(self._cut_up_to, generation)
             group = self._group if self.number <= generation else None
-        if group is not None:
-            reason = f"generation {generation} is over"
-            group.cut(reason)
-            self._watch_for_stuck(group, reason)
+            first = group is not None and group is not self._freeing
+            self._freeing, released = group or self._freeing, self._released
+        if group is None:
+            return
+        reason = f"generation {generation} is over"
+        group.cut(reason)
+        if first:
+            threading.Thread(
+                target=self._free_trainer,
+                args=(group, released, reason),
+                name="shoal-free-trainer",
+                daemon=True,
+            ).start()
 
-    def _watch_for_stuck(self, group: Group, reason: str) -> None:
-        """Free the trainer if Gloo does not end what it was doing, though its group is cut."""
+    def _free_trainer(self, group: Group, released: threading.Event, reason: str) -> None:
+        """Until it has let go of the group, free the trainer from what Gloo does not end though the
+        group is cut. It may come to that late: from the script's own code, say."""
+        cut_s, is_told = time.monotonic(), False
+        while not released.wait(STUCK_AFTER_S):
+            self._abort_stuck(group, reason)
+            waited_s = time.monotonic() - cut_s
+            if waited_s > TOLD_AFTER_S and not is_told:
+                is_told = True
+                log.warning(
+                    "trainer_has_not_stopped",
+                    reason=reason,
+                    waited_s=round(waited_s, 1),
+                    stack=stack_of(self._trainer),
+                )
 
-        def abort() -> None:
-            with self._lock:
-                opened = self._opened if self._group is group else None
-            stuck = [one for one in waiters_of(opened) if one.is_waiting] if opened else []
-            if stuck:
-                log.warning("collective_stuck", reason=reason)
-                group.keep_for_ever()
-            for waiter in stuck:
-                waiter.abort(reason)
-
-        timer = threading.Timer(STUCK_AFTER_S, abort)
-        timer.daemon = True
-        timer.start()
+    def _abort_stuck(self, group: Group, reason: str) -> None:
+        with self._lock:
+            opened = self._opened if self._group is group else None
+        stuck = [one for one in waiters_of(opened) if one.is_waiting] if opened else []
+        if stuck:
+            log.warning("collective_stuck", reason=reason)
+            group.keep_for_ever()
+        for waiter in stuck:
+            waiter.abort(reason)
 
     def release(self) -> None:
         """Let go of the group, if there is one."""
         self._opened = None
         with self._lock:
-            group, self._group = self._group, None
+            group, self._group, self._freeing = self._group, None, None
+            self._released.set()
         if group is not None:
             group.retire()
+
+
+def stack_of(thread: int) -> str:
+    """Where a thread of Python's is, without the values of variables: tokens are among them."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "it has ended"
 
 
 def check_same_step(

@@ -1,0 +1,106 @@
+"""A trainer whose group was cut is freed from whatever it comes to wait for, at any time."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from structlog.testing import capture_logs
+from support.collectives.strategy_runs import generation_of
+
+from shoal.backends.abortable.waiter import AbortableWaiter
+from shoal.backends.process_group.interface import Seat
+from shoal.membership.generation import Context
+from shoal.strategies.synchronous import generation_group
+from shoal.strategies.synchronous.generation_group import GenerationGroup
+from shoal.torch_private.c10d import Store
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2 import Limits
+
+
+class DeafBackend:
+    """Its groups do not end what was begun in them when they are cut, as Gloo's may not."""
+
+    name = "deaf"
+    is_watched = True
+
+    def __init__(self) -> None:
+        self.kept = 0
+
+    def group(self, seat: Seat, store: Store) -> "DeafBackend":
+        return self
+
+    def open(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.ProcessGroup(0, 2)
+        return group
+
+    def cut(self, reason: str) -> None:
+        """Nothing ends."""
+
+    def check(self) -> None:
+        """See `Group`."""
+
+    def retire(self) -> None:
+        """See `Group`."""
+
+    def keep_for_ever(self) -> None:
+        self.kept += 1
+
+    def is_failure(self, error: BaseException) -> bool:
+        return False
+
+
+class Cut:
+    """A generation whose group is open, and which is over."""
+
+    def __init__(self) -> None:
+        self.backend, self.group = DeafBackend(), GenerationGroup()
+        context = Context(job="job", coordinators=[], token=Token, limits=Limits())
+        group = self.group.connect(self.backend, None, generation_of(["m0", "m1"], "m0"), context)
+        self.opened = self.group.open(group)
+        self.group.cut(1)
+
+    def wait(self) -> None:
+        """In a collective that never ends."""
+        waiter = AbortableWaiter(self.opened)
+        assert "did not end" in waiter.new_completion().wait()
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(generation_group, "STUCK_AFTER_S", 0.05)
+    monkeypatch.setattr(generation_group, "TOLD_AFTER_S", 0.1)
+    yield
+
+
+def freeing() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "shoal-free-trainer"]
+
+
+def test_a_trainer_that_comes_late_to_a_group_that_is_cut_is_freed() -> None:
+    """It was in the script's own code when the others were; and then again."""
+    cut = Cut()
+    for _ in range(3):
+        cut.wait()
+    assert cut.backend.kept == 3
+    thread, *others = freeing()
+    assert not others
+    cut.group.cut(1)  # by another thread that has heard of it
+    assert freeing() == [thread]
+    cut.group.release()
+    thread.join(10)
+    assert not freeing()
+
+
+def test_a_trainer_that_does_not_stop_is_told_of_with_where_it_is() -> None:
+    """Once: whoever finds it expelled for a hang can look what it did."""
+    with capture_logs() as logs:
+        cut = Cut()
+        (thread,) = freeing()
+        while len(logs) < 4:
+            cut.wait()  # stands for code that it does not come back from
+        cut.group.release()
+        thread.join(10)
+    (told,) = [each for each in logs if each["event"] == "trainer_has_not_stopped"]
+    assert "in test_a_trainer_that_does_not_stop" in told["stack"]
+    assert told["waited_s"] > 0
