@@ -156,6 +156,8 @@ class ShardHolding(_message.Message):
     DISK_VERSION_FIELD_NUMBER: _builtins.int
     FOUND_VERSION_FIELD_NUMBER: _builtins.int
     DISK_EPOCH_FIELD_NUMBER: _builtins.int
+    FOUND_FOREIGN_FIELD_NUMBER: _builtins.int
+    RESTORED_VERSION_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     """Number of times the primary was decided, from 1."""
@@ -175,6 +177,10 @@ class ShardHolding(_message.Message):
     found_version: _builtins.int
     """The journal of `on_disk` was found to be older than that, with this version (never 0 then)."""
     disk_epoch: _builtins.int
+    found_foreign: _builtins.bool
+    """With found_version: what was found there is not older, but of another run of the job."""
+    restored_version: _builtins.int
+    """The version of the snapshot that the values were restored from, or are being; 0: from none."""
     @_builtins.property
     def primary(self) -> Global___Holder: ...
     @_builtins.property
@@ -215,10 +221,12 @@ class ShardHolding(_message.Message):
         disk_version: _builtins.int = ...,
         found_version: _builtins.int = ...,
         disk_epoch: _builtins.int = ...,
+        found_foreign: _builtins.bool = ...,
+        restored_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted_loss", b"accepted_loss", "joining", b"joining", "loss", b"loss", "primary", b"primary", "successor", b"successor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_loss", b"accepted_loss", "backups", b"backups", "content", b"content", "disk_epoch", b"disk_epoch", "disk_version", b"disk_version", "epoch", b"epoch", "format", b"format", "found_version", b"found_version", "joining", b"joining", "loss", b"loss", "on_disk", b"on_disk", "primary", b"primary", "run", b"run", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_loss", b"accepted_loss", "backups", b"backups", "content", b"content", "disk_epoch", b"disk_epoch", "disk_version", b"disk_version", "epoch", b"epoch", "format", b"format", "found_foreign", b"found_foreign", "found_version", b"found_version", "joining", b"joining", "loss", b"loss", "on_disk", b"on_disk", "primary", b"primary", "restored_version", b"restored_version", "run", b"run", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -155,8 +155,10 @@ def test_a_journal_of_another_run_of_the_job_is_not_led(
     folder.rename(own)
     (tmp_path / "foreign").rename(folder)
     start(servers, tmp_path, "ps-0")
-    with pytest.raises(StateLost, match="start server ps-0 again with the newest copy"):
+    with pytest.raises(StateLost, match="start server ps-0 again with its own journal") as lost:
         client.push(filled(-1.0))
+    assert "is of another run of the job" in lost.value.seen
+    assert "found_version" not in lost.value.details
     servers.stop("ps-0")
     shutil.rmtree(folder)
     own.rename(folder)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -75,6 +75,8 @@ class ParameterServers:
         self.servers: dict[str, RunningServer] = {}
         self.restore_lost: Restore | None = None
         """Asked before shards that nobody has any more are called lost."""
+        self.is_restoring: Callable[[str], bool] = lambda job: False
+        """Whether a job's shards are loaded from a snapshot just now."""
         self.events: list[tuple[str, str, str]] = []
         """Job, kind and reason of what the status page would be told."""
         self.num_members = 1
@@ -127,7 +129,11 @@ class ParameterServers:
         reader = ShardReader(self.store)
         stack.push_async_callback(reader.close)
         controller = ShardController(
-            self.store, self._restore, measure=reader.measure, loss_log=losses
+            self.store,
+            self._restore,
+            measure=reader.measure,
+            loss_log=losses,
+            is_restoring=self._loads,
         )
         rebalancing = AsyncExitStack()
         await rebalancing.enter_async_context(controller.working())
@@ -139,6 +145,9 @@ class ParameterServers:
         if self.refusal is not None:
             self.num_refused += 1
             raise self.refusal
+
+    def _loads(self, job: str) -> bool:
+        return self.is_restoring(job)
 
     async def _restore(self, job: str) -> RestoreAttempt:
         if self.restore_lost is None:
@@ -167,7 +176,11 @@ class ParameterServers:
 
     def stop(self, name: str) -> None:
         """Stop one server, the `coordinator`, or REBALANCING: it stops before the coordinator."""
-        self.run(self._stacks.pop(name).aclose())
+        self.run(self.stopped(name))
+
+    async def stopped(self, name: str) -> None:
+        """As `stop`, for what runs on the servers' loop."""
+        await self._stacks.pop(name).aclose()
 
     def admit(self, member_id: str, *, job: str = "job", incarnation: str = "one") -> Token:
         """Make a member; the token that it carries."""

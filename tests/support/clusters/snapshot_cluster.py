@@ -54,6 +54,7 @@ class Snapshots:
         self._restorer = SnapshotRestorer(
             servers.store, self._calls, self._forget_cursor, answering
         )
+        servers.is_restoring = lambda job: job in self._restorer.under_way
 
     async def _read_cursor(self, job: str) -> Mapping[str, Any] | None:
         return self.cursor

@@ -8,6 +8,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import structlog
 
@@ -206,9 +207,9 @@ class ShardController:
         servers = sightings.judged(before, seen, asked_s=asked_s, now_s=loop.time())
         if sightings.is_due_soon:
             self._look_again(job)
-        known = self._loads[job].given_up(
-            before, is_restoring=self._restores.is_restoring(job), now_s=loop.time()
-        )
+        is_restoring = self._restores.is_restoring(job)
+        servers = replace(servers, are_loading=is_restoring)
+        known = self._loads[job].given_up(before, is_restoring=is_restoring, now_s=loop.time())
         if self._loads[job].is_due_soon:
             self._look_again(job)
         lost = num_lost(known, servers)

@@ -4,8 +4,9 @@ The assignment records are written anew, of another run and with higher epochs, 
 that are there: in one transaction, so that whatever becomes of this coordinator there are records,
 and shards that somebody has or that are lost by name. Every server lets go of what it has of the
 job then, and loads what it is to lead; copies are made of it as ever. The sample ledger becomes
-that of the cut. If a server cannot load, all that the job had before is lost, and is told to be:
-nobody finds half of a snapshot.
+that of the cut. Of servers that leave or end before they have loaded, others take the part
+(`loading`). If one that is there cannot load, all that the job had before is lost, and is told to
+be: nobody finds half of a snapshot.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -23,15 +24,14 @@ from shoal_proto.errors import (
     InternalError,
     JobFinished,
     JobInUse,
-    NoServers,
     ProposalConflict,
     ShoalError,
     SnapshotDamaged,
 )
-from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.coordinator.persistence.stored_json import state_from_json
+from shoal_server.coordinator.snapshots.loading import Choose, SnapshotLoader
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.samples.ledger import Ledger
 from shoal_server.core.shards import losses
@@ -56,16 +56,11 @@ from shoal_server.etcd.api import (
 from shoal_server.etcd.json_fields import Unreadable
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, shard_map
-from shoal_server.serving.tasks import gather_settled
-from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest, ManifestEntry
 
 log = structlog.get_logger(__name__)
 
-Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
-
-LOAD_WITHIN_S = 1800.0
 DEFAULT_COPIES = 2
 MAX_TRIES = 3
 """Times that the records may change while the new ones are written."""
@@ -95,9 +90,8 @@ class SnapshotRestorer:
         """`choose` says which of the servers that etcd lists are there: a lease outlives its
         server, and what one that is gone was to load would be lost, and with it all else."""
         self._store = store
-        self._calls = calls
         self._on_cursor = on_cursor
-        self._choose = choose
+        self._loader = SnapshotLoader(store, calls, choose)
         self.under_way: Counter[str] = Counter()
         """The jobs that are being restored."""
 
@@ -126,20 +120,12 @@ class SnapshotRestorer:
         layout = _checked(manifest)
         if not under_members:
             await self._check_unused(job)
-        listed = await shard_map.takers(self._store)
-        present = await self._choose(listed)
-        if not present:
-            raise NoServers(
-                f"there is no parameter server for job {job}",
-                seen=f"none of {len(listed)} registered answers" if listed else "none registered",
-                expected="one or more",
-                fix="Start one with `shoal ps`.",
-            )
+        present = await self._loader.present(job)
         before, wanted = await self._replaced(
             manifest, layout, sorted(present), keeps_run=under_members
         )
         try:
-            await self._load_all(library, manifest, wanted, present)
+            wanted = await self._loader.load_all(library, manifest, wanted, present)
         except ShoalError as error:
             if before is None:
                 await self._take_away(wanted)
@@ -238,29 +224,6 @@ class SnapshotRestorer:
                 expected=f"{len(layout.shards)} of schema {layout.schema_digest[:12]}",
                 fix="Restore under the name of the job that the snapshot is of, in a new cluster.",
             )
-
-    async def _load_all(
-        self,
-        library: SnapshotLibrary,
-        manifest: Manifest,
-        wanted: JobAssignments,
-        present: Mapping[Holder, str],
-    ) -> None:
-        parts = {part.shard_id: part for part in manifest.parts}
-        by_server: dict[str, list[pb.ShardFile]] = {}
-        for assignment in wanted.shards:
-            files = by_server.setdefault(present[assignment.primary], [])
-            files.append(messages.of_part(parts[assignment.shard_id]))
-        loads = [
-            pb.LoadRequest(job=manifest.job, url=library.storage.url, files=files)
-            for files in by_server.values()
-        ]
-        await gather_settled(
-            *(
-                self._calls.call(address, lambda stub: stub.Load, load, LOAD_WITHIN_S)
-                for address, load in zip(by_server, loads, strict=True)
-            )
-        )
 
     async def _take_away(self, wanted: JobAssignments) -> None:
         """Unless somebody has restored the job once more."""
@@ -368,6 +331,7 @@ def _spread(
                 epoch=epoch,
                 primary=primary,
                 content=ShardContent.LOADING,
+                restored_version=part.version,
             )
         )
     return tuple(sorted(spread, key=lambda assignment: assignment.shard_id))

@@ -85,6 +85,10 @@ class ShardAssignment:
     the disk that is put in its place is known by it."""
     found_version: int = 0
     """What a later process of that server found there instead, which is older; 0: nothing is."""
+    found_foreign: bool = False
+    """Whether what was found is of another run of the job."""
+    restored_version: int = 0
+    """Of the snapshot that its values came from, or are to come from; 0: from none."""
     content: ShardContent = ShardContent.NONE
     """PRESENT before anybody has seen its values or pushed to it."""
     loss: ShardLoss | None = None
@@ -215,6 +219,8 @@ def emptied(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
         disk_epoch=0,
         disk_version=0,
         found_version=0,
+        found_foreign=False,
+        restored_version=0,
     )
 
 
@@ -232,6 +238,7 @@ def put_on_disk(assignment: ShardAssignment, primary: Holder, version: int) -> S
         disk_epoch=disk[0],
         disk_version=disk[1],
         found_version=0,
+        found_foreign=False,
     )
 
 
@@ -259,6 +266,7 @@ def led_from_disk(
         disk_version=assignment.disk_version,
         content=ShardContent.PRESENT,
         accepted_loss=assignment.accepted_loss,
+        restored_version=assignment.restored_version,
     )
 
 
@@ -294,14 +302,15 @@ def is_older(assignment: ShardAssignment, epoch: int, version: int) -> bool:
 def found_older(
     assignment: ShardAssignment, server: Holder, version: int, dead: "frozenset[Holder]"
 ) -> ShardAssignment:
-    """A later process of the server on whose disk the shard is found an older copy there."""
+    """A later process of the server on whose disk the shard is found an older copy there, or, of
+    version 0, the shard of another run of the job."""
     is_mine = assignment.on_disk == server.server_id
     primary = assignment.primary
     # Another process of this server, which may live, has the disk as it should be.
     is_other = primary.server_id == server.server_id and primary not in {server} | dead
     if not is_mine or (is_other and assignment.content is not ShardContent.LOST):
         return assignment
-    return replace(assignment, found_version=max(version, 1))
+    return replace(assignment, found_version=max(version, 1), found_foreign=not version)
 
 
 def may_be_put_on_disk(assignment: ShardAssignment, server: Holder) -> bool:
@@ -316,7 +325,14 @@ def off_disk(assignment: ShardAssignment, server: Holder) -> ShardAssignment:
     """What the server's journal had is gone, with its disk."""
     if assignment.on_disk != server.server_id:
         return assignment
-    return replace(assignment, on_disk="", disk_epoch=0, disk_version=0, found_version=0)
+    return replace(
+        assignment,
+        on_disk="",
+        disk_epoch=0,
+        disk_version=0,
+        found_version=0,
+        found_foreign=False,
+    )
 
 
 def _without(holders: Sequence[Holder], gone: Holder) -> tuple[Holder, ...]:

@@ -100,7 +100,7 @@ def with_losses(
             # Its primary has nothing of it: it was to lead it from a disk.
             had = (last.on_disk,) if last.on_disk else ()
         loss = ShardLoss(
-            version=max(versions.get(shard.shard_id, 0), last.disk_version),
+            version=max(versions.get(shard.shard_id, 0), last.disk_version, last.restored_version),
             lost_unix_s=now_unix_s,
             servers=had,
             snapshot=snapshot[:MAX_SNAPSHOT_TEXT],
@@ -123,7 +123,8 @@ def after_failed_restore(
         if last.content is ShardContent.NONE:
             return replace(anew, content=ShardContent.NONE)
         known = last.loss or ShardLoss(
-            version=last.disk_version,
+            # The snapshot is of what the shard was once, too.
+            version=max(last.disk_version, last.restored_version, shard.restored_version),
             lost_unix_s=now_unix_s,
             servers=tuple(h.server_id for h in (last.primary, *last.backups)),
         )
@@ -186,10 +187,10 @@ def told_together(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
 
 def cure(job: str, shard: ShardAssignment) -> str:
     """What brings a lost shard back, or ends that it is waited for."""
-    newest = "the newest copy of " if shard.found_version else ""
-    disk = (
-        f"start server {shard.on_disk} again with {newest}its journal, or " if shard.on_disk else ""
-    )
+    journal = "its journal"
+    if shard.found_version:
+        journal = "its own journal" if shard.found_foreign else "the newest copy of its journal"
+    disk = f"start server {shard.on_disk} again with {journal}, or " if shard.on_disk else ""
     return (
         f"To bring it back, {disk}restore a snapshot: `shoal restore {job} --from URL`. It is not"
         f" started over unless you give up the lost shards: `shoal accept-loss {job}`, which says"
@@ -202,13 +203,7 @@ def explained(job: str, shard: ShardAssignment) -> Explanation:
     loss = shard.loss
     held_by = f" on {', '.join(loss.servers)}" if loss and loss.servers else ""
     snapshot = f" {loss.snapshot}" if loss and loss.snapshot else ""
-    older = ""
-    if shard.found_version:
-        older = (
-            f"; the journal of server {shard.on_disk} is an older copy: it has version "
-            f"{shard.found_version}, and had reached version {shard.disk_version} of epoch"
-            f" {shard.disk_epoch} at least"
-        )
+    found = _found_on_disk(shard)
     details = {"job": job, "shard": str(shard.shard_id), "epoch": str(shard.epoch)}
     if loss and loss.version:
         details["at_least_version"] = str(loss.version)
@@ -218,13 +213,31 @@ def explained(job: str, shard: ShardAssignment) -> Explanation:
         details["snapshot"] = loss.snapshot
     if shard.on_disk:
         details["on_disk"] = shard.on_disk
-    if shard.found_version:
+    if shard.found_foreign:
+        details["found_foreign"] = "true"
+    elif shard.found_version:
         details["found_version"] = str(shard.found_version)
     return Explanation(
         what=f"shard {shard.shard_id} of job {job} was lost with every server that had it",
         seen=f"{known_version(loss)}{held_by}; epoch {shard.epoch} is led by server"
-        f" {shard.primary.server_id}, which has nothing of it{older}",
+        f" {shard.primary.server_id}, which has nothing of it{found}",
         expected="a server that has its values",
         fix=f"{cure(job, shard)}{snapshot}",
         details={name: text for name, text in details.items() if text},
+    )
+
+
+def _found_on_disk(shard: ShardAssignment) -> str:
+    """What the journal that should have a lost shard has in its place, if anything is known."""
+    reached = f"version {shard.disk_version} of epoch {shard.disk_epoch} at least"
+    if not shard.found_version:
+        return ""
+    if shard.found_foreign:
+        return (
+            f"; the journal that server {shard.on_disk} was started with is of another run of the"
+            f" job, or of another cluster; its own had reached {reached}"
+        )
+    return (
+        f"; the journal of server {shard.on_disk} is an older copy: it has version"
+        f" {shard.found_version}, and had reached {reached}"
     )

@@ -40,6 +40,9 @@ class Servers:
     until it is known whether they live."""
     disks: frozenset[str] = frozenset()
     """Ids of servers that may lead from their journals again, now or once they come back."""
+    are_loading: bool = False
+    """Whether the job is being restored: who restores it sees to the shards that are to be loaded,
+    whatever becomes of their servers."""
 
     @cached_property
     def staying(self) -> frozenset[Holder]:
@@ -72,7 +75,7 @@ def rebalance(
     shards = []
     wanted = _wanted(assignments.copies, servers)
     for assignment in assignments.shards:
-        if _is_well(assignment, wanted, servers):
+        if _is_well(assignment, wanted, servers) or _is_loading(assignment, servers):
             # Most of thousands, each time that anything happens to one.
             shards.append(assignment)
             continue
@@ -99,6 +102,11 @@ def _is_well(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool
         and len(in_step) == wanted
         and servers.staying.issuperset(in_step)
     )
+
+
+def _is_loading(assignment: ShardAssignment, servers: Servers) -> bool:
+    """Whether somebody else sees to a shard."""
+    return servers.are_loading and assignment.content is ShardContent.LOADING
 
 
 def _count(assignments: JobAssignments, weights: Mapping[int, int]) -> _Loads:
@@ -146,6 +154,8 @@ def _rescue(
         disk_epoch=assignment.disk_epoch,
         disk_version=assignment.disk_version,
         found_version=assignment.found_version,
+        found_foreign=assignment.found_foreign,
+        restored_version=assignment.restored_version,
         loss=assignment.loss,
     )
 
@@ -167,7 +177,7 @@ def num_lost(assignments: JobAssignments, servers: Servers) -> int:
         if assignment.content is ShardContent.LOST
         else _is_lost(assignment, servers)
         for assignment in assignments.shards
-        if assignment.content is not ShardContent.NONE
+        if assignment.content is not ShardContent.NONE and not _is_loading(assignment, servers)
     )
 
 

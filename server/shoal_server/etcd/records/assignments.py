@@ -188,6 +188,8 @@ def parse_shard(entry: Item | KeyValue) -> StoredShard:
         disk_epoch=message.disk_epoch,
         disk_version=message.disk_version,
         found_version=message.found_version,
+        found_foreign=message.found_foreign,
+        restored_version=message.restored_version,
         content=_content(message),
         loss=_loss_from(message.loss) if message.HasField("loss") else None,
         accepted_loss=_accepted_from(message.accepted_loss)
@@ -230,6 +232,8 @@ def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> 
     message.on_disk = assignment.on_disk
     message.disk_epoch, message.disk_version = assignment.disk_epoch, assignment.disk_version
     message.found_version = assignment.found_version
+    message.found_foreign = assignment.found_foreign
+    message.restored_version = assignment.restored_version
     message.content = _CONTENTS[assignment.content]
     if assignment.loss is not None:
         message.loss.CopyFrom(_loss(assignment.loss))

@@ -6,6 +6,7 @@ import threading
 import time
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from pathlib import Path
@@ -45,13 +46,14 @@ from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.coordinator.snapshots.loading import SnapshotLoader
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
-from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
+from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.limits import Limits
 from shoal_server.core.samples.ledger import Ledger
-from shoal_server.core.shards.assignments import ShardContent
+from shoal_server.core.shards.assignments import JobAssignments, ShardContent
 from shoal_server.etcd import keys
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import snapshot_roots
@@ -420,6 +422,49 @@ def test_a_server_that_died_a_moment_ago_is_given_nothing_to_load(
     assert elements(pusher(opened, servers, "n").values) == {-1.0}
 
 
+def test_what_a_server_that_ends_was_to_load_is_given_to_others(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had nothing yet when it was told to leave, and so it was gone before it was asked to load.
+    What the other one has loaded by then stays as it is."""
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    snapshots.take()
+    call, num_loads = ServerCalls.call, Counter[str]()
+    leaving = servers.servers["ps-0"]
+
+    async def once_it_is_gone(calls: ServerCalls, address: str, *what: Any) -> Any:
+        num_loads[address] += 1
+        if address == leaving.address:
+            await servers.stopped("ps-0")
+        return await call(calls, address, *what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerCalls, "call", once_it_is_gone)
+        restored = snapshots.restore(under_members=True)
+    assert restored.servers == ["ps-1"]
+    assert num_loads == {leaving.address: 1, servers.servers["ps-1"].address: 2}
+    assert elements(pusher(opened, servers, "n").values) == {-1.0}
+
+
+def test_what_was_restored_and_is_lost_at_once_had_the_snapshots_version(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """Nobody has asked its servers for their versions yet. First values count as the first one."""
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    for _ in range(3):
+        member.push()
+    snapshots.take()
+    snapshots.restore(under_members=True)
+    for name in ("ps-0", "ps-1"):
+        servers.stop(name)
+    servers.add("ps-2")
+    with pytest.raises(StateLost, match="at least version 4") as lost:
+        pusher(opened, servers, "n")
+    assert lost.value.details["at_least_version"] == "4"
+
+
 def test_a_restore_that_fails_leaves_one_that_came_after_it_alone(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,19 +472,19 @@ def test_a_restore_that_fails_leaves_one_that_came_after_it_alone(
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
-    load_all = SnapshotRestorer._load_all
+    load_all = SnapshotLoader.load_all
 
     async def both() -> None:
         begun, is_over = asyncio.Event(), asyncio.Event()
 
-        async def first_fails(restorer: SnapshotRestorer, *what: Any) -> None:
+        async def first_fails(loader: SnapshotLoader, *what: Any) -> JobAssignments:
             if not begun.is_set():
                 begun.set()
                 await is_over.wait()
                 raise Unavailable("its server is away")
-            await load_all(restorer, *what)
+            return await load_all(loader, *what)
 
-        monkeypatch.setattr(SnapshotRestorer, "_load_all", first_fails)
+        monkeypatch.setattr(SnapshotLoader, "load_all", first_fails)
         first = asyncio.create_task(snapshots.restoring(under_members=True))
         await begun.wait()
         await snapshots.restoring(under_members=True)

@@ -59,6 +59,8 @@ def test_who_found_an_older_copy_says_so() -> None:
     shard = replace(led_by(B), disk_epoch=4, disk_version=10)
     assert found_older(shard, NEW, 3, frozenset()).found_version == 3
     assert found_older(shard, C, 3, frozenset()) == shard
+    assert not found_older(shard, NEW, 3, frozenset()).found_foreign
+    assert found_older(shard, NEW, 0, frozenset()).found_foreign
     led = replace(led_by(OLD), disk_epoch=4, disk_version=10)
     assert found_older(led, NEW, 3, frozenset()) == led
     assert found_older(led, NEW, 3, frozenset({OLD})).found_version == 3

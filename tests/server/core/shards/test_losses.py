@@ -85,6 +85,17 @@ def test_a_loss_that_a_server_found_is_noted_by_the_coordinator() -> None:
     assert lost_by(noted, servers) == noted
 
 
+def test_who_restores_a_job_sees_to_what_is_to_be_loaded() -> None:
+    """Its server is gone: others are given it, and nothing is lost for that."""
+    loading = job(replace(TRAINED, content=ShardContent.LOADING, restored_version=7))
+    restoring = replace(BOTH_GONE, are_loading=True)
+    assert num_lost(loading, restoring) == 0
+    assert rebalance(loading, restoring, {}) == loading
+    assert num_lost(loading, BOTH_GONE) == 1
+    lost = lost_by(loading.shards[0], BOTH_GONE)
+    assert lost.loss is not None and lost.loss.version == 7
+
+
 def test_only_what_had_values_is_lost() -> None:
     """A shard that nobody created moves on, and no snapshot is asked for."""
     empty = job(replace(TRAINED, content=ShardContent.NONE))

@@ -1,0 +1,184 @@
+"""Having servers load the shards of a snapshot that the records give them.
+
+A server may begin to leave, or end, between the choice and its load. Its shards that are not loaded
+yet are then given to others: who was to load one writes so before anybody sees its values, so one
+that turns up again finds the record changed. What is loaded by then stays as it is, since members
+may have pushed to it.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import structlog
+
+from shoal_proto.errors import DeadlineExceeded, NoServers, ShoalError
+from shoal_proto.v1 import snapshots_pb2 as pb
+from shoal_server.coordinator.snapshots.server_calls import ServerCalls
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+)
+from shoal_server.etcd import keys
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.records import assignments, shard_map
+from shoal_server.snapshots import messages
+from shoal_server.snapshots.library import SnapshotLibrary
+from shoal_server.snapshots.manifest import Manifest, ManifestEntry
+
+log = structlog.get_logger(__name__)
+
+Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
+
+LOAD_WITHIN_S = 1800.0
+MAX_CHOICES = 3
+"""Times that servers are chosen, where some are gone before they have loaded."""
+MAX_TRIES = 3
+"""Times that a record may change while it is given to another server."""
+
+
+class SnapshotLoader:
+    """Lives on the event loop. `choose` says which of the servers that etcd lists are there: a
+    lease outlives its server."""
+
+    def __init__(self, store: LeaderStore, calls: ServerCalls, choose: Choose) -> None:
+        self._store = store
+        self._calls = calls
+        self._choose = choose
+
+    async def present(self, job: str) -> Mapping[Holder, str]:
+        """The servers that shards may be given to, with their addresses. Raises NoServers."""
+        listed = await shard_map.takers(self._store)
+        present = await self._choose(listed)
+        if not present:
+            raise NoServers(
+                f"there is no parameter server for job {job}",
+                seen=f"none of {len(listed)} registered answers" if listed else "none registered",
+                expected="one or more",
+                fix="Start one with `shoal ps`.",
+            )
+        return present
+
+    async def load_all(
+        self,
+        library: SnapshotLibrary,
+        manifest: Manifest,
+        wanted: JobAssignments,
+        present: Mapping[Holder, str],
+    ) -> JobAssignments:
+        """Have every shard loaded by its primary; who leads what in the end. Raises what a server
+        raised that is there and stays, and NoServers if none is left."""
+        to_load: Collection[ShardAssignment] = wanted.shards
+        for choice in range(1, MAX_CHOICES + 1):
+            failed = await self._load(library, manifest, to_load, present)
+            if not failed:
+                return wanted
+            present = await self.present(manifest.job)
+            for holder, error in failed.items():
+                if holder in present or choice == MAX_CHOICES:
+                    raise error
+            log.warning(
+                "servers_chosen_anew",
+                job=manifest.job,
+                gone=sorted(holder.server_id for holder in failed),
+                reasons=sorted({str(error) for error in failed.values()}),
+            )
+            given = await self._give(manifest, wanted, failed, sorted(present))
+            to_load = given.values()
+            shards = (given.get(shard.shard_id, shard) for shard in wanted.shards)
+            wanted = replace(wanted, shards=tuple(shards))
+        raise AssertionError("the last choice returns or raises")
+
+    async def _load(
+        self,
+        library: SnapshotLibrary,
+        manifest: Manifest,
+        shards: Collection[ShardAssignment],
+        present: Mapping[Holder, str],
+    ) -> Mapping[Holder, ShoalError]:
+        """What became of it, where it failed."""
+        parts = {part.shard_id: part for part in manifest.parts}
+        files: dict[Holder, list[pb.ShardFile]] = {}
+        for shard in shards:
+            of_holder = files.setdefault(shard.primary, [])
+            of_holder.append(messages.of_part(parts[shard.shard_id]))
+        failed = {}
+
+        async def load(holder: Holder) -> None:
+            request = pb.LoadRequest(job=manifest.job, url=library.storage.url, files=files[holder])
+            try:
+                await self._calls.call(
+                    present[holder], lambda stub: stub.Load, request, LOAD_WITHIN_S
+                )
+            except ShoalError as error:
+                failed[holder] = error
+
+        async with asyncio.TaskGroup() as loading:
+            for holder in files:
+                loading.create_task(load(holder))
+        return failed
+
+    async def _give(
+        self,
+        manifest: Manifest,
+        wanted: JobAssignments,
+        gone: Collection[Holder],
+        present: Sequence[Holder],
+    ) -> dict[int, ShardAssignment]:
+        """Those shards that were to be loaded by servers that are gone, as others are to load them
+        now. Raises DeadlineExceeded if another restore came after this one."""
+        of_run = keys.assignments_of_run(wanted.job, wanted.run)
+        given: dict[int, ShardAssignment] = {}
+        for _ in range(MAX_TRIES):
+            listed = (await self._store.range(of_run)).items
+            stored = [assignments.parse_shard(item) for item in listed]
+            left = [each for each in stored if _is_left_by(each.assignment, gone)]
+            if listed and not left:
+                return given
+            held = [each.assignment for each in stored if each not in left]
+            targets = given_to([each.assignment for each in left], held, manifest.parts, present)
+            for at in range(0, len(left), assignments.SHARDS_A_TRANSACTION):
+                batch = slice(at, at + assignments.SHARDS_A_TRANSACTION)
+                is_done, _ = await assignments.change(self._store, left[batch], targets[batch])
+                if is_done:
+                    given |= {target.shard_id: target for target in targets[batch]}
+        raise DeadlineExceeded(
+            f"the holders of job {wanted.job} changed while it was restored", fix="Restore again."
+        )
+
+
+def _is_left_by(shard: ShardAssignment, gone: Collection[Holder]) -> bool:
+    return shard.content is ShardContent.LOADING and shard.primary in gone
+
+
+def given_to(
+    left: Sequence[ShardAssignment],
+    held: Collection[ShardAssignment],
+    parts: Sequence[ManifestEntry],
+    present: Sequence[Holder],
+) -> list[ShardAssignment]:
+    """Each shard to the server with the least so far, the largest first, in an epoch of its own.
+    `held`: the other shards, which stay where they are."""
+    num_bytes = {part.shard_id: part.num_bytes for part in parts}
+    loads: Counter[Holder] = Counter()
+    for shard in held:
+        loads[shard.primary] += num_bytes[shard.shard_id]
+    given = {}
+    for shard in sorted(left, key=lambda shard: (-num_bytes[shard.shard_id], shard.shard_id)):
+        primary = min(present, key=lambda holder: (loads[holder], holder))
+        loads[primary] += num_bytes[shard.shard_id]
+        given[shard.shard_id] = replace(
+            shard,
+            epoch=shard.epoch + 1,
+            primary=primary,
+            backups=(),
+            joining=None,
+            successor=None,
+        )
+    return [given[shard.shard_id] for shard in left]
+
+
+__all__ = ["Choose", "SnapshotLoader", "given_to"]
