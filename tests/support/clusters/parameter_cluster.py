@@ -41,6 +41,8 @@ from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.process import serve
 from shoal_server.serving.options import ServerReach
 
+FAILED = 1
+"""What a process exits with that ended by an error of its own."""
 START_S = 30.0
 CALL_S = 5.0
 LEASE_S = 2.0
@@ -98,6 +100,12 @@ class Server:
         assert self.config.ready_file is not None
         assert self.process.is_alive(), self.log_path.read_text()[-4000:]
         return self.config.ready_file.exists()
+
+    @property
+    def found_no_etcd(self) -> bool:
+        """Whether it has ended by itself, since no etcd answered when it was started."""
+        has_failed = self.process.exitcode == FAILED
+        return has_failed and "no etcd answered" in self.log_path.read_text()[-4000:]
 
     def send_signal(self, number: int) -> None:
         assert self.process.pid is not None
@@ -218,10 +226,18 @@ class ParameterCluster:
         server.incarnation = ""
 
     def await_ready(self) -> None:
-        """Wait until every server that was started serves."""
+        """Wait until every server that was started serves. One that found no etcd is started again,
+        as by whatever looks after servers where they are used."""
+
+        def serves(server: Server) -> bool:
+            if server.found_no_etcd:
+                server.start()
+            return server.is_ready
+
         for server in self.servers.values():
-            if not server.incarnation and server.process.exitcode is None:
-                awaited(lambda s=server: s.is_ready, START_S, f"{server.server_id} serves")
+            exit_code = server.process.exitcode
+            if exit_code == FAILED or (not server.incarnation and exit_code is None):
+                awaited(lambda s=server: serves(s), START_S, f"{server.server_id} serves")
                 server.incarnation = self._incarnation(server.server_id)
 
     def _registered(self, server_id: str) -> dict[str, object]:
