@@ -1,5 +1,6 @@
 """Calls to every server that holds some of a job's shards, until each shard is done."""
 
+import os
 import threading
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from shoal_proto.errors import (
     CertificateRefused,
     DeadlineExceeded,
     DiskFull,
+    InvalidSpec,
     RetryError,
     ShardNotReady,
     ShoalError,
@@ -59,6 +61,7 @@ class ShardServers(Generic[Stub]):
     ) -> None:
         """`stub_of` makes the stub for a server from its address and a channel to it, once for as
         long as the channel lives."""
+        self._process = os.getpid()
         self._stub_of = stub_of
         self._close_stub = close_stub
         self._timeout_s = timeout_s
@@ -96,8 +99,10 @@ class ShardServers(Generic[Stub]):
         accepted. Shards without values are waited for until `ready_by_s` of the monotonic clock,
         those that are lost for `lost_wait_s`. A
         refusal that says where a shard is led now is followed at once:
-        the map then names that server, too. Raises the error that ended it.
+        the map then names that server, too. Raises the error that ended it, and InvalidSpec in a
+        process that was forked from that of these connections.
         """
+        self._check_process()
         give_up_s = time.monotonic() + self._timeout_s
         back_off = BackOff()
         todo = {shard.shard_id for shard in shard_map().shards}
@@ -145,6 +150,18 @@ class ShardServers(Generic[Stub]):
             if any(isinstance(error, WrongEpoch | Unavailable | StateLost) for error in errors):
                 refetch()
                 self._keep_only({shard.address for shard in shard_map().shards})
+
+    def _check_process(self) -> None:
+        """The sockets, the shared memory and the numbers of pushes are another process's: what is
+        answered to one would be taken for the other's, and locks are held for ever that its
+        threads had."""
+        if os.getpid() != self._process:
+            raise InvalidSpec(
+                "this process was forked from the one that the parameter client belongs to",
+                seen=f"process {os.getpid()}",
+                expected=f"process {self._process}",
+                fix="Have it open a client of its own, or start it by spawn or forkserver.",
+            )
 
     def _later(
         self,
@@ -283,7 +300,10 @@ class ShardServers(Generic[Stub]):
         self._close(gone)
 
     def close(self) -> None:
-        """Close every connection; calls under way fail."""
+        """Close every connection; calls under way fail. In a forked process, nothing: they are
+        its parent's."""
+        if os.getpid() != self._process:
+            return
         self._closed.set()
         with self._lock:
             gone, self._reached = list(self._reached.values()), {}

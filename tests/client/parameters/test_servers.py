@@ -1,5 +1,6 @@
 """Calls to the servers of a job's shards: whom a refusal, or a hint, sends them to."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -8,7 +9,7 @@ import pytest
 
 from shoal_client.parameters.servers import ShardServers
 from shoal_proto import routes
-from shoal_proto.errors import StateLost, Unavailable, WrongEpoch
+from shoal_proto.errors import InvalidSpec, StateLost, Unavailable, WrongEpoch
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 LIMIT_S = 30.0
@@ -144,3 +145,27 @@ def test_servers_that_are_gone_are_waited_for_before_their_shards_are_called_los
         with pytest.raises(Unavailable):
             servers.run(lambda: found, lambda: None, attempt, 0.0)
     servers.close()
+
+
+def test_a_forked_process_is_refused_and_leaves_its_parent_the_connections(
+    servers: ShardServers[str],
+) -> None:
+    """Both would read each other's answers, and number their pushes alike."""
+
+    def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
+        todo.difference_update(shard.shard_id for shard in shards)
+
+    found = shard_map(A)
+    assert servers.run(lambda: found, lambda: None, attempt, 0.0) == 0
+    forked = os.fork()
+    if not forked:
+        told = 2
+        try:
+            servers.run(lambda: found, lambda: None, attempt, 0.0)
+        except InvalidSpec:
+            servers.close()
+            told = 0 if servers.stubs else 3
+        finally:
+            os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+    assert servers.run(lambda: found, lambda: None, attempt, 0.0) == 0
