@@ -104,23 +104,37 @@ class Registration:
 
     async def _register(self) -> None:
         key = keys.server(self._identity.server_id)
-        try:
-            async with asyncio.timeout(3 * self._lease_ttl_s):
-                while not await self._claim(key):
-                    await self._wait_vanished(key)
-        except TimeoutError:
-            holder = await self._store.get(key)
-            raise AddressInUse(
-                f"another parameter server holds the id {self._identity.server_id}",
-                seen=holder.value.decode(errors="replace") if holder else "",
-                expected="a different id for each server",
-                fix="Stop the other one, or choose another --id.",
-            ) from None
+        while not await self._claimed_in_time(key):
+            log.warning("not_registered_in_time", server_id=self._identity.server_id)
         log.info(
             "parameter_server_registered",
             server_id=self._identity.server_id,
             address=self._identity.address,
         )
+
+    async def _claimed_in_time(self, key: str) -> bool:
+        """Whether it was, while nobody else was in the way. Raises AddressInUse if somebody is who
+        does not go, and RetryError if etcd is away for longer."""
+        try:
+            async with asyncio.timeout(3 * self._lease_ttl_s):
+                while not await self._claim(key):
+                    await self._wait_vanished(key)
+            return True
+        except TimeoutError:
+            holder = await self._store.get(key)
+        if holder is None or holder.value in self._own_records:
+            # What took so long is etcd, which answers again: it was cut off, or started anew.
+            return False
+        raise AddressInUse(
+            f"another parameter server holds the id {self._identity.server_id}",
+            seen=holder.value.decode(errors="replace"),
+            expected="a different id for each server",
+            fix="Stop the other one, or choose another --id.",
+        )
+
+    @property
+    def _own_records(self) -> tuple[bytes, bytes]:
+        return self._identity.record(), self._identity.record(leaving=True)
 
     async def _claim(self, key: str) -> bool:
         sent_s = asyncio.get_running_loop().time()

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.clusters.parameter_servers import config
@@ -72,6 +73,39 @@ async def test_registers_again_after_its_lease_was_lost(store: MemoryStore) -> N
         value = await registered(store, Revision(first.mod_revision + 1))
         assert value == first.value
         assert (await replica(store)).lease != first.lease
+
+
+class SlowStore(MemoryStore):
+    """Answers no transaction for as long as it is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__(min_ttl_s=0.01)
+        self.is_reached = asyncio.Event()
+        self.is_reached.set()
+        self.held_back = asyncio.Semaphore(0)
+
+    async def transact(self, *what: Any, **how: Any) -> Any:
+        if not self.is_reached.is_set():
+            self.held_back.release()
+        await self.is_reached.wait()
+        return await super().transact(*what, **how)
+
+
+async def test_a_server_that_etcd_answers_late_goes_on() -> None:
+    """Regression: nobody had its id, and it ended for that somebody has."""
+    store = SlowStore()
+    async with registration(store, identity(), 0.1):
+        first = await replica(store)
+        store.is_reached.clear()
+        await store.revoke(first.lease)
+        try:
+            async with asyncio.timeout(10):
+                for _ in range(2):
+                    await store.held_back.acquire()
+        finally:
+            store.is_reached.set()
+        assert await registered(store, Revision(first.mod_revision + 1)) == first.value
+    await store.close()
 
 
 async def test_the_lease_is_kept(store: MemoryStore) -> None:
