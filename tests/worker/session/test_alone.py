@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import shoal
+from shoal.checkpoint.directory import complete
 from shoal.membership.join_config import read_config
 from shoal_proto.errors import CheckpointFailed, InvalidSpec, ProposalConflict
 
@@ -184,3 +186,27 @@ def test_dropout_within_layers_is_told_of_by_name() -> None:
         session.distribute(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
     told = [entry for entry in logs if entry["event"] == "dropout_depends_on_members"]
     assert [entry["modules"] for entry in told] == ["attends.self_attn, recurrent.two"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_checkpoint_has_what_the_script_does_to_weights_behind_its_step(
+    tmp_path: Path, strategy: str
+) -> None:
+    """As it clips them, or lets a teacher follow them, where plain torch is done with its step. The
+    last one, too."""
+    model, optimizer = model_and_optimizer()
+    checkpoints = shoal.Checkpoints(tmp_path, every_steps=STEPS // 3)
+    with shoal.join() as session:
+        model, optimizer = session.distribute(model, optimizer, strategy, checkpoints=checkpoints)
+        for batch in session.batches(data(), global_batch_size=BATCH, epochs=EPOCHS):
+            with session.step():
+                session.backward(cross_entropy(model(batch.inputs), batch.targets))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.0).add_(batch.step + 1.0)
+    steps = sorted(complete(tmp_path))
+    assert steps == [STEPS // 3, 2 * (STEPS // 3), STEPS]
+    for step in steps:
+        state = {"model": model_and_optimizer()[0].state_dict()}
+        dcp.load(state, checkpoint_id=str(tmp_path / f"step-{step:08}"), no_dist=True)
+        assert all(bool((each == step).all()) for each in state["model"].values()), step

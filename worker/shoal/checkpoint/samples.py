@@ -41,6 +41,11 @@ class TrainedSamples:
         self.origin = Position()
         """From where on batches have their present size."""
 
+    @property
+    def are_told(self) -> bool:
+        """Whether the session hands out the batches: then a script asks for the next."""
+        return bool(self._samples)
+
     def told(self, state_shard: StateShard) -> StateShard:
         """The holding, telling which samples its step stands for."""
         if not self._samples:

@@ -176,6 +176,18 @@ class ElasticController:
                 raise
             self._recover(error)
 
+    def conclude(self) -> None:
+        """The script takes no further step: what it did behind the last one belongs to that, as in
+        a checkpoint that is due. Raises as a strategy's `between_steps`."""
+        if self._left or not self._is_ready:
+            return
+        try:
+            self.strategy.between_steps()
+        except Exception as error:
+            if not self.is_break(error):
+                raise
+            log.debug("not_concluded", reason=str(error)[:300])
+
     def _hand_over_and_leave(self) -> None:
         """The next generation goes on without this member."""
         successor = self.membership.successor()

@@ -91,6 +91,8 @@ class Session:
             # Forked by the script within the block, which it now leaves: no member of the job.
             return
         self._signal.restore()
+        if error is None or isinstance(error, SystemExit):
+            self._conclude()
         if isinstance(error, ShoalError):
             self._controller.membership.failed_for_good(error)
         if error is not None:
@@ -105,6 +107,14 @@ class Session:
                 self.leave(reason=reason_of(trained.checkpoint_failure))
                 raise trained.checkpoint_failure
             self.leave(reason=reason_of_end(trained), completed=True)
+
+    def _conclude(self) -> None:
+        try:
+            self._controller.conclude()
+        except ShoalError as error:
+            self._controller.membership.failed_for_good(error)
+            self.leave(reason=reason_of(error))
+            raise
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
         """Stop being a member; `completed` ends the job for all. The first call counts."""

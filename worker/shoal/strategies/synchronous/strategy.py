@@ -272,8 +272,9 @@ class SynchronousStrategy(Strategy):
 
     def _check_registered(self) -> None:
         """Collective: raise RegisteredStateDiffers unless it is the same on all members."""
-        if self._process_group is not None and self._agreement is not None:
-            self._compare_registered(self._process_group, self._agreement.members)
+        group, agreement = self._process_group, self._agreement
+        if self._registered and group is not None and agreement is not None:
+            self._compare_registered(group, agreement.members)
 
     def _compare_registered(self, group: dist.ProcessGroup, members: Sequence[str]) -> None:
         # Without state of the job's, members have weights of their own, and averages of them.
@@ -297,9 +298,9 @@ class SynchronousStrategy(Strategy):
     def _checkpoint(self) -> None:
         """A step is committed: write a checkpoint, if one is due.
 
-        What the script has registered may change behind the step still, and belongs to it.
+        What the script changes behind the step still, weights too, belongs to it.
         """
-        if self._registered:
+        if self._registered or self._checkpoints.samples.are_told:
             self._checkpoints.owed = self._checkpoints.due(self._step)
         else:
             self._write_checkpoint()
@@ -453,10 +454,9 @@ class SynchronousStrategy(Strategy):
         if self.position.stop_at is not None:
             reasons = [word.decode() for word in gather(self.position.reason.encode(), group)]
             self.position.reason = next((reason for reason in reasons if reason), "")
-        if self._registered:
-            self._registered.restore()
-            self._check_registered()
-            self.between_steps()
+        self._registered.restore()
+        self._check_registered()
+        self.between_steps()
         # Before anybody leaves: each writes its part.
         self._checkpoints.conclude()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
