@@ -410,11 +410,31 @@ def test_parameters_that_an_optimizer_is_given_on_the_way_are_refused(
             session.backward(loss_of(session, model, batch))
 
     kept: list[torch.optim.Optimizer] = []
-    with pytest.raises(InvalidSpec, match=r"more parameters, after 2 committed steps.*grad = None"):
+    with pytest.raises(InvalidSpec, match=r"other parameters, after 2 committed.*grad = None"):
         run(cluster, strategy, body)
     # Behind the session it is the script's again.
     kept[0].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     assert len(kept[0].param_groups) == 2
+
+
+@pytest.mark.sampled("strategy")
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "tensor"])
+def test_parameters_that_are_taken_out_of_an_optimizer_on_the_way_are_refused(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """A member that joins behind that step would go on training them."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        group = optimizer.param_groups[0]
+        if batch.step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if batch.step == 2:
+            group["params"] = group["params"][1:]
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+
+    with pytest.raises(InvalidSpec, match=r"other parameters, after 2 committed steps"):
+        run(cluster, strategy, body)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor", "local-sgd", "async-sgd"])

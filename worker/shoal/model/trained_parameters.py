@@ -47,6 +47,10 @@ class TrainedParameters:
         """The model's, in its present generation."""
         return self._model.parameters()
 
+    def behind(self) -> list[nn.Module]:
+        """What stands behind the model in its present generation."""
+        return [shown(each) for each in models_of(self._model).values()]
+
     def has_any(self, parameters: Iterable[Tensor]) -> bool:
         """Whether one of these is the model's, in its present generation."""
         own = {id(each) for each in self.parameters()}
@@ -72,7 +76,7 @@ class TrainedParameters:
 
     def _contents_now(self) -> list[object]:
         """What stands behind the model, and what the modules found last have in them."""
-        contents: list[object] = [shown(each) for each in models_of(self._model).values()]
+        contents: list[object] = [*self.behind()]
         for module in self._modules:
             contents += child_table(module).values()
             contents += parameter_table(module).values()
@@ -80,7 +84,7 @@ class TrainedParameters:
 
     def _check(self, step: int) -> None:
         layers = [module for module in self._model.modules() if parameter_table(module)]
-        behind = [shown(each) for each in models_of(self._model).values()]
+        behind = self.behind()
         if not _are(behind, self._shown):
             self._shown, self._layers = behind, layers
         elif not _are(layers, self._layers):

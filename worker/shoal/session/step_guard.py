@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import is_
 from types import TracebackType
 from typing import Any
 
@@ -72,6 +73,9 @@ class StepGuard:
         self._computes = False
         self._first_step: int | None = None
         """How many were committed before this member's first."""
+        self._held: list[list[int]] = []
+        """Of each group the parameters, by identity, and what stood behind the model then."""
+        self._behind: list[nn.Module] = []
         self._emptied: list[tuple[Optimizer, bool]] = []
         """Whose gradients the script has dropped, all of them, since the pass that gave them; and
         whether they are None since, or zeros."""
@@ -89,6 +93,18 @@ class StepGuard:
         if self._first_step is None:
             self._first_step = self._step()
         self._trained.check(self._step())
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """The optimizers hold what they held when the model's present parameters were given to
+        them."""
+        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
+        held = [list(map(id, group)) for group in groups]
+        behind = self._trained.behind()
+        is_as_ever = len(behind) == len(self._behind) and all(map(is_, behind, self._behind))
+        if held != self._held and is_as_ever:
+            raise self._refusal("other parameters in param_groups")
+        self._held, self._behind = held, behind
 
     def open(self) -> None:
         """A step of the session begins on this thread."""
@@ -203,9 +219,12 @@ class StepGuard:
             )
 
     def _refuse_group(self, *_: Any, **__: Any) -> None:
-        raise InvalidSpec(
-            f"the optimizer was to be given more parameters, after {self._step()} committed steps",
-            seen="optimizer.add_param_group",
+        raise self._refusal("optimizer.add_param_group")
+
+    def _refusal(self, seen: str) -> InvalidSpec:
+        return InvalidSpec(
+            f"the optimizer was to be given other parameters, after {self._step()} committed steps",
+            seen=seen,
             expected="the groups that it had at session.distribute: a member that joins later"
             " has no others",
             fix=TRAINED_LATER,
