@@ -1,12 +1,14 @@
 """The micro-batches of one step: each is passed through once, and all of them are."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from shoal import randomness
 from shoal.data.batches import Batch, share
@@ -15,7 +17,11 @@ from shoal.layouts import synced_batchnorm
 from shoal.layouts.base import LossFunction
 from shoal.model.other_parameters import nodes_of
 from shoal.strategies.base import Strategy
+from shoal.torch_private.tensors import counted_targets
 from shoal_proto.errors import InvalidSpec
+
+NEAR_NODES = 64
+"""So far from a loss its mean is looked for."""
 
 
 def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
@@ -46,6 +52,46 @@ def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 
 
+def _near(loss: Tensor) -> Iterable[Node]:
+    """The last of what a loss was computed by."""
+    found = [loss.grad_fn] if loss.grad_fn is not None else []
+    for node in found:
+        new = [before for before, _ in node.next_functions if before not in found]
+        found += [before for before in new if before is not None]
+        if len(found) > NEAR_NODES:
+            break
+    return found
+
+
+def _is_even(counts: Tensor, num_samples: int) -> bool:
+    """Whether targets that count so much are as many for each sample, wherever in their order a
+    sample has its own: next to each other, or as far apart as there are samples."""
+    if counts.numel() % num_samples:
+        return False
+    by_sample = counts.reshape(num_samples, -1).sum(1)
+    in_turn = counts.reshape(-1, num_samples).sum(0)
+    return any(torch.allclose(sums, sums[0]) for sums in (by_sample, in_turn))
+
+
+def _check_mean(loss: Tensor, num_samples: int) -> None:
+    """Raise InvalidSpec for a loss that is no mean over so many samples: of other shares of the
+    batch it would be another one."""
+    for node in _near(loss):
+        counts = counted_targets(node)
+        if counts is not None and not _is_even(counts, num_samples):
+            raise InvalidSpec(
+                "a loss that is no mean over samples: with another number of members the job would"
+                " train another one",
+                seen=f"a mean over targets that count {float(counts.sum()):g} together, not alike"
+                f" for each of {num_samples} samples: ignore_index, class weights, or a part of"
+                " the samples",
+                expected="session.backward(loss, weight=...), with what they count together",
+                fix="weight=(targets != -100).sum(), or class_weights[targets].sum(): see 'Losses"
+                " by token' in docs/strategies.md. Under strategies that support no weights: a mean"
+                " for each sample first, and then the mean of these.",
+            )
+
+
 class MicroBatches:
     """How one step's batch is cut, and which part is passed through at this moment."""
 
@@ -59,6 +105,7 @@ class MicroBatches:
         self._num_passes = 0
         self._by_weight = False
         self._part: Batch | None = None
+        self._refusal: InvalidSpec | None = None
 
     def _fraction(self) -> float:
         """Without a share each part is as much."""
@@ -137,6 +184,33 @@ class MicroBatches:
             weight = self._batch.weight if self._batch is not None else 1.0
             self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
 
+    def check_mean(self, loss: Tensor) -> None:
+        """Raise InvalidSpec for a loss without a weight that is no mean over the samples: at once
+        for one of a part, or with the step if it has no other pass. A script that cuts its batch
+        itself is not known to have made this one from all of its samples."""
+        present = self._part or self._batch
+        if present is None or not present.indices or not self._strategy.cuts_batches:
+            return
+        try:
+            _check_mean(loss, len(present.indices))
+        except InvalidSpec as refusal:
+            if self._part is not None:
+                raise
+            self._refusal = refusal
+
+    def checked(self, loss_function: LossFunction) -> LossFunction:
+        """The same, of the samples that it is called with."""
+        if self._batch is None or not self._strategy.cuts_batches:
+            return loss_function
+
+        def checked(outputs: Any, targets: Any) -> Tensor:
+            loss = loss_function(outputs, targets)
+            if isinstance(targets, Tensor) and targets.ndim and isinstance(loss, Tensor):
+                _check_mean(loss, len(targets))
+            return loss
+
+        return checked
+
     def counted(self, weight: float | Tensor) -> float:
         """What a loss of this weight counts for: nothing where there are no samples.
 
@@ -153,7 +227,10 @@ class MicroBatches:
         return value if present is None or present.indices else 0.0
 
     def check_complete(self) -> None:
-        """The step is to be committed. Raises InvalidSpec unless every part was passed through."""
+        """The step is to be committed. Raises InvalidSpec unless every part was passed through, and
+        for a loss that `check_mean` found."""
+        if self._refusal is not None and self._num_passes == 1:
+            raise self._refusal
         if self._num_passes < self._num_parts:
             raise InvalidSpec(
                 f"only {self._num_passes} of {self._num_parts} parts of the batch were trained on",

@@ -27,6 +27,8 @@ from shoal.strategies.base import Strategy
 from shoal.torch_private.tensors import pytree, watch_clipping
 from shoal_proto.errors import InvalidSpec
 
+EARLY_STEPS = 10
+"""In a member's first steps what its losses are means over is looked at."""
 _MARK = "_shoal_watched"
 
 
@@ -137,6 +139,11 @@ class StepGuard:
         have losses of the same making, and a graph may be large."""
         if self._step() == self._first_step:
             self._others.look(loss)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether this is one of the member's first steps."""
+        return self._first_step is None or self._step() < self._first_step + EARLY_STEPS
 
     def _set_commits(self, commits: bool) -> None:
         self._commits = commits

@@ -59,6 +59,8 @@ class Strategy(ABC):
     `shoal.layouts.synced_batchnorm`."""
     shares_samples: ClassVar[bool] = False
     """Synchronous strategies: whether several members work on the same samples."""
+    cuts_batches: ClassVar[bool] = False
+    """Whether the gradients of a step are those of the members' shares of a batch together."""
     state_is_spread: ClassVar[bool] = False
     """Whether it takes all members to put the model together."""
     carries: ClassVar[bool] = False

@@ -1,5 +1,5 @@
 """Of torch itself: trees of tensors, operations on lists of tensors, autograd's running task, what
-its own clipping scales."""
+its own clipping scales, what its mean losses are means over."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -58,6 +58,28 @@ def watch_clipping(look: Callable[[Sequence[Tensor]], None]) -> None:
 def mixes_parts_and_wholes(error: BaseException) -> bool:
     """Whether torch was given a DTensor and a plain tensor for one operation."""
     return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
+
+
+_MEAN = 1
+"""Of `_saved_reduction`."""
+
+
+def counted_targets(node: Any) -> Tensor | None:
+    """What each target of a mean negative log likelihood, as `cross_entropy` takes it, counts for:
+    0 where it is ignored, and else 1, or the weight of its class. None of any other node of a graph
+    that was not passed through yet."""
+    if getattr(node, "_saved_reduction", None) != _MEAN:
+        return None
+    ignored: int | None = getattr(node, "_saved_ignore_index", None)
+    if ignored is None or node._saved_target.dtype.is_floating_point:
+        return None
+    targets: Tensor = node._saved_target
+    # A negative one comes back without its sign.
+    counts = torch.ne(targets, ignored if ignored < 1 << 63 else ignored - (1 << 64))
+    weights: Tensor | None = node._saved_weight
+    if weights is None:
+        return counts.to(torch.float64)
+    return torch.where(counts, weights[torch.where(counts, targets, 0)].double(), 0.0)
 
 
 def in_backward() -> bool:

@@ -34,6 +34,7 @@ class TensorParallel(LayoutStrategy):
 
     name = "tensor"
     shares_samples = True
+    cuts_batches = False
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class LocalSGD(SynchronousStrategy):
 
     name = "local-sgd"
     passes_meet = False
+    cuts_batches = False
 
     def __init__(
         self, *, every_steps: int = 16, compression: str | Compression | None = None

@@ -52,6 +52,7 @@ class SynchronousStrategy(Strategy):
     """
 
     synchronous = True
+    cuts_batches = True
 
     def __init__(self) -> None:
         self._backend: Backend = GlooBackend()
