@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from structlog.testing import capture_logs
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import ExponentialLR
 
 import shoal
 from shoal.checkpoint import names
@@ -19,7 +21,7 @@ from shoal.checkpoint.directory import complete
 from shoal.data.batches import Order
 from shoal.model.same_optimizer import check_same_optimizer
 from shoal_client.local.cluster import LocalCluster
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, ShapeMismatch
 
 BATCHES: dict[str, Any] = {"global_batch_size": 24, "epochs": 2, "seed": 5, "shuffle": True}
 EVERY_STEPS = 4
@@ -176,6 +178,77 @@ def test_a_checkpoint_is_not_gone_on_from_with_other_groups(tmp_path: Path, stra
     with pytest.raises(InvalidSpec, match=r"2\.\w+ in group 1; expected 2\.\w+ in group 0"):
         one_step(tmp_path, strategy, torch.optim.SGD)
     one_step(tmp_path, strategy, torch.optim.SGD, num_groups=2)
+
+
+def step_of(directory: Path, strategy: str, model: torch.nn.Module, **registered: Any) -> None:
+    """One of a lone process, of what of the model is trained; goes on from a checkpoint."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-3)
+    kept = shoal.Checkpoints(directory, every_steps=1)
+    with shoal.join() as session:
+        for name, each in registered.items():
+            session.register(name, each(optimizer))
+        replica, optimizer = session.distribute(model, optimizer, strategy, checkpoints=kept)
+        for batch in session.batches(data(), global_batch_size=50):
+            with session.step():
+                session.backward(cross_entropy(replica(batch.inputs), batch.targets))
+            session.stop("one is enough")
+
+
+def net(num_more: int = 0, *, frozen: bool = False, buffer: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
+    more = [torch.nn.Linear(5, 5) for _ in range(num_more)]
+    model = torch.nn.Sequential(torch.nn.Linear(20, 4), torch.nn.Linear(4, 5), *more)
+    model[0].requires_grad_(not frozen)
+    if buffer:
+        model.register_buffer("seen", torch.zeros(1))
+    return model
+
+
+@pytest.mark.sampled("strategy")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("first", "second", "seen"),
+    [
+        ({"num_more": 1}, {}, r"model, which has less; saw 2\.bias"),
+        ({"buffer": True}, {}, r"model, which has less; saw seen"),
+        ({}, {"num_more": 1}, r"model at 2\.weight; saw missing"),
+        ({}, {"frozen": True}, r"another optimizer.*saw 0\.bias in it"),
+        ({"frozen": True}, {}, r"another optimizer.*saw it without 0\.bias"),
+    ],
+)
+def test_a_checkpoint_is_not_gone_on_from_with_more_or_less_of_a_model(
+    tmp_path: Path, strategy: str, first: Any, second: Any, seen: str
+) -> None:
+    """What it holds beside would be left out without a word."""
+    step_of(tmp_path, strategy, net(**first))
+    with pytest.raises((InvalidSpec, ShapeMismatch), match=seen):
+        step_of(tmp_path, strategy, net(**second))
+
+
+class Metric:
+    """Of the script's own."""
+
+    def __init__(self, _: Any) -> None:
+        self.total = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_nor_with_a_registered_object_of_another_class(tmp_path: Path, strategy: str) -> None:
+    """Torch's schedules take any state, and would begin anew."""
+    step_of(tmp_path, strategy, net(), schedule=Metric)
+    with pytest.raises(InvalidSpec, match=r"another class; saw Metric; expected ExponentialLR"):
+        step_of(tmp_path, strategy, net(), schedule=lambda each: ExponentialLR(each, 0.5))
+    with capture_logs() as logs:
+        step_of(tmp_path, strategy, net())
+    told = [each["names"] for each in logs if each["event"] == "registered_state_left_behind"]
+    assert told == ["schedule"]
 
 
 def test_a_state_that_says_nothing_of_its_optimizer_is_told_by_its_settings() -> None:

@@ -17,7 +17,7 @@ from shoal.model.initialisation import give_buffers, initialised_copy, is_on_met
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
-from shoal.state.replicated import as_json, beside, take_settings
+from shoal.state.replicated import as_json, beside, check_no_more, missing, names_in, take_settings
 from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import (
@@ -162,6 +162,7 @@ class OptimizerBinding:
         self._placed: dict[str, Tensor] = {}
         self.group_names = meta_model.groups
         self._tied = meta_model.tied
+        self._model_names = names_in(meta_model.model)
         self.without_elements = meta_model.without_elements
         meta_model.take_state(optimizer)
         optimizer.state.clear()
@@ -302,16 +303,21 @@ class OptimizerBinding:
         Raises ShapeMismatch if a parameter or buffer is not in it, and InvalidSpec if it is that of
         another optimizer.
         """
+        check_no_more(self._model_names, self._known)
+        for name, tensor in self._held.items():
+            own = self.layout.shard(name, tensor)
+            if own.chunk.num_elements and MODEL + name not in state_shard.shards:
+                raise missing(name, own.shape)
         check_same_optimizer(self.optimizer, self.group_names, state_shard.values)
         for name, tensor in self._held.items():
             own = self.layout.shard(name, tensor)
             if not own.chunk.num_elements:
                 continue
-            given = state_shard.shards.get(MODEL + name)
-            if given is None or given.chunk != own.chunk:
+            given = state_shard.shards[MODEL + name]
+            if given.chunk != own.chunk:
                 raise ShapeMismatch(
                     f"the state does not fit the model at {name}",
-                    seen="missing" if given is None else f"{given.chunk}",
+                    seen=f"{given.chunk}",
                     expected=f"{own.chunk} of {own.shape}",
                 )
             if given.tensor is not self._placed.get(MODEL + name):

@@ -35,6 +35,7 @@ def check_same_optimizer(
     own, written = kinds_of(optimizer), values.get(KINDS)
     if groups and isinstance(written, list) and _listed(written) != _listed(own):
         raise _other(_listed(written), _listed(own))
+    _check_names(groups, names, values.get("tied") or {})
     place = {name: index for index, group in enumerate(names) for name in group}
     for index, settings in enumerate(groups):
         for name in settings.get("params", ()):
@@ -42,6 +43,20 @@ def check_same_optimizer(
                 raise _other(f"{name} in group {index}", f"{name} in group {place[name]}")
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         _check_settings(index, group, settings, type(optimizer).__name__)
+
+
+def _check_names(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], tied: Mapping[str, str]
+) -> None:
+    """Whether the optimizers hold the same parameters, whatever the names of tied ones."""
+    if not any("params" in settings for settings in groups):
+        return
+    written = {tied.get(name, name) for each in groups for name in each.get("params", ())}
+    own = {tied.get(name, name) for group in names for name in group}
+    if further := sorted(written - own):
+        raise _other(f"{further[0]} in it", "the parameters that the script's optimizer holds")
+    if lacks := sorted(own - written):
+        raise _other(f"it without {lacks[0]}", "the parameters that the script's optimizer holds")
 
 
 def _check_settings(index: int, group: Any, settings: Any, kind: str) -> None:

@@ -1,6 +1,6 @@
 """The state of a replicated model and its optimizer, by name, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,10 +142,11 @@ class ReplicatedState:
         """
         own = self._persistent()
         groups = [list(map(self.name_of, g["params"])) for g in self._optimizer.param_groups]
-        check_same_optimizer(self._optimizer, groups, state_shard.values)
+        check_no_more(names_in(self._model), state_shard.shards)
         for name, tensor in own.items():
             given = state_shard.shards.get(MODEL + name)
             _check(name, tensor, given.tensor if given is not None else None)
+        check_same_optimizer(self._optimizer, groups, state_shard.values)
         for name, tensor in own.items():
             tensor.copy_(state_shard.shards[MODEL + name].tensor)
         self._optimizer.state.clear()
@@ -227,12 +228,42 @@ def as_json(value: Any, what: str, optimizer: Optimizer) -> Json:
     )
 
 
+def names_in(model: nn.Module) -> Set[str]:
+    """Of all its parameters and buffers; of a tied one, each."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return {name for each in (parameters, buffers) for name, _ in each}
+
+
+def check_no_more(own: Set[str], names: Iterable[str]) -> None:
+    """Raise ShapeMismatch if one of the names of a state is of a tensor that the model lacks: it
+    would be left behind, and the model be another one without it."""
+    for name in sorted(names):
+        if name.startswith(MODEL) and name.removeprefix(MODEL) not in own:
+            raise ShapeMismatch(
+                "the state does not fit the model, which has less",
+                seen=f"{name.removeprefix(MODEL)} in the state",
+                expected="parameters and buffers of the model",
+            )
+
+
+def missing(name: str, shape: Sequence[int]) -> ShapeMismatch:
+    """What is told of a tensor of the model that a state lacks."""
+    return ShapeMismatch(
+        f"the state does not fit the model at {name}",
+        seen="missing",
+        expected=f"shape {tuple(shape)}",
+    )
+
+
 def _check(name: str, own: Tensor | None, given: Tensor | None) -> None:
+    if own is not None and given is None:
+        raise missing(name, own.shape)
     if own is None or given is None:
         raise ShapeMismatch(
             f"the state does not fit the model at {name}",
             seen="missing" if given is None else f"shape {tuple(given.shape)}",
-            expected="nothing of that name" if own is None else f"shape {tuple(own.shape)}",
+            expected="nothing of that name",
         )
     if own.shape != given.shape:
         raise ShapeMismatch(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+import structlog
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,11 +15,15 @@ from shoal.state.replicated import State
 from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard
 from shoal_proto.errors import InvalidSpec
 
+log = structlog.get_logger(__name__)
+
 MAX_OBJECTS = 32
 MAX_TENSOR_BYTES = 4 * 1024**3
 """Of all objects together. It is copied before each step, so that the step can be undone."""
 GROUPS = "param_groups"
 """The settings of the optimizer's groups travel under this name: schedulers write there."""
+KINDS = "registered_kinds"
+"""Where the classes of the objects stand in a state's values."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -41,6 +46,8 @@ class Captured:
     """By the object's name; they name tensors."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """By "<object>/<path in its state>"."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """The class of each object, by name. Empty of what an earlier release has written."""
 
     def copied(self, into: Mapping[str, Tensor] | None = None) -> "Captured":
         """The same in memory of its own: that of `into` where it fits."""
@@ -185,8 +192,29 @@ class RegisteredState:
                 " weights into the model before session.distribute, and write to another"
                 " directory (docs/checkpoints.md).",
             )
+        self._check_kinds(captured)
         self._load(captured)
         self._is_attempt = False
+
+    def _check_kinds(self, captured: Captured) -> None:
+        """Torch's schedulers take any state as attributes: one of another class would go on from
+        its own beginning, and nobody would be told."""
+        for name, each in self._objects.items():
+            kind = captured.kinds.get(name, type(each).__name__)
+            if kind != type(each).__name__:
+                raise InvalidSpec(
+                    f"the state of {name!r} is that of an object of another class",
+                    seen=kind,
+                    expected=type(each).__name__,
+                    fix="Register it under another name, in a run that begins with the weights of"
+                    " the checkpoint and writes to another directory (docs/checkpoints.md).",
+                )
+        if left := sorted(captured.kinds.keys() - self._objects.keys()):
+            log.warning(
+                "registered_state_left_behind",
+                names=", ".join(left),
+                seen="state in the checkpoint of objects that the script does not register",
+            )
 
     def comparable(self, *, with_tensors: bool) -> dict[str, Json]:
         """By name, what is to be the same on all members: values, and figures of the tensors."""
@@ -211,7 +239,8 @@ class RegisteredState:
                 for group in self._optimizer.param_groups
             ]
             self._take(GROUPS, settings, values, tensors)
-        captured = Captured(values=values, tensors=tensors)
+        kinds = {name: type(each).__name__ for name, each in self._objects.items()}
+        captured = Captured(values=values, tensors=tensors, kinds=kinds)
         if captured.num_bytes > MAX_TENSOR_BYTES:
             raise InvalidSpec(
                 "the registered state is too large",
@@ -287,7 +316,7 @@ def into_shard(state_shard: StateShard, captured: Captured) -> StateShard:
     shards = {
         REGISTERED + name: TensorShard.whole(tensor) for name, tensor in captured.tensors.items()
     }
-    values = {**state_shard.values, "registered": dict(captured.values)}
+    values = {**state_shard.values, **_values_of(captured)}
     return replace(state_shard, shards={**state_shard.shards, **shards}, values=values)
 
 
@@ -299,7 +328,8 @@ def of_shard(state_shard: StateShard) -> Captured:
         for name, shard in state_shard.shards.items()
         if name.startswith(REGISTERED)
     }
-    return Captured(values=values, tensors=shards)
+    kinds: Any = state_shard.values.get(KINDS, {})
+    return Captured(values=values, tensors=shards, kinds=kinds)
 
 
 def into_state(state: State, captured: Captured) -> State:
@@ -307,7 +337,7 @@ def into_state(state: State, captured: Captured) -> State:
     if not captured.values:
         return state
     tensors = {REGISTERED + name: tensor for name, tensor in captured.tensors.items()}
-    values = {**state.values, "registered": dict(captured.values)}
+    values = {**state.values, **_values_of(captured)}
     return replace(state, tensors={**state.tensors, **tensors}, values=values)
 
 
@@ -320,7 +350,12 @@ def of_state(state: State) -> tuple[State, Captured]:
         if name.startswith(REGISTERED)
     }
     values: Any = state.values.get("registered", {})
-    return replace(state, tensors=rest), Captured(values=values, tensors=own)
+    kinds: Any = state.values.get(KINDS, {})
+    return replace(state, tensors=rest), Captured(values=values, tensors=own, kinds=kinds)
+
+
+def _values_of(captured: Captured) -> dict[str, Json]:
+    return {"registered": dict(captured.values), KINDS: dict(captured.kinds)}
 
 
 def _of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
