@@ -1,13 +1,60 @@
 """Buffers that ranks have computed from samples of their own, such as running means."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.torch_private.modules import buffer_table, transient_buffers
+from shoal.torch_private.modules import buffer_table, has_batch_statistics, transient_buffers
+
+log = structlog.get_logger(__name__)
+
+FIRST_STEPS = 3
+"""Of a generation: what members have computed is compared in these. In the first one they may still
+have what the model was made with."""
+
+
+class BuffersBySamples:
+    """Of a model in one generation, those that members compute alike, or from their own samples.
+
+    The latter are the first member's from then on, and what is trained depends on how many members
+    there are, which is told. Not so of BatchNorm's: docs/strategies.md tells of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._num_shared = 0
+        self._tables = {
+            f"{path}.{name}" if path else name: (buffer_table(part), name)
+            for path, part in model.named_modules()
+            if not has_batch_statistics(part)
+            for name in buffer_table(part).keys() - transient_buffers(part)
+        }
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Within, this member is given the first one's."""
+        present = self._present() if self._num_shared < FIRST_STEPS else {}
+        self._num_shared += 1
+        own = {name: buffer.clone() for name, buffer in present.items()}
+        yield
+        if differing := [name for name, one in present.items() if _differs(one, own[name])]:
+            self._num_shared = FIRST_STEPS
+            log.warning(
+                "buffers_depend_on_members",
+                buffers=", ".join(differing[:5]),
+                seen="forward passes compute them from each member's own samples, and all members"
+                " go on with those of the first: the result depends on how many there are",
+                hint="what is meant to follow from all samples, a queue or a running statistic, can"
+                " be computed between two steps, from session.all_reduce",
+            )
+
+    def _present(self) -> dict[str, Tensor]:
+        found = {name: table.get(key) for name, (table, key) in self._tables.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
 
 class RunningBuffers:
@@ -18,6 +65,7 @@ class RunningBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._by_samples = BuffersBySamples(model)
         # Going through the modules of a model takes longer than to send a few buffers.
         self._tables = [
             (buffer_table(part), transient_buffers(part))
@@ -28,7 +76,8 @@ class RunningBuffers:
     def share(self, group: dist.ProcessGroup) -> None:
         """Collective: give every rank those of the first. Nothing is sent where there are none."""
         if self._tables and group.size() > 1 and (buffers := list(self._each_once())):
-            broadcast_packed(buffers, group)
+            with self._by_samples.compared():
+                broadcast_packed(buffers, group)
 
     def _each_once(self) -> Iterator[Tensor]:
         known: set[int] = set()
@@ -37,6 +86,13 @@ class RunningBuffers:
                 if buffer is not None and name not in passing and id(buffer) not in known:
                     known.add(id(buffer))
                     yield buffer
+
+
+def _differs(one: Tensor, other: Tensor) -> bool:
+    """By more than hosts with other kernels round."""
+    if one.dtype.is_floating_point:
+        return not torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
+    return not torch.equal(one, other)
 
 
 @torch.no_grad()

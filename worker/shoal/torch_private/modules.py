@@ -4,6 +4,7 @@ import copy
 from collections.abc import Set
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -25,6 +26,11 @@ def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
 def transient_buffers(module: nn.Module) -> Set[str]:
     """Names of its own buffers that its state_dict leaves out."""
     return module._non_persistent_buffers_set
+
+
+def has_batch_statistics(module: nn.Module) -> bool:
+    """Whether its buffers are running statistics of batches, as those of BatchNorm."""
+    return isinstance(module, _NormBase)
 
 
 def share_tables(module: nn.Module, other: nn.Module) -> None:

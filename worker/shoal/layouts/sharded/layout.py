@@ -22,7 +22,7 @@ from shoal.backends.abortable.waiter import add_subgroup, wait_abortable
 from shoal.backends.network.gloo import is_gloo
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.layouts.base import Layout, World, move_buffers
-from shoal.layouts.buffers import broadcast_packed
+from shoal.layouts.buffers import RunningBuffers
 from shoal.layouts.gradients import gradient_not_finite, name_of_fault
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.group_passes import GroupPasses
@@ -30,7 +30,6 @@ from shoal.layouts.sharded.grouping import group_modules
 from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingReduceScatter
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import refuse_second_derivatives
-from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import MODEL
 from shoal.torch_private.c10d import timeout_of
 from shoal.torch_private.dtensor import forget_groups
@@ -116,7 +115,7 @@ class ShardedLayout(Layout):
         refuse_second_derivatives(model)
         self.module = model
         self._parameters = dict(model.named_parameters())
-        self._buffers = persistent_buffers(model)
+        self._buffers = RunningBuffers(model)
         self._fsdp_parameters = list(fsdp_parameters(model))
 
     def _rows_and_copies(self, options: ShardedOptions) -> DeviceMesh:
@@ -201,7 +200,8 @@ class ShardedLayout(Layout):
 
     def travels(self, name: str) -> bool:
         """All but buffers, of which everybody has the same; nothing where there are copies."""
-        return self._num_copies == 1 and name.removeprefix(MODEL) not in self._buffers
+        is_buffer = name.startswith(MODEL) and name.removeprefix(MODEL) not in self._parameters
+        return self._num_copies == 1 and not is_buffer
 
     @property
     def shared_memory(self) -> SharedMemory | None:
@@ -257,8 +257,7 @@ class ShardedLayout(Layout):
         """Give everybody the first rank's buffers, such as running means: the ranks have computed
         their own from their own samples."""
         self._settle()
-        if self._buffers and self.world.world_size > 1:
-            broadcast_packed(list(self._buffers.values()), self.world.group)
+        self._buffers.share(self.world.group)
 
     def _settle(self) -> None:
         """Free what forward passes without a backward pass left gathered: to evaluate, say.
