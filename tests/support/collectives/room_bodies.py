@@ -66,11 +66,19 @@ def shared(group: dist.ProcessGroup, num_bytes: int, kept: KeptRooms) -> SharedM
 
 
 def _await_end(process_id: int) -> None:
-    """Until the process has let go of all that it had; its parent may not have looked yet."""
-    stat, deadline_s = Path(f"/proc/{process_id}/stat"), time.monotonic() + 60
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+    """Until the process has let go of all that it had: its last thread does that, and its parent
+    may not have looked yet."""
+    tasks, deadline_s = Path(f"/proc/{process_id}/task"), time.monotonic() + 60
+    while any(map(_runs, tasks.glob("*/stat"))):
         assert time.monotonic() < deadline_s, "it lives on"
         time.sleep(0.001)
+
+
+def _runs(stat: Path) -> bool:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def trained_in_generations(num_generations: int) -> tuple[list[bool], float]:

@@ -2,7 +2,7 @@
 
 from itertools import chain
 
-from support.collectives import keras_ranks  # before keras: it says which backend
+from support.frameworks import keras_ranks  # before keras: it says which backend
 
 import keras  # isort: skip
 import pytest
