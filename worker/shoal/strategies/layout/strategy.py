@@ -251,8 +251,7 @@ class LayoutStrategy(SynchronousStrategy):
             return
         binding.gradients.forget()
         # In the midst of an update there is neither the old state nor the new.
-        is_whole = self._whole and self._passes.is_whole
-        self._peer_checkpoints.stop(self._collect(binding) if is_whole else None)
+        self._peer_checkpoints.stop(self._collect(binding) if self._whole else None)
         self._whole = True
         binding.layout.release()
 

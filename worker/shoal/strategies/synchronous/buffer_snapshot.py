@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from shoal.torch_private.modules import buffer_table, transient_buffers
 from shoal.torch_private.tensors import num_writes
-from shoal_proto.errors import InvalidSpec
 
 
 class BufferSnapshot:
@@ -17,8 +16,6 @@ class BufferSnapshot:
         self._model: nn.Module | None = None
         self._tables: list[dict[str, Tensor | None]] = []
         """Where the modules of the model keep them."""
-        self._lasting: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        """Those of the model's state_dict: the table, the name in it, and the buffer."""
         self._passing: dict[int, str] = {}
         """Names of those that the model's state_dict leaves out, by the buffer's id."""
         self._before: list[tuple[Tensor, Tensor, int]] = []
@@ -30,32 +27,9 @@ class BufferSnapshot:
         if self._model is not model:
             self._model, self._tables = model, [buffer_table(part) for part in model.modules()]
             self._passing = _passing(model)
-            self._lasting = _lasting(model)
-        self.settle()
         self._before = [
             (buffer, buffer.detach().clone(), num_writes(buffer)) for buffer in self._buffers()
         ]
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Give each buffer the value of a tensor that was put in its place, as `self.count =
-        self.count + 1` does. What collects a model's state has the buffers that it was made with.
-
-        Raises InvalidSpec for one of another shape or dtype: members that join have the first.
-        """
-        for table, name, buffer in self._lasting:
-            present = table.get(name)
-            if present is buffer:
-                continue
-            if present is None or (present.shape, present.dtype) != (buffer.shape, buffer.dtype):
-                raise InvalidSpec(
-                    f"the buffer {name!r} of a module has another shape or dtype, or is gone",
-                    seen="nothing" if present is None else _outline(present),
-                    expected=f"{_outline(buffer)}, as at session.distribute",
-                    fix="Make it with its final size.",
-                )
-            buffer.detach().copy_(present)
-            table[name] = buffer
 
     def changed(self) -> list[str]:
         """Names of those that the model's state_dict leaves out, and that were written to since."""
@@ -69,8 +43,6 @@ class BufferSnapshot:
 
     def restore(self) -> None:
         """Give the buffers back what they held."""
-        for table, name, buffer in self._lasting:
-            table[name] = buffer
         for buffer, before, _ in self._before:
             buffer.detach().copy_(before)
 
@@ -80,26 +52,12 @@ class BufferSnapshot:
 
     def forget(self) -> None:
         """Let go of the model too."""
-        self._model, self._tables, self._lasting = None, [], []
-        self._passing, self._before = {}, []
+        self._model, self._tables, self._passing, self._before = None, [], {}, []
 
     def _buffers(self) -> Iterator[Tensor]:
         for table in self._tables:
             if table:
                 yield from (buffer for buffer in table.values() if buffer is not None)
-
-
-def _outline(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype}"
-
-
-def _lasting(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    return [
-        (buffer_table(part), name, buffer)
-        for part in model.modules()
-        for name, buffer in buffer_table(part).items()
-        if buffer is not None and name not in transient_buffers(part)
-    ]
 
 
 def _passing(model: nn.Module) -> dict[int, str]:

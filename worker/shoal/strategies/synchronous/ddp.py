@@ -141,8 +141,6 @@ class DDP(SynchronousStrategy):
 
     def _let_go(self) -> None:
         self._gradients.forget()
-        if not self._passes.is_whole:
-            self._has_state, self._step = False, 0
         replicas, self._replicas = self._replicas, {}
         for replica in replicas.values():
             replica.release()

@@ -15,7 +15,7 @@ from shoal.model.several import (
     parts_due,
 )
 from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
-from shoal.strategies.synchronous.early_updates import EarlyUpdates, ScriptWrites
+from shoal.strategies.synchronous.early_updates import EarlyUpdates
 from shoal_proto.errors import InvalidSpec
 
 
@@ -33,9 +33,6 @@ class StepPasses:
         self.due: frozenset[str] = frozenset()
         """Those that have gradients."""
         self.updates = EarlyUpdates()
-        self.is_whole = True
-        """Whether parameters are those of a committed step, also behind one that did not happen."""
-        self._writes = ScriptWrites()
         self._computes = False
         self._buffers = BufferSnapshot()
 
@@ -63,19 +60,14 @@ class StepPasses:
         models changes with it on this member."""
         assert isinstance(optimizer, SeveralOptimizers), "one that is alone is not updated early"
         optimizer.due = names
-        self._writes.note()
         self.updates.keep(parts_due(optimizer), held)
         local_step.step(optimizer)
         for each in parts_due(optimizer):
             each.zero_grad(set_to_none=True)
         self.due -= names
-        self._writes.updated()
 
     def aim(self, optimizer: Optimizer) -> None:
         """The step is committed with a step of those of several optimizers that have gradients."""
-        self._buffers.settle()
-        self._writes.note()
-        self._writes.clear()
         if isinstance(optimizer, SeveralOptimizers):
             optimizer.due = self.due
 
@@ -90,11 +82,9 @@ class StepPasses:
         ]
 
     def begin(self, model: nn.Module | None = None) -> None:
-        """A step begins; what the script changes of `model` is remembered, to be undone."""
+        """A step begins; the buffers of `model` are remembered, so that it can be undone."""
         if model is not None:
             self._buffers.keep(model)
-            self._writes.begin(model)
-        self.is_whole = True
         self.in_step, self.weighted = True, False
         self.due = frozenset()
         self.updates.forget()
@@ -121,16 +111,13 @@ class StepPasses:
         """A step under way does not happen, if there is one; whether there was."""
         was_in_step, self.in_step = self.in_step, False
         if was_in_step:
-            self._writes.note()
             self.updates.restore()
             self._buffers.restore()
-            self.is_whole = self._writes.restore()
         return was_in_step
 
     def forget(self) -> None:
         """Let go of the model."""
         self._buffers.forget()
-        self._writes.forget()
 
     def ours(self) -> bool:
         """Whether a gradient that comes now was asked for through the session, if it has to be."""
