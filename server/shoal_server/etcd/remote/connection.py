@@ -106,21 +106,21 @@ class Connections:
 
     @contextmanager
     def blaming(self, connection: Connection) -> Iterator[None]:
-        """Turns the end of a call by our own closing of its channel into an error.
+        """Turns the end of a call that nobody has cancelled into an error.
 
-        gRPC ends such calls by CancelledError, as if the caller's own task were cancelled.
+        gRPC ends calls by CancelledError, as if the caller's own task were cancelled, where we
+        close their channel, and where it gives a stream up since a request could not be written.
         """
         try:
             yield
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not connection.closed or (task is not None and task.cancelling()):
+            if task is not None and task.cancelling():
                 raise
             if self._closed:
                 raise _closed() from None
-            raise grpc.aio.AioRpcError(
-                grpc.StatusCode.UNAVAILABLE, details="the connection was given up"
-            ) from None
+            details = "the connection was given up" if connection.closed else "gRPC gave it up"
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, details=details) from None
 
     async def call(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Repeat the attempt, at one endpoint after the other, until one answers.
