@@ -16,6 +16,7 @@ from shoal_proto.v1 import (
     shards_pb2_grpc,
     snapshots_pb2_grpc,
 )
+from shoal_server.coordinator.answering import answering
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.history import HistoryKeeper
 from shoal_server.coordinator.job_reset import JobReset
@@ -31,7 +32,6 @@ from shoal_server.coordinator.repair.service import RepairService
 from shoal_server.coordinator.retention import Retention
 from shoal_server.coordinator.retention_policy import RetentionPolicy
 from shoal_server.coordinator.samples.service import SamplesService
-from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
 from shoal_server.coordinator.shards.loss_log import LossLog

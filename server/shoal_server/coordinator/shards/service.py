@@ -35,8 +35,8 @@ from shoal_proto.v1.shards_pb2 import (
 )
 from shoal_proto.v1.shards_pb2_grpc import ShardsServicer
 from shoal_proto.v1.tables_pb2 import TableSpec
+from shoal_server.coordinator.answering import Choose, answering, servers_for
 from shoal_server.coordinator.shards import table_specs
-from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.shards.controller import num_bytes_of
 from shoal_server.coordinator.shards.current_maps import CurrentMaps
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
@@ -58,9 +58,6 @@ ASKS_AGAIN_WITHIN_S = 5.0
 MAX_TOLD_DIFFERENCES = 8
 
 Authorize = Callable[[Token], Awaitable[None]]
-
-
-Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
 
 
 class _WithoutServers:
@@ -177,15 +174,7 @@ class ShardsService(ShardsServicer):
         parameters: Sequence[placement.Parameter],
     ) -> ShardMap:
         """Write the first map, or give the one that another call wrote meanwhile."""
-        listed = await shard_map.takers(self._store)
-        addresses = await self._choose(listed)
-        if not addresses:
-            raise NoServers(
-                f"there is no parameter server for job {job}",
-                seen=f"none of {len(listed)} registered answers" if listed else "none registered",
-                expected="one or more",
-                fix="Start one with `shoal ps`.",
-            )
+        addresses = await servers_for(self._store, self._choose, job)
         # Asking the servers took a while, in which the job may have been begun anew.
         await self._authorize(request.token)
         by_id = {holder.server_id: address for holder, address in addresses.items()}

@@ -8,13 +8,14 @@ may have pushed to it.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
 
-from shoal_proto.errors import DeadlineExceeded, NoServers, ShoalError
+from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.v1 import snapshots_pb2 as pb
+from shoal_server.coordinator.answering import Choose, servers_for
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.shards.assignments import (
     Holder,
@@ -24,14 +25,12 @@ from shoal_server.core.shards.assignments import (
 )
 from shoal_server.etcd import keys
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.records import assignments, shard_map
+from shoal_server.etcd.records import assignments
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest, ManifestEntry
 
 log = structlog.get_logger(__name__)
-
-Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
 
 LOAD_WITHIN_S = 1800.0
 MAX_CHOICES = 3
@@ -51,16 +50,7 @@ class SnapshotLoader:
 
     async def present(self, job: str) -> Mapping[Holder, str]:
         """The servers that shards may be given to, with their addresses. Raises NoServers."""
-        listed = await shard_map.takers(self._store)
-        present = await self._choose(listed)
-        if not present:
-            raise NoServers(
-                f"there is no parameter server for job {job}",
-                seen=f"none of {len(listed)} registered answers" if listed else "none registered",
-                expected="one or more",
-                fix="Start one with `shoal ps`.",
-            )
-        return present
+        return await servers_for(self._store, self._choose, job)
 
     async def load_all(
         self,
@@ -181,4 +171,4 @@ def given_to(
     return [given[shard.shard_id] for shard in left]
 
 
-__all__ = ["Choose", "SnapshotLoader", "given_to"]
+__all__ = ["SnapshotLoader", "given_to"]

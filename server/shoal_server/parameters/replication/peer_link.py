@@ -51,7 +51,8 @@ class LinkOwner(Protocol):
 
     def record(self, request: UpdateMessage) -> UpdateRecord | None:
         """The push, for this turn of the event loop: its data may lie in memory that is used for
-        another one behind it. None if the shard is not led here any more."""
+        another one behind it. None if the shard is not led here any more, or nobody needs the
+        push."""
         ...
 
     def owned_record(self, request: UpdateMessage) -> UpdateRecord | None:

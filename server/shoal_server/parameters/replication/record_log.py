@@ -48,10 +48,10 @@ class RecordLog:
         if index is not None and self._records[index].data is data:
             self._replace(version, bytes(data), is_lent=False)
 
-    def owned(self, version: int) -> UpdateRecord:
+    def owned(self, version: int) -> UpdateRecord | None:
         """As `get`, with data that stay as they are for as long as anybody has them."""
         record = self.get(version)
-        if record.is_lent:
+        if record is not None and record.is_lent:
             self._replace(version, bytes(record.data), is_lent=False)
         return self.get(version)
 
@@ -64,14 +64,18 @@ class RecordLog:
         index = version - self._trimmed - 1
         return index if 0 <= index < len(self._records) else None
 
-    def get(self, version: int) -> UpdateRecord:
+    def get(self, version: int) -> UpdateRecord | None:
         """For this turn of the event loop, if the record is lent: behind it, its data may be those
-        of another push. Raises InternalError for one that is not kept."""
+        of another push. None for one that nobody needs any more: who was to be sent it has been let
+        go of since, and would refuse what came behind a gap. Raises InternalError for one that
+        never came."""
+        if version <= self._trimmed:
+            return None
         index = self._index(version)
         if index is None:
             raise InternalError(
-                "a push is to be sent to a backup that is no longer kept",
+                "a push is to be sent to a backup that was not applied here",
                 seen=f"version {version}",
-                expected=f"above {self._trimmed}, {len(self._records)} are kept",
+                expected=f"at most {self._trimmed + len(self._records)}",
             )
         return self._records[index]

@@ -16,6 +16,7 @@ from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import bulk_opening
 from shoal_proto.bulk import Kind
 from shoal_proto.bulk_opening import SharedMemory
+from shoal_proto.errors import InternalError
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, PushRecord
@@ -191,7 +192,25 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
         assert not stream.write_now(*told, keep=keep)
         own.free(placed.at)
         mapped[placed.at : placed.at + len(data)] = bytes(len(data))
-        assert log.get(2).data == data
+        kept = log.get(2)
+        assert kept is not None
+        assert kept.data == data
         assert stream.write_now(*told, keep=keep)
         log.trim(2)
         del own, stream
+
+
+def test_a_push_that_nobody_needs_any_more_breaks_no_link() -> None:
+    """A follower was let go of while the push waited to be sent, by a link that others share."""
+    log = RecordLog(1)
+    for version in (2, 3):
+        push = PushRecord(session="s", sequence=version, version=version)
+        log.append(UpdateRecord(push, b"data"))
+    log.trim(2)
+    assert log.get(2) is None
+    assert log.owned(2) is None
+    kept = log.owned(3)
+    assert kept is not None
+    assert kept.push.version == 3
+    with pytest.raises(InternalError, match="not applied here"):
+        log.get(4)

@@ -1,0 +1,47 @@
+"""Which of the servers that etcd lists are there."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+import structlog
+
+from shoal_proto.errors import NoServers
+from shoal_server.core.shards.assignments import Holder
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.records import shard_map
+from shoal_server.serving.identify import answers
+from shoal_server.serving.rpc import CHANNEL_OPTIONS
+
+log = structlog.get_logger(__name__)
+
+Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
+"""Which of some servers, given by their addresses, may be given shards."""
+
+ANSWER_S = 1.0
+_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+
+
+async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
+    """Those that answer as the process that is listed, with their addresses. Takes a second if one
+    hangs."""
+    asked = (answers(h, a, options=_OPTIONS, within_s=ANSWER_S) for h, a in addresses.items())
+    found = dict(zip(addresses, await asyncio.gather(*asked), strict=True))
+    silent = sorted(holder.server_id for holder, there in found.items() if not there)
+    if silent:
+        log.warning("servers_do_not_answer", servers=silent)
+    return {holder: address for holder, address in addresses.items() if found[holder]}
+
+
+async def servers_for(store: LeaderStore, choose: Choose, job: str) -> Mapping[Holder, str]:
+    """The servers that a job's shards may be given to now, with their addresses: a lease outlives
+    its server, so `choose` says which are there. Raises NoServers."""
+    listed = await shard_map.takers(store)
+    present = await choose(listed)
+    if not present:
+        raise NoServers(
+            f"there is no parameter server for job {job}",
+            seen=f"none of {len(listed)} registered answers" if listed else "none registered",
+            expected="one or more",
+            fix="Start one with `shoal ps`.",
+        )
+    return present
