@@ -16,7 +16,6 @@ from shoal_proto.v1 import (
     shards_pb2_grpc,
     snapshots_pb2_grpc,
 )
-from shoal_server.coordinator.answering import answering
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.history import HistoryKeeper
 from shoal_server.coordinator.job_reset import JobReset
@@ -32,13 +31,14 @@ from shoal_server.coordinator.repair.service import RepairService
 from shoal_server.coordinator.retention import Retention
 from shoal_server.coordinator.retention_policy import RetentionPolicy
 from shoal_server.coordinator.samples.service import SamplesService
+from shoal_server.coordinator.servers.answering import answering
+from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
 from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
-from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.service import SnapshotService
 from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, Taken
 from shoal_server.coordinator.view import CoordinatorView

@@ -35,7 +35,7 @@ from shoal_proto.v1.shards_pb2 import (
 )
 from shoal_proto.v1.shards_pb2_grpc import ShardsServicer
 from shoal_proto.v1.tables_pb2 import TableSpec
-from shoal_server.coordinator.answering import Choose, answering, servers_for
+from shoal_server.coordinator.servers.answering import Choose, answering, servers_for
 from shoal_server.coordinator.shards import table_specs
 from shoal_server.coordinator.shards.controller import num_bytes_of
 from shoal_server.coordinator.shards.current_maps import CurrentMaps

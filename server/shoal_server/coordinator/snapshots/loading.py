@@ -15,8 +15,8 @@ import structlog
 
 from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.v1 import snapshots_pb2 as pb
-from shoal_server.coordinator.answering import Choose, servers_for
-from shoal_server.coordinator.snapshots.server_calls import ServerCalls
+from shoal_server.coordinator.servers.answering import Choose, servers_for
+from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.shards.assignments import (
     Holder,
     JobAssignments,

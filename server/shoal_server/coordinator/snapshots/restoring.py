@@ -29,11 +29,11 @@ from shoal_proto.errors import (
     SnapshotDamaged,
 )
 from shoal_proto.v1.shards_pb2 import ShardMap
-from shoal_server.coordinator.answering import Choose
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.coordinator.persistence.stored_json import state_from_json
+from shoal_server.coordinator.servers.answering import Choose
+from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.loading import SnapshotLoader
-from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.samples.ledger import Ledger
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import (

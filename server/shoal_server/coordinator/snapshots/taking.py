@@ -24,7 +24,7 @@ import structlog
 from shoal_proto.errors import RetryError, ShoalError, SnapshotFailed, StateLost
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
-from shoal_server.coordinator.snapshots.server_calls import ServerCalls
+from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.steps import Shards, StepId, merged
 from shoal_server.etcd import keys

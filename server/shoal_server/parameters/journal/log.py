@@ -95,10 +95,12 @@ class Journal:
                 expected=f"one of server {owner.server_id}, or an empty directory",
                 fix=f"Start this server with --id {server_id}, or give it a different directory.",
             )
+        # Never empty in between: the journal of a process that was killed here would be nobody's.
+        now = f"{owner.server_id} {owner.incarnation}".encode()
         self._claim.seek(0)
-        self._claim.truncate()
-        self._claim.write(f"{owner.server_id} {owner.incarnation}".encode())
+        self._claim.write(now)
         self._claim.flush()
+        self._claim.truncate(len(now))
         return incarnation
 
     def recover(self, make: Callable[[Image], State]) -> Sequence[Recovered[State]]:

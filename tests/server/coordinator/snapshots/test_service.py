@@ -46,9 +46,9 @@ from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.loading import SnapshotLoader
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
-from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.limits import Limits

@@ -1,0 +1,1 @@
+"""The parameter servers, as the coordinator asks them."""
