@@ -115,10 +115,11 @@ class MemberCore:
                 effects = self._pause(event, now_s)
             case ev.DrainWished():
                 self.leaving.ask(event.reason)
-                give_up_s = now_s + self.limits.drain_s
-                effects = [self._drain_call(event.reason, now_s, give_up_s)]
+                effects = [self._drain_call(event.reason, now_s)]
             case ev.LeaveWished():
                 effects = self._leave(event, now_s)
+            case ev.ThreadFailed():
+                effects = self._fail(event.error)
             case ev.Closed():
                 self.closed = True
                 effects = [ev.CancelStream()]
@@ -368,7 +369,7 @@ class MemberCore:
         return effects
 
     def _tell_ending(self, error: ShoalError) -> Effects:
-        # Who leaves is no member any more by its own will.
+        """Who leaves is no member any more by its own will."""
         return [] if self.leaving.has_begun else [ev.TellEnding(error=error)]
 
     def _take_drain(self, reason: str, *, now: bool) -> Effects:
@@ -390,15 +391,15 @@ class MemberCore:
         identity = self.identity
         return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
 
-    def _drain_call(self, reason: str, now_s: float, give_up_s: float) -> ev.Call:
+    def _drain_call(self, reason: str, now_s: float) -> ev.Call:
         request = pb.DrainRequest(
             job=self.identity.spec.job,
             member_id=self.identity.member_id,
             incarnation=self.identity.incarnation,
             reason=reason[:1000],
         )
-        rule = ev.Persistence.FOR_A_TIME
-        return self._calls.new(request, rule, self.limits.lease_s, now_s, give_up_s)
+        within_s, give_up_s = self.limits.lease_s, now_s + self.limits.drain_s
+        return self._calls.new(request, ev.Persistence.FOR_A_TIME, within_s, now_s, give_up_s)
 
     def _drain_unanswered(self, call: ev.Call, error: ShoalError, now_s: float) -> Effects:
         if not isinstance(error, RetryError | JobQuarantined):
@@ -421,9 +422,8 @@ class MemberCore:
             request = pb.LeaveRequest(
                 token=self.token, completed=event.completed, reason=event.reason[:1000]
             )
-            rule = ev.Persistence.LAST
             within_s = self.leaving.told_within_s(event.timeout_s)
-            effects.append(self._calls.new(request, rule, within_s, now_s))
+            effects.append(self._calls.new(request, ev.Persistence.LAST, within_s, now_s))
         return effects
 
     # --- the trainer's decisions ---

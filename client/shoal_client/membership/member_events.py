@@ -131,6 +131,13 @@ class LeaveWished:
 
 
 @dataclass(frozen=True)
+class ThreadFailed:
+    """The membership cannot go on here: one of its threads ended with something unforeseen."""
+
+    error: ShoalError
+
+
+@dataclass(frozen=True)
 class Closed:
     """Nothing more is sent."""
 
@@ -151,6 +158,7 @@ Event = (
     | PauseEnded
     | DrainWished
     | LeaveWished
+    | ThreadFailed
     | Closed
 )
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -25,6 +25,7 @@ from shoal_client.membership.held_stream import HeldStream
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_core import MemberCore
 from shoal_client.membership.named_rosters import NamedRosters
+from shoal_client.membership.session_threads import SessionThreads
 from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.status import from_detail
 from shoal_proto.traces import tracing
@@ -54,24 +55,6 @@ class MemberHooks:
     """A generation is over, and why."""
 
 
-@dataclass
-class _Threads:
-    """The session's own, which end when it closes."""
-
-    closing: threading.Event = field(default_factory=threading.Event)
-    running: list[threading.Thread] = field(default_factory=list)
-
-    def start(self, name: str, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self.running.append(thread)
-        thread.start()
-
-    def join(self) -> None:
-        for thread in self.running:
-            if thread is not threading.current_thread():
-                thread.join()
-
-
 class MemberSession:
     """Keeps one member a member. All methods are the trainer's, unless they say otherwise."""
 
@@ -96,7 +79,7 @@ class MemberSession:
         self._changed = threading.Condition()
         self._core = MemberCore(member.identity, wait_s())
         """Stepped under the condition's lock; single values are read without it."""
-        self._threads = _Threads()
+        self._threads = SessionThreads(lambda error: self._do(ev.ThreadFailed(error=error)))
         self._joining = tracing.Ongoing("Join")
         """Up to its first generation."""
         self._stream = HeldStream(self._threads.closing, self._joining)

@@ -2,14 +2,15 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
-from support.clusters.coordinator_world import served
+from support.clusters.coordinator_world import propose, served
 
 from shoal_client.liveness.beat_board import BeatBoard, BeatSlot, Ending
 from shoal_client.membership.member_session import MemberSession
-from shoal_proto.errors import Fenced, ProposalConflict, Unavailable
+from shoal_proto.errors import Fenced, InternalError, ProposalConflict, Unavailable
+from shoal_proto.v1.membership_pb2 import Prepare, Rejection
 from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.memory import MemoryStore
@@ -90,3 +91,20 @@ async def test_what_the_trainer_ends_with_for_good(slot: BeatSlot) -> None:
         assert slot.ending is Ending.UNKNOWN
         member.failed_for_good(ProposalConflict("members differ"))
         assert slot.ending is Ending.REFUSED
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_who_fails_where_it_judges_is_told_so_at_once(slot: BeatSlot) -> None:
+    """What it asks of a storage or a network may raise whatever it likes."""
+
+    def judge(prepare: Prepare) -> Sequence[Rejection]:
+        raise PermissionError("the bucket is closed")
+
+    async with served(MemoryStore(), QUICK) as world:
+        member = MemberSession(world.client("a", desired=1, beat_slot=slot)._member, judge=judge)
+        world.clients.append(member)
+        await asyncio.to_thread(member.join)
+        await asyncio.to_thread(propose, member)
+        with pytest.raises(InternalError, match="shoal-member") as raised:
+            await asyncio.to_thread(member.await_generation, 0, WITHIN_S)
+        assert "the bucket is closed" in raised.value.seen
