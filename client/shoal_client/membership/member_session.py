@@ -21,11 +21,11 @@ from shoal_client.connection.coordinators import Coordinators, chance
 from shoal_client.liveness.beat_board import Doing, Ending
 from shoal_client.membership import calls
 from shoal_client.membership import member_events as ev
-from shoal_client.membership.held_stream import HeldStream
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_core import MemberCore
 from shoal_client.membership.named_rosters import NamedRosters
-from shoal_client.membership.session_threads import SessionThreads
+from shoal_client.membership.threads.held_stream import HeldStream
+from shoal_client.membership.threads.session_threads import SessionThreads
 from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.status import from_detail
 from shoal_proto.traces import tracing

@@ -1,0 +1,1 @@
+"""The threads of a membership, and the stream that one of them holds."""
