@@ -127,9 +127,14 @@ class FrameReader:
     """Cuts what is received into frames, without I/O of its own: receive into `space()`, tell
     `received()`, then take frames from `next()` until there is none."""
 
-    def __init__(self, allocate: Callable[[int], memoryview] = _new) -> None:
-        """`allocate` gives the memory for the body of a piece of so many bytes."""
+    def __init__(
+        self, allocate: Callable[[int], memoryview] = _new, *, first: Kind | None = None
+    ) -> None:
+        """`allocate` gives the memory for the body of a piece of so many bytes. `first`: the kind
+        that the first frame has to have. Nobody is known before it: a stranger's header of another
+        kind gets no memory for what it announces."""
         self._allocate = allocate
+        self._first = first
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._start = self._stop = 0
         self._frame: Frame | None = None
@@ -192,12 +197,19 @@ class FrameReader:
             raise MalformedMessage(
                 "a frame of unknown kind", seen=str(number), expected=f"1 to {max(Kind)}"
             ) from None
+        if self._first is not None and kind is not self._first:
+            raise MalformedMessage(
+                "a bulk connection does not begin as it should",
+                seen=f"a frame of kind {kind.name}",
+                expected=self._first.name,
+            )
         if num_bytes > (limit := _MAX_BODY_BYTES.get(kind, MAX_ARENA_BYTES)):
             raise MalformedMessage(
                 f"a frame of kind {kind.name} is too large",
                 seen=f"{num_bytes} bytes",
                 expected=f"at most {limit}",
             )
+        self._first = None
         if kind is Kind.PIECE:
             body = self._allocate(num_bytes)
         else:

@@ -72,6 +72,27 @@ def test_what_a_header_may_not_say(stream: bytes, words: str) -> None:
         read_all(stream, [1000])
 
 
+@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.HELLO}))
+def test_who_does_not_begin_as_expected_gets_no_memory(kind: Kind) -> None:
+    """A header costs a stranger 40 bytes, and may announce megabytes."""
+    reader = FrameReader(first=Kind.HELLO)
+    stream = bulk.header(kind, num_bytes=MAX_PIECE_BYTES)
+    reader.space()[: len(stream)] = stream
+    reader.received(len(stream))
+    with pytest.raises(MalformedMessage, match=f"saw a frame of kind {kind.name}"):
+        reader.next()
+    assert len(reader.space()) <= BUFFER_BYTES
+
+
+def test_behind_the_first_frame_others_may_come() -> None:
+    reader = FrameReader(first=Kind.HELLO)
+    stream = bulk.message(Kind.HELLO, b"key") + bulk.message(Kind.PUSH, b"push")
+    reader.space()[: len(stream)] = stream
+    reader.received(len(stream))
+    frames = [reader.next(), reader.next()]
+    assert [frame and frame.kind for frame in frames] == [Kind.HELLO, Kind.PUSH]
+
+
 def test_a_frame_that_is_cut_off_is_not_given() -> None:
     stream = a_piece(b"z" * 1000)
     assert read_all(stream[:-1], [300]) == []

@@ -15,7 +15,7 @@ from support.clusters.parameter_servers import ParameterServers
 from shoal_client.bulk import connection as client_connection
 from shoal_client.bulk.connection import Connection
 from shoal_client.parameters.dense import ParameterClient
-from shoal_proto import bulk
+from shoal_proto import MAX_PIECE_BYTES, bulk
 from shoal_proto.bulk import HEADER_BYTES, Kind
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import (
@@ -39,6 +39,7 @@ from shoal_proto.v1.parameters_pb2 import (
 )
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.parameters.bulk.wire import FrameConnection
+from shoal_server.parameters.service.bulk_listener import HELLO_S
 
 
 @pytest.fixture
@@ -129,6 +130,14 @@ def test_only_a_key_that_was_given_opens_a_connection_and_only_once(
 ) -> None:
     key = opened(small).key if is_spent else bytes(32)
     raw = RawConnection(small[0], small[2], key=key)
+    assert raw.next() is None
+
+
+@pytest.mark.parametrize("kind", [Kind.MESSAGE, Kind.PIECE])
+def test_what_a_stranger_announces_is_not_waited_for(small: Small, kind: Kind) -> None:
+    """Nor is memory set aside for it: megabytes for each header of 40 bytes."""
+    raw = RawConnection(small[0], small[2], greeting=bulk.header(kind, num_bytes=MAX_PIECE_BYTES))
+    raw.socket.settimeout(HELLO_S / 2)
     assert raw.next() is None
 
 

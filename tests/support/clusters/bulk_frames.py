@@ -18,8 +18,14 @@ class RawConnection:
     """A connection of the bulk transport, frame by frame."""
 
     def __init__(
-        self, servers: ParameterServers, token: Token, *, key: bytes | None = None
+        self,
+        servers: ParameterServers,
+        token: Token,
+        *,
+        key: bytes | None = None,
+        greeting: bytes | None = None,
     ) -> None:
+        """`greeting`: what is sent in place of a HELLO with the key."""
         with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
             offer = PieceStub(channel).OpenBulk(OpenBulkRequest(token=token), timeout=10.0)
         self._reader = FrameReader()
@@ -27,7 +33,7 @@ class RawConnection:
         self.socket.settimeout(20.0)
         self.socket.connect(f"\0{offer.local_name}")
         self.key = offer.key if key is None else key
-        self.socket.sendall(bulk.message(Kind.HELLO, self.key))
+        self.socket.sendall(bulk.message(Kind.HELLO, self.key) if greeting is None else greeting)
 
     def send(self, *parts: bytes) -> None:
         self.socket.sendall(b"".join(parts))

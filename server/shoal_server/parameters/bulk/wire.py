@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import structlog
 
-from shoal_proto.bulk import Frame, FrameReader
+from shoal_proto.bulk import Frame, FrameReader, Kind
 from shoal_proto.pieces import Buffer
 from shoal_server.parameters.bulk.encryption import PlainBytes, bytes_of
 from shoal_server.parameters.bulk.reading_pauses import ReadingPauses
@@ -27,7 +27,8 @@ class HungUp(Exception):
 class FrameConnection:
     """One task may read and any number may write. The socket does not block."""
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, *, first: Kind | None = None) -> None:
+        """`first`: the kind that the first frame from there has to have."""
         self.socket = connected
         self._bytes = bytes_of(connected)
         is_plain = isinstance(self._bytes, PlainBytes)
@@ -35,7 +36,7 @@ class FrameConnection:
         """Whether what was sent lies in the memory of the other end's process, which may read it
         after this end is gone, too."""
         self._loop = asyncio.get_running_loop()
-        self._reader = FrameReader(_unset)
+        self._reader = FrameReader(_unset, first=first)
         self._writing = asyncio.Lock()
         self._rest: Buffer = b""
         """Of a frame that `send_now` could not send whole."""

@@ -89,7 +89,7 @@ class BulkListener:
                         _tune(connected)
                         connected = await encrypted(connected)
                         stack.callback(connected.close)
-                    wire = FrameConnection(connected)
+                    wire = FrameConnection(connected, first=Kind.HELLO)
                     hello = await self._greeted(wire)
                 arena = self._arena(hello, stack) if is_local and hello.arena_bytes else None
                 await _welcome(wire, arena)
@@ -101,12 +101,12 @@ class BulkListener:
     async def _greeted(self, wire: FrameConnection) -> "_Hello":
         """Raises MalformedMessage."""
         frame = await wire.next_frame()
-        use = self._offers.redeem(bytes(frame.body)) if frame.kind is Kind.HELLO else None
+        use = self._offers.redeem(bytes(frame.body))
         if use is None:
             raise MalformedMessage(
                 "a bulk connection does not begin as it should",
-                seen=f"a frame of kind {frame.kind.name}",
-                expected="HELLO with a key that this server gave a moment ago",
+                seen="HELLO with another key",
+                expected="a key that this server gave a moment ago",
             )
         return _Hello(
             use=use,
