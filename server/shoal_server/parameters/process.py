@@ -70,6 +70,8 @@ log = structlog.get_logger(__name__)
 
 SNAPSHOT_THREADS = 2
 LEASES_TO_WAIT_FOR = 4
+MAX_TOLD = 20
+"""Shards that a line of the log names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +112,30 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
         if config.ready_file is not None:
             _write_ready(config.ready_file, server.address)
         await _until(stop, server)
-        await _hand_everything_over(server, config.drain_s)
+        await hand_everything_over(server, config.drain_s)
 
 
-async def _hand_everything_over(server: RunningServer, drain_s: float) -> None:
-    """Leave nothing behind that only this server has; what takes too long is left all the same."""
+async def hand_everything_over(server: RunningServer, drain_s: float) -> None:
+    """Leave nothing behind that only this server has; what takes too long, and what nobody else is
+    there to take, is left all the same, and told by name."""
     try:
         async with asyncio.timeout(drain_s):
             await server.registration.announce_leaving()
             await server.replicas.wait_empty()
     except (TimeoutError, RetryError) as error:
         log.warning("left_with_shards", server_id=server.server_id, reason=repr(error))
+    full = server.replicas.full_peers
+    for job, shard_ids in server.replicas.only_here.items():
+        log.error(
+            "left_with_the_only_copies",
+            job=job,
+            shard_ids=shard_ids[:MAX_TOLD],
+            num_shards=len(shard_ids),
+            reason="; ".join(f"{peer.server_id}: {why}" for peer, why in sorted(full.items()))
+            or "no other server took them",
+            fix="They are lost unless a snapshot is restored. Before a server is stopped, start"
+            " another one that has room for what it has.",
+        )
 
 
 @asynccontextmanager

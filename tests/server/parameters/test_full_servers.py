@@ -2,9 +2,11 @@
 
 import itertools
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from support.clusters.memory_limits import (
     ADAM,
     MIB,
@@ -26,6 +28,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Revision
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
+from shoal_server.parameters.process import hand_everything_over
 
 PATIENCE = PeerTimeouts(full_s=0.2)
 """Tests need not wait for what would spare a network."""
@@ -99,6 +102,37 @@ def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
     client.push(filled(-1.0))
     client.close()
     small.close()
+
+
+def told_in_leaving(servers: ParameterServers, server_id: str) -> list[MutableMapping[str, Any]]:
+    with capture_logs() as lines:
+        servers.run(hand_everything_over(servers.servers[server_id], drain_s=0.1))
+    return [line for line in lines if line["event"] == "left_with_the_only_copies"]
+
+
+def test_a_server_that_leaves_with_the_only_copies_names_them(servers: ParameterServers) -> None:
+    """The one that it could hand them to has no room; then nobody else is there."""
+    servers.add("ps-0", timeouts=PATIENCE)
+    client = created(servers, ADAM, "job")
+    servers.add("ps-1", memory_limit_bytes=1024)
+    await_refusal(servers)
+    (told,) = told_in_leaving(servers, "ps-0")
+    shard_ids = [shard.shard_id for shard in client.shard_map.shards]
+    assert (told["job"], told["shard_ids"]) == ("job", shard_ids)
+    assert "ps-1: " in told["reason"] and "at most 1024 bytes" in told["reason"]
+    servers.stop("ps-1")
+    (told,) = told_in_leaving(servers, "ps-0")
+    assert told["shard_ids"] == shard_ids
+    client.close()
+
+
+def test_a_server_that_leaves_its_copies_to_others_names_none(servers: ParameterServers) -> None:
+    for name in ("ps-0", "ps-1"):
+        servers.add(name, timeouts=PATIENCE)
+    client = created(servers, SGD, "job")
+    wait_until_whole(servers, "job")
+    assert not told_in_leaving(servers, "ps-0")
+    client.close()
 
 
 @pytest.mark.long

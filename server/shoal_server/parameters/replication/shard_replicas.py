@@ -6,7 +6,7 @@ it, is carried out here. What is to be done is decided by the replication core
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -263,6 +263,18 @@ class ShardReplicas:
         """Return once nothing is held here any more, or nobody else is there to hold it."""
         self._look_whether_empty()
         await self._empty.wait()
+
+    @property
+    def only_here(self) -> Mapping[str, Sequence[int]]:
+        """By job, the shards that are lost with this process: no other server has a copy, and no
+        disk."""
+        found: dict[str, list[int]] = {}
+        for replica in self._catalog.shards():
+            assignment = self.assignment(replica.job, replica.shard_id)
+            is_led = assignment is not None and assignment.primary == self.me
+            if is_led and assignment and not assignment.backups and not assignment.on_disk:
+                found.setdefault(replica.job, []).append(replica.shard_id)
+        return found
 
     def _look_whether_empty(self) -> None:
         shard_journal = self._roles.shard_journal
