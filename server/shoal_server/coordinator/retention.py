@@ -183,6 +183,7 @@ def _cleared(job: str, left: StateRecord) -> list[Operation]:
         Delete(keys.shard_map(job)),
         Delete(keys.shard_map_chunks(job), prefix=True),
         Delete(keys.lineage(job)),
+        Delete(keys.restored_from(job)),
         Delete(keys.history(job)),
         Delete(keys.sample_ledger(job)),
         Delete(keys.sample_deltas(job), prefix=True),

@@ -153,6 +153,11 @@ def lineage(job: str) -> str:
     return f"{JOBS}{job}/lineage"
 
 
+def restored_from(job: str) -> str:
+    """The snapshot that its shards were restored from last: JSON."""
+    return f"{JOBS}{job}/restored_from"
+
+
 def sample_ledger(job: str) -> str:
     """Which samples were leased and completed, as of when that was last written whole."""
     return f"{JOBS}{job}/samples"

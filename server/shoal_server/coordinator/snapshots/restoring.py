@@ -56,7 +56,8 @@ from shoal_server.etcd.api import (
 )
 from shoal_server.etcd.json_fields import Unreadable
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.records import assignments, shard_map
+from shoal_server.etcd.records import assignments, restored_from, shard_map
+from shoal_server.etcd.records.restored_from import RestoredFrom
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest, ManifestEntry
 
@@ -112,6 +113,10 @@ class SnapshotRestorer:
         finally:
             self.under_way -= Counter([job])
 
+    async def restored_from(self, job: str) -> RestoredFrom | None:
+        """The snapshot that the job's shards were restored from last. Raises InternalError."""
+        return await restored_from.read(self._store, job)
+
     async def _restore(
         self, library: SnapshotLibrary, number: int, *, under_members: bool
     ) -> Restored:
@@ -122,8 +127,9 @@ class SnapshotRestorer:
         if not under_members:
             await self._check_unused(job)
         present = await self._loader.present(job)
+        source = RestoredFrom(url=library.storage.url, number=manifest.number)
         before, wanted = await self._replaced(
-            manifest, layout, sorted(present), keeps_run=under_members
+            manifest, layout, sorted(present), source, keeps_run=under_members
         )
         try:
             wanted = await self._loader.load_all(library, manifest, wanted, present)
@@ -181,6 +187,7 @@ class SnapshotRestorer:
         manifest: Manifest,
         layout: ShardMap,
         present: Sequence[Holder],
+        source: RestoredFrom,
         *,
         keeps_run: bool,
     ) -> tuple[JobAssignments | None, JobAssignments]:
@@ -206,6 +213,7 @@ class SnapshotRestorer:
                 operations=[
                     stored.head,
                     Put(keys.lineage(job), secrets.token_hex(8).encode()),
+                    restored_from.written(job, source),
                     _ledger(manifest),
                 ],
             )

@@ -99,23 +99,28 @@ class SnapshotService(SnapshotsServicer):
         return job in self._restorer.under_way
 
     async def restore_lost(self, job: str) -> RestoreAttempt:
-        """Restore the newest snapshot of a job of which shards are gone for good, members or not.
+        """Restore a job of which shards are gone for good, members or not: the newest snapshot of
+        these shards; where none was taken since they were restored, the one that they are from.
         Raises what restoring raises, but for a snapshot that is not there."""
         if not self._policy.url:
             return _not_restored("The coordinator was started without --snapshot-url")
         library = await self._library("", job)
-        newest = await asyncio.to_thread(library.newest)
-        if (
-            newest is not None
-            and newest.taken_unix_s < self._begun_unix_s(job)
-            # A clock may have been put back since the job began.
-            and not await self._taker.is_of_current_shards(newest)
-        ):
-            return _not_restored(f"Its snapshots at {library.storage.url} are of an earlier run")
+        newest, number = await asyncio.to_thread(library.newest), 0
+        # A clock may have been put back since the job began.
+        if newest is None or not await self._taker.is_of_current_shards(newest):
+            if (source := await self._restorer.restored_from(job)) is not None:
+                # What an operator went back behind does not return by itself.
+                library, number = await self._library(source.url, job), source.number
+            elif newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
+                where = library.storage.url
+                return _not_restored(f"Its snapshots at {where} are of an earlier run")
         try:
-            restored = await self._restorer.restore(library, under_members=True)
+            restored = await self._restorer.restore(library, number, under_members=True)
         except UnknownSnapshot:
-            return _not_restored(f"No snapshot of it is at {library.storage.url}")
+            which = (
+                f"Snapshot {number}, which it is from, is not" if number else "No snapshot of it is"
+            )
+            return _not_restored(f"{which} at {library.storage.url}")
         age_s = time.time() - restored.manifest.taken_unix_s
         told = f"{in_words(restored.manifest, library)}, {age_s:.0f} s old"
         self._on_restored(job, restored.lost, told)

@@ -534,10 +534,44 @@ def test_a_clock_that_was_put_back_makes_no_snapshot_one_of_an_earlier_run(
     snapshots.take()
     service = snapshots.service(policy, begun_unix_s=lambda job: time.time() + 3600.0)
     assert servers.run(service.restore_lost("job")).is_restored
-    # The shards are others from here on, and nobody has taken a snapshot of them.
+    # The shards are others from here on, and nobody has taken a snapshot of them: they are lost
+    # once more, and come from the same one.
+    assert servers.run(service.restore_lost("job")).is_restored
+    servers.run(servers.store.delete(keys.job_prefix("job"), prefix=True))
     tried = servers.run(service.restore_lost("job"))
     assert not tried.is_restored
     assert "of an earlier run" in tried.told
+
+
+def test_what_an_operator_went_back_behind_does_not_return_by_itself(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """A server ends that has loaded its part of an older snapshot, before a copy of it exists; the
+    newest one is taken only once it is of what was restored."""
+    servers, snapshots = start(opened, tmp_path)
+    service = snapshots.service(SnapshotPolicy(url=str(tmp_path / "snapshots")))
+    member = pusher(opened, servers, "m")
+    for _ in range(2):
+        member.push()
+        snapshots.take()
+
+    def lost_and_restored() -> set[float]:
+        assert servers.run(service.restore_lost("job")).is_restored
+        return elements(pusher(opened, servers, "n").values)
+
+    snapshots.restore(1, under_members=True)
+    assert lost_and_restored() == {-1.0}
+    assert lost_and_restored() == {-1.0}
+    member = pusher(opened, servers, "o")
+    for _ in range(4):
+        member.push()
+    assert snapshots.take().manifest.number == 3
+    assert lost_and_restored() == {-5.0}
+    snapshots.restore(2, under_members=True)
+    snapshots.library.keep_newest(1)
+    tried = servers.run(service.restore_lost("job"))
+    assert not tried.is_restored
+    assert "Snapshot 2, which it is from, is not at" in tried.told
 
 
 def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:

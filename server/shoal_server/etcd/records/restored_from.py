@@ -1,0 +1,36 @@
+"""Which snapshot a job's shards were restored from, while no snapshot of these was taken since."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from shoal_proto.errors import InternalError
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Keyspace, Put
+from shoal_server.etcd.json_fields import Fields, Unreadable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredFrom:
+    url: str
+    number: int
+
+
+def written(job: str, source: RestoredFrom) -> Put:
+    """For the transaction that gives the job those shards."""
+    return Put(keys.restored_from(job), json.dumps(asdict(source)).encode())
+
+
+async def read(store: Keyspace, job: str) -> RestoredFrom | None:
+    """None for a job that was never restored. Raises InternalError for what is no record."""
+    found = await store.get(keys.restored_from(job))
+    if found is None:
+        return None
+    try:
+        fields = Fields.parsed(found.value)
+        return RestoredFrom(url=fields.text("url"), number=fields.count("number"))
+    except Unreadable as error:
+        raise InternalError(
+            f"the record of what job {job} was restored from does not parse",
+            seen=f"{found.value[:80]!r}, {error}",
+            expected='{"url": ..., "number": ...}',
+        ) from error
