@@ -8,21 +8,23 @@ from shoal_proto.errors import DiskFull, ShoalError, Unavailable
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def disk_failure(directory: Path, error: Exception) -> ShoalError:
-    """DiskFull where the disk has no room, else Unavailable."""
+def disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalError:
+    """DiskFull where the disk has no room, else Unavailable. `fix`: what to do where pushes do not
+    simply go on."""
     if _errno(error) in _NO_ROOM:
         return DiskFull(
             "the disk of the journal is full",
             seen=str(error),
             expected=f"room at {directory}",
-            fix="Free space there: pushes are acknowledged as durable again within seconds, "
+            fix=fix
+            or "Free space there: pushes are acknowledged as durable again within seconds, "
             "and nothing has to be restarted. Other pushes go on meanwhile.",
         )
     return Unavailable(
         "the journal cannot be written",
         seen=str(error),
         expected=f"a disk at {directory} that works",
-        fix="It is tried again each second. Push with another level than durable meanwhile.",
+        fix=fix or "It is tried again each second. Push with another level than durable meanwhile.",
     )
 
 

@@ -27,7 +27,14 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import structlog
 
-from shoal_proto.errors import AddressInUse, InvalidSpec, Overloaded, ShoalError, Unavailable
+from shoal_proto.errors import (
+    AddressInUse,
+    DiskFull,
+    InvalidSpec,
+    Overloaded,
+    ShoalError,
+    Unavailable,
+)
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.config import START_BYTES, JournalConfig
@@ -70,6 +77,7 @@ class Journal:
         self._claim = _claimed(config.directory / "lock")
         self._images = JournalImages(config.directory / "images")
         self._index, self._next_number = read_index(config.directory, self._images)
+        self._first_number = self._next_number
         self._wake = threading.Condition()
         self._queue: list[_Waiting] = []
         self._pending_bytes = 0
@@ -95,13 +103,20 @@ class Journal:
                 expected=f"one of server {owner.server_id}, or an empty directory",
                 fix=f"Start this server with --id {server_id}, or give it a different directory.",
             )
-        # Never empty in between: the journal of a process that was killed here would be nobody's.
-        now = f"{owner.server_id} {owner.incarnation}".encode()
-        self._claim.seek(0)
-        self._claim.write(now)
-        self._claim.flush()
-        self._claim.truncate(len(now))
+        self._write_owner(f"{owner.server_id} {owner.incarnation}".encode())
         return incarnation
+
+    def _write_owner(self, owner: bytes) -> None:
+        """In place of what is there: a full disk has room for that, and leaves no file without an
+        owner."""
+        try:
+            self._claim.seek(0)
+            self._claim.write(owner)
+            self._claim.flush()
+            self._claim.truncate(len(owner))
+        except OSError as error:
+            fix = "Make room there, or mend the disk, and start this server again."
+            raise disk_failure(self._config.directory, error, fix=fix) from error
 
     def recover(self, make: Callable[[Image], State]) -> Sequence[Recovered[State]]:
         """Every shard as it was when the last process here ended. To be called before `append`.
@@ -121,12 +136,16 @@ class Journal:
         return found[0] if found else None
 
     def __enter__(self) -> "Journal":
-        """Raises DiskFull or Unavailable where nothing can be written."""
+        """Raises Unavailable where nothing can be written. A full disk is waited for: what it has
+        can be read, and only those who wait for it are told."""
         try:
-            self._begin_segment(self._next_number)
+            self._begin_segment(self._first_number)
         except OSError as error:
-            self._claim.close()
-            raise disk_failure(self._config.directory, error) from error
+            failure = disk_failure(self._config.directory, error)
+            if not isinstance(failure, DiskFull):
+                self._claim.close()
+                raise failure from error
+            self._fail(error, ())
         self._thread.start()
         return self
 
@@ -140,8 +159,8 @@ class Journal:
             self._closing = True
             self._wake.notify_all()
         self._thread.join()
-        assert self._file is not None
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         self._claim.close()
 
     @property
@@ -236,6 +255,8 @@ class Journal:
         return done
 
     def _write_for_ever(self) -> None:
+        if not self._begin_in_the_end():
+            return
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._queue or self._closing)
@@ -249,6 +270,21 @@ class Journal:
                 if not waiting.done.done():
                     waiting.done.set_result(None)
             self._tidy(superfluous, batch[-1].number + 1)
+
+    def _begin_in_the_end(self) -> bool:
+        """Begin a segment as soon as the disk has room for one. False: the journal was to close
+        before."""
+        while self._file is None:
+            with self._wake:
+                if self._wake.wait_for(lambda: self._closing, RETRY_EACH_S):
+                    return False
+            try:
+                self._begin_segment(self._first_number)
+            except OSError as error:
+                self._fail(error, ())
+            else:
+                self._works_again()
+        return True
 
     def _write_in_the_end(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None] | None:
         """The images that it made superfluous; None if the journal was to close before it could be
@@ -353,7 +389,8 @@ def _num_bytes(entry: JournalEntry) -> int:
 
 def _claimed(path: Path) -> BinaryIO:
     """The open lock file; it lasts as long as the file is open."""
-    file = path.open("a+b")
+    # Not to append: its text is written over in place.
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

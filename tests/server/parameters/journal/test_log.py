@@ -5,8 +5,9 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -308,6 +309,90 @@ def test_a_segment_that_cannot_be_begun_leaves_the_last_one_in_use(tmp_path: Pat
             journal.append("job", 0, 1, shard.push(value)).result(LIMIT_S)
     assert len(segments(tmp_path)) > 1
     assert contents(tmp_path) == {("job", 0): (1, bytes(range(40)))}
+
+
+@contextmanager
+def no_new_segments(error: int) -> Iterator[None]:
+    opened = Path.open
+
+    def refused(path: Path, mode: str = "r", *options: Any, **more: Any) -> Any:
+        if mode == "xb":
+            raise OSError(error, os.strerror(error))
+        return opened(path, mode, *options, **more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "open", refused)
+        yield
+
+
+def test_a_server_that_is_started_on_a_full_disk_has_what_is_on_it(tmp_path: Path) -> None:
+    """It tells who waits for the disk, and keeps shards again as soon as there is room."""
+    shard = Log(0)
+    with Journal(config(tmp_path)) as journal:
+        journal.put_image("job", 1, shard.image())
+        journal.append("job", 0, 1, shard.push(1)).result(LIMIT_S)
+    with ExitStack() as stack:
+        full = stack.enter_context(ExitStack())
+        full.enter_context(no_new_segments(errno.ENOSPC))
+        journal = stack.enter_context(Journal(config(tmp_path)))
+        (found,) = journal.recover(make)
+        assert bytes(found.state.pushed) == b"\1"
+        assert isinstance(journal.failure, DiskFull)
+        journal.check_room()
+        with pytest.raises(DiskFull):
+            journal.append("job", 0, 1, shard.push(2)).result(LIMIT_S)
+        full.close()
+        awaited(lambda: journal.failure is None, LIMIT_S, "there is room")
+        journal.put_image("job", 1, shard.image())
+        journal.append("job", 0, 1, shard.push(3)).result(LIMIT_S)
+    assert contents(tmp_path) == {("job", 0): (1, b"\1\2\3")}
+
+
+def test_a_server_that_ends_before_there_is_room_leaves_the_journal_as_it_was(
+    tmp_path: Path,
+) -> None:
+    shard = Log(0)
+    with Journal(config(tmp_path)) as journal:
+        journal.put_image("job", 1, shard.image())
+    with no_new_segments(errno.ENOSPC), Journal(config(tmp_path)) as journal:
+        ended = journal.forget("job", 0)
+    assert not ended.done() or ended.exception() is not None
+    assert contents(tmp_path) == {("job", 0): (1, b"")}
+
+
+def test_a_disk_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    with no_new_segments(errno.EROFS), pytest.raises(Unavailable, match="cannot be written"):
+        Journal(config(tmp_path)).__enter__()
+
+
+class OnFullDisk:
+    """A file that can be written over, and gets no page more."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        if self._file.tell() + len(data) > os.fstat(self._file.fileno()).st_size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_whose_journal_it_is_stays_known_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What names the last process is written over: a page that is given back may be gone."""
+    with Journal(config(tmp_path)) as journal:
+        journal.own(Holder("ps-0", "one"))
+    with Journal(config(tmp_path)) as journal:
+        monkeypatch.setattr(journal, "_claim", OnFullDisk(journal._claim))
+        assert journal.own(Holder("ps-0", "two")) == "one"
+        with pytest.raises(DiskFull, match="start this server again"):
+            journal.own(Holder("ps-0", "a longer name"))
+    with Journal(config(tmp_path)) as journal:
+        assert journal.own(Holder("ps-0", "six")) == "two"
 
 
 def test_two_servers_do_not_share_a_directory(tmp_path: Path) -> None:
