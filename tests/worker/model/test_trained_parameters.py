@@ -3,8 +3,12 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from shoal.backends.in_memory.run import run_in_memory
 from shoal.model.trained_parameters import TrainedParameters
 from shoal_proto.errors import InvalidSpec
 
@@ -24,6 +28,10 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "a parameter that is not trained": lambda model: setattr(
         model[1], "weight", nn.Parameter(model[1].weight.detach(), requires_grad=False)
     ),
+    "another parameter": lambda model: setattr(
+        model[1], "weight", nn.Parameter(model[1].weight.detach().clone())
+    ),
+    "a parameter of another layer": lambda model: setattr(model[1], "weight", model[0][0].weight),
     "fewer layers": lambda model: model.__delitem__(1),
 }
 
@@ -39,13 +47,21 @@ def test_a_change_is_refused_behind_steps_without_one(change: str) -> None:
         trained.check(3)
 
 
-def test_the_same_parameters_in_other_objects_are_trained_as_ever() -> None:
-    model = _model()
-    trained = TrainedParameters(model)
-    for step in range(2):
-        trained.check(step)
-    model[1].weight = nn.Parameter(model[1].weight.detach().clone())
-    trained.check(2)
-    model[1].weight.requires_grad_(False)
-    with pytest.raises(InvalidSpec):
-        trained.check(3)
+def test_parameters_that_are_gathered_are_those_that_were_cut() -> None:
+    """A forward pass between two steps leaves whole ones in the place of rows."""
+
+    def body() -> None:
+        model = _model()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+        trained = TrainedParameters(model)
+        trained.check(0)
+        cut = model[1].weight
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        assert model[1].weight is not cut
+        trained.check(1)
+        model[1].weight = nn.Parameter(torch.ones(2, 2))
+        with pytest.raises(InvalidSpec, match=r"other parameters than.*a new '1.weight', behind 2"):
+            trained.check(2)
+
+    run_in_memory(body, 2)

@@ -454,6 +454,24 @@ def test_a_layer_that_takes_the_place_of_another_is_refused(
         run(cluster, strategy, body)
 
 
+@pytest.mark.sampled()
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1", "tensor", "local-sgd", "async-sgd"])
+def test_a_parameter_that_takes_the_place_of_another_is_refused(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """No optimizer has it, and what is laid out computes with the former one."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        if batch.step == 0:
+            layer = next(part for part in model.modules() if part._parameters)
+            layer.weight = nn.Parameter(torch.zeros(layer.weight.shape))
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+
+    with pytest.raises(InvalidSpec, match=r"other parameters than.*a new .*weight.*behind 0 comm"):
+        run(cluster, strategy, body)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_part_of_the_model_is_of_the_models_own_class(
     cluster: LocalCluster, strategy: str

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shoal.model.module_proxy import shown
 from shoal.model.several import models_of
+from shoal.torch_private.fsdp import gathered_parameters
 from shoal.torch_private.modules import child_table, parameter_table
 from shoal_proto.errors import InvalidSpec
 
@@ -38,10 +39,21 @@ class TrainedParameters:
         self._shown: list[nn.Module] = []
         """What stood behind the model then, and the modules of it that have parameters."""
         self._layers: list[nn.Module] = []
+        self._own: dict[str, Tensor] = {}
+        """The parameters by all their names, as the distribution or the generation made them."""
         self._modules: list[nn.Module] = []
         """All of the model's that were last found to be right, and what was in them."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
+        self.note()
+
+    def note(self) -> None:
+        """A generation begins: if other modules stand behind the model now, those have the
+        parameters that are trained."""
+        behind = self.behind()
+        if not _are(behind, self._shown):
+            self._shown, self._layers = behind, self._layers_now()
+            self._own = dict(self._model.named_parameters(remove_duplicate=False))
 
     def parameters(self) -> Iterable[Tensor]:
         """The model's, in its present generation."""
@@ -83,11 +95,9 @@ class TrainedParameters:
         return contents
 
     def _check(self, step: int) -> None:
-        layers = [module for module in self._model.modules() if parameter_table(module)]
-        behind = self.behind()
-        if not _are(behind, self._shown):
-            self._shown, self._layers = behind, layers
-        elif not _are(layers, self._layers):
+        self.note()
+        layers = self._layers_now()
+        if not _are(layers, self._layers):
             raise self._other_layers(layers, step)
         flags = [
             each.requires_grad
@@ -95,8 +105,15 @@ class TrainedParameters:
             for each in parameter_table(module).values()
             if each is not None
         ]
-        if flags == self._as_ever:
-            return
+        if flags != self._as_ever:
+            self._check_flags(step)
+            self._as_ever = flags
+        self._check_objects(step)
+
+    def _layers_now(self) -> list[nn.Module]:
+        return [module for module in self._model.modules() if parameter_table(module)]
+
+    def _check_flags(self, step: int) -> None:
         changed = [
             name
             for name, each in self._model.named_parameters()
@@ -104,7 +121,27 @@ class TrainedParameters:
         ]
         if changed:
             raise self._refusal(changed, step)
-        self._as_ever = flags
+
+    def _check_objects(self, step: int) -> None:
+        """A forward pass may have left gathered what fully_shard cuts: that is the same."""
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        others = [name for name, each in now.items() if self._own.get(name) is not each]
+        if not others:
+            return
+        cut = {id(whole): own for part in self.behind() for own, whole in gathered_parameters(part)}
+        others = [name for name in others if cut.get(id(now[name])) is not self._own.get(name)]
+        if others:
+            raise self._other_parameters(others, step)
+
+    def _other_parameters(self, names: list[str], step: int) -> InvalidSpec:
+        return InvalidSpec(
+            "the model has other parameters than when it was distributed",
+            seen=f"a new {', '.join(map(repr, names[:_MAX_NAMED]))}, behind {step} committed steps",
+            expected="the model's own, which the optimizer and all members have",
+            fix="Before session.distribute a parameter may be replaced; behind it, write to the one"
+            " that is there: with torch.no_grad(): parameter.copy_(values). load_state_dict does"
+            " so without assign=True.",
+        )
 
     def _other_layers(self, layers: list[nn.Module], step: int) -> InvalidSpec:
         known = {id(each) for each in self._layers}

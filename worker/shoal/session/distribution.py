@@ -74,6 +74,7 @@ class Distribution:
         """Who trains what, where there are several optimizers."""
         self._optimizer: Optimizer | None = None
         self._guard: StepGuard | None = None
+        self._parameters: TrainedParameters | None = None
         self._calls: ScriptCalls | OwnCounts | None = None
         self._long_lived = LongLivedObjects()
 
@@ -133,7 +134,8 @@ class Distribution:
             self.fields |= devices_of(model)
         self._controller.set_strategy(chosen, options.validators)
         optimizers = list(optimizers_of(optimizer).values())
-        trained = TrainedParameters(distributed[0])
+        trained = self._parameters = TrainedParameters(distributed[0])
+        self._controller.on_entered = trained.note
         self._guard = StepGuard(optimizers, self.registered, trained, chosen)
         if self.registered:
             self.fields["registered"] = self.registered.description
@@ -230,6 +232,12 @@ class Distribution:
         _ = self._controller.strategy
         assert self._guard is not None, "made with what is distributed"
         return self._guard
+
+    def check_model(self) -> None:
+        """Before the first generation makes its own of it. Raises InvalidSpec where the script has
+        changed since what it distributed."""
+        if self._parameters is not None:
+            self._parameters.check(0)
 
     def release(self) -> None:
         """The session is over: all of it is the script's again. May be called twice."""

@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 import torch
@@ -54,6 +54,8 @@ class ElasticController:
         self._validators = ValidatorSet({}, member.member_id)
         self.generation: Generation | None = None
         self._strategy: Strategy | None = None
+        self.on_entered: Callable[[], None] = lambda: None
+        """Called in each generation that the member has entered, before the script goes on."""
         self._is_ready = False
         self._proposed = False
         self._seen = 0
@@ -365,6 +367,7 @@ class ElasticController:
 
     def _entered(self, generation: Generation) -> None:
         self.generation = generation
+        self.on_entered()
         strategy = self.strategy
         self.job_log.entered(
             generation.record, synchronous=strategy.synchronous, step=strategy.step

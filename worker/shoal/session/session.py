@@ -251,6 +251,7 @@ class Session:
                 fix="batch.epoch says which epoch a batch belongs to; what comes behind an epoch is"
                 " done where `(batch.step + 1) % (len(batches) // n) == 0`.",
             )
+        self._trained.check_model()
         options = BatchOptions.of(
             global_batch_size=global_batch_size,
             epochs=epochs,

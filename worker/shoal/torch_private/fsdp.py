@@ -83,6 +83,15 @@ def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
         yield from parameters_of(head)
 
 
+def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Of each parameter within the module that was gathered once the one that is cut, and the whole
+    one that stands in its place while it is gathered."""
+    for part in fsdp_parameters(module):
+        whole = getattr(part, "_unsharded_param", None)
+        if whole is not None:
+            yield part.sharded_param, whole
+
+
 def mesh_of_rows(part: Any) -> Any:
     """The mesh that a parameter is cut over, of one dimension or, where it is split, of two."""
     return part.sharded_param.device_mesh
