@@ -5,6 +5,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,3 +211,36 @@ def test_a_checkpoint_has_what_the_script_does_to_weights_behind_its_step(
         state = {"model": model_and_optimizer()[0].state_dict()}
         dcp.load(state, checkpoint_id=str(tmp_path / f"step-{step:08}"), no_dist=True)
         assert all(bool((each == step).all()) for each in state["model"].values()), step
+
+
+def _resumed(directory: Path, strategy: str, epochs: int, **settings: Any) -> list[str]:
+    """What is told of settings, of a run with a scheduler that goes on where there is something."""
+    torch.manual_seed(5)
+    model: nn.Module = nn.Linear(6, 2)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), **settings)
+    checkpoints = shoal.Checkpoints(directory, every_steps=1)
+    with capture_logs() as logs, shoal.join() as session:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        if strategy != "local-sgd":
+            session.register("schedule", schedule)
+        model, optimizer = session.distribute(model, optimizer, strategy, checkpoints=checkpoints)
+        for batch in session.batches(data(), global_batch_size=NUM_SAMPLES, epochs=epochs):
+            with session.step():
+                session.backward(cross_entropy(model(batch.inputs), batch.targets))
+                if strategy != "local-sgd":
+                    schedule.step()
+    return [entry["settings"] for entry in logs if entry["event"] == "settings_from_checkpoint"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
+def test_settings_of_the_script_that_a_checkpoint_replaces_are_told(
+    tmp_path: Path, strategy: str
+) -> None:
+    """And none where the script is as it was, whose rates a scheduler has moved since."""
+    assert not _resumed(tmp_path, strategy, 2, lr=0.1)
+    assert not _resumed(tmp_path, strategy, 3, lr=0.1)
+    (told,) = _resumed(tmp_path, strategy, 4, lr=0.2, amsgrad=True)
+    assert "amsgrad of group 0: True in the script, False in it" in told
+    assert "initial_lr of group 0: 0.2 in the script, 0.1 in it" in told
+    assert "; lr of group 0: 0.2 in the script, 0." in told
+    assert told.count(" in it") == 3

@@ -7,6 +7,7 @@ of groups that were cut in another way, would train something else without an er
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.model.several import optimizers_of
@@ -16,6 +17,11 @@ KINDS = "optimizers"
 """Where the kind of the optimizer of each group stands in a state's values."""
 _TELLING = {"momentum", "betas", "eps", "alpha", "rho", "amsgrad", "lr_decay", "etas"}
 """Settings by which kinds of torch's optimizers differ, in all its releases."""
+
+_BEGAN = "initial_lr"
+"""What a scheduler keeps the rate in that it began with."""
+_MOVED = {"lr", "momentum", "betas"}
+"""Settings that torch's schedulers move."""
 
 
 def kinds_of(optimizer: Optimizer) -> list[str]:
@@ -43,6 +49,34 @@ def check_same_optimizer(
                 raise _other(f"{name} in group {index}", f"{name} in group {place[name]}")
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         _check_settings(index, group, settings, type(optimizer).__name__)
+
+
+def replaced_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> list[str]:
+    """What a state's settings change in the script's own, in words: nothing where they are alike.
+
+    What a scheduler of the script's moves is left out as long as both began with the same rate.
+    """
+    told: list[str] = []
+    groups: Any = values.get("groups") or ()
+    for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+        began = group.get(_BEGAN)
+        is_moved = began is not None and _plain(began) == _plain(settings.get(_BEGAN))
+        for key in sorted(
+            group.keys() & settings.keys() - ({"params"} | (_MOVED if is_moved else set()))
+        ):
+            own, given = _plain(group[key]), _plain(settings[key])
+            if own != given:
+                told.append(f"{key} of group {index}: {own} in the script, {given} in it")
+    return told
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: no tuples, and tensors as the numbers in them."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return value["tensor"]
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_names(

@@ -226,7 +226,8 @@ class LayoutStrategy(SynchronousStrategy):
             if path is None:
                 self._checkpoints.samples.adopt(state_shard)
                 return state_shard
-        return self._checkpoints.read(path, needs)
+        fresh = None if self._has_state else self._optimizer
+        return self._checkpoints.read(path, needs, fresh)
 
     def cut(self, generation: int) -> None:
         super().cut(generation)

@@ -136,7 +136,8 @@ class LocalSGD(SynchronousStrategy):
             self._step = given.step
         self._checkpoints.join_writers(generation.world_size)
         if self._step == 0 and (path := self._checkpoints.newest(generation, group)):
-            self._outer_loop.adopt(state_shard := self._checkpoints.read(path, everything))
+            state_shard = self._checkpoints.read(path, everything, self._optimizer)
+            self._outer_loop.adopt(state_shard)
             self._step = state_shard.step
         self._rank = generation.rank
         self._outer_loop.regroup()

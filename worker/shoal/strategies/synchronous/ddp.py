@@ -133,7 +133,8 @@ class DDP(SynchronousStrategy):
         self._align(generation, group)
         self._checkpoints.join_writers(generation.world_size)
         if self._step == 0 and (path := self._checkpoints.newest(generation, group)):
-            self._state.adopt(state_shard := self._checkpoints.read(path, everything))
+            state_shard = self._checkpoints.read(path, everything, self._optimizer)
+            self._state.adopt(state_shard)
             self._registered.adopt(of_shard(state_shard))
             self._step = state_shard.step
         self._rank = generation.rank

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.bucket_paths import CheckpointPath
@@ -14,6 +15,7 @@ from shoal.checkpoint.reading import read as read_state
 from shoal.checkpoint.samples import TrainedSamples
 from shoal.checkpoint.storage import check, complete
 from shoal.membership.generation import Generation
+from shoal.model.same_optimizer import replaced_settings
 from shoal.state.resharding import gather
 from shoal.state.shards import StateShard
 from shoal_proto.errors import CheckpointFailed, StateLost
@@ -24,6 +26,7 @@ log = structlog.get_logger(__name__)
 Writes = Callable[[str], bool]
 """Whether this member writes the tensor of that name in a state."""
 MAX_CHECKPOINTS_NAMED = 100
+MAX_SETTINGS_NAMED = 8
 
 
 class GenerationCheckpoints:
@@ -33,6 +36,7 @@ class GenerationCheckpoints:
         self._checkpoints: Checkpoints | None = None
         self._writers: Peers | None = None
         self.samples = TrainedSamples({}, None, moves=False)
+        self._is_first = False
         self.owed = False
         """Whether one is due of the last step, as soon as the script is done with that."""
         self.failure: CheckpointFailed | None = None
@@ -64,6 +68,7 @@ class GenerationCheckpoints:
 
         Raises StateLost on all alike where the generation has nothing else to start from.
         """
+        self._is_first = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
         own = complete(self._checkpoints.directory) if self._checkpoints is not None else {}
         if self._checkpoints is None and not needed:
@@ -82,10 +87,24 @@ class GenerationCheckpoints:
             )
         return None
 
-    def read(self, path: CheckpointPath, needs: Needs) -> StateShard:
-        """What is needed of it. Raises InvalidSpec if its step stands for other samples."""
+    def read(
+        self, path: CheckpointPath, needs: Needs, fresh: Optimizer | None = None
+    ) -> StateShard:
+        """What is needed of it. Raises InvalidSpec if its step stands for other samples. The
+        settings of an optimizer that is `fresh`, still as the script has made it, are compared."""
         state_shard = read_state(path, needs)
         self.samples.resume(path, state_shard)
+        changed = replaced_settings(fresh, state_shard.values) if fresh is not None else []
+        if changed and self._is_first:
+            log.warning(
+                "settings_from_checkpoint",
+                path=str(path),
+                settings="; ".join(changed[:MAX_SETTINGS_NAMED]),
+                num_settings=len(changed),
+                hint="training goes on with those of the checkpoint; to train with others, set them"
+                " in the loop on every member, as optimizer.param_groups[0]['lr']"
+                " (docs/checkpoints.md)",
+            )
         log.info("checkpoint_read", path=str(path), step=state_shard.step)
         return state_shard
 
