@@ -117,14 +117,17 @@ class Layout(ABC):
         """Which chunk of the whole the tensor is, for one of `held` or of optimizer state that has
         the same shape as the parameter of this name. The shard's tensor is a view: writing it
         writes the parameter."""
+        chunk, shape = self.chunk(name, tensor), tuple(tensor.shape)
+        return TensorShard(shape=shape, chunk=chunk, tensor=local_part(tensor))
+
+    def chunk(self, name: str, tensor: Tensor) -> Chunk:
+        """That of `shard`, for who does not look at what stands in it."""
         if not isinstance(tensor, DTensor):
-            return TensorShard.whole(tensor.detach())
+            return Chunk.whole(tensor.shape)
         key = (name, tensor.shape, tensor.placements)
         if key not in self._chunks:
             self._chunks[key] = _chunk_of(tensor)
-        return TensorShard(
-            shape=tuple(tensor.shape), chunk=self._chunks[key], tensor=local_part(tensor)
-        )
+        return self._chunks[key]
 
     @cached_property
     def _chunks(self) -> dict[tuple[str, torch.Size, Any], Chunk]:

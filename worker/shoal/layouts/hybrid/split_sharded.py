@@ -29,7 +29,7 @@ from shoal.layouts.tensor.sequence import (
     summed_parameters,
 )
 from shoal.model.local_parts import local_part
-from shoal.state.shards import Chunk, TensorShard
+from shoal.state.shards import Chunk
 from shoal.torch_private.dtensor import forget_groups
 from shoal.torch_private.fsdp import mesh_of_rows
 
@@ -88,12 +88,9 @@ class SplitShardedLayout(ShardedLayout):
         _narrow(offsets, sizes, 0, self._row, self.world.world_size // self.plan.degree)
         return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
 
-    def shard(self, name: str, tensor: Tensor) -> TensorShard:
-        if not isinstance(tensor, DTensor):
-            return super().shard(name, tensor)
-        return TensorShard(
-            shape=tuple(tensor.shape), chunk=self._chunks_of[name], tensor=local_part(tensor)
-        )
+    def chunk(self, name: str, tensor: Tensor) -> Chunk:
+        is_cut = isinstance(tensor, DTensor)
+        return self._chunks_of[name] if is_cut else super().chunk(name, tensor)
 
     def counts(self, name: str) -> bool:
         if name in self._parameters and name not in self._split:

@@ -79,8 +79,9 @@ def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Group
     # From the inside out: a module's own group is what its parts left over.
     groups = tuple(cut.group(paths) for paths in cut.groups())
     grouping = Grouping(groups=groups, rest=cut.group([""]))
+    parameters = dict(model.named_parameters())
     for group in grouping:
-        _check_dtypes(group, dict(model.named_parameters()))
+        _check_dtypes(group, parameters)
     return grouping
 
 
@@ -90,6 +91,7 @@ class _Cut:
     def __init__(self, model: nn.Module, least_bytes: int) -> None:
         self._model = model
         self._least_bytes = least_bytes
+        self._bytes_of: dict[nn.Module, int] = {}
         self._left = {id(parameter): name for name, parameter in model.named_parameters()}
         places: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -174,7 +176,9 @@ class _Cut:
         return isinstance(module, _INDIVISIBLE) or not any(True for _ in module.children())
 
     def _num_bytes(self, module: nn.Module) -> int:
-        return sum(parameter.nbytes for parameter in module.parameters())
+        if module not in self._bytes_of:
+            self._bytes_of[module] = sum(parameter.nbytes for parameter in module.parameters())
+        return self._bytes_of[module]
 
     def _size_of(self, paths: list[str]) -> int:
         return sum(self._num_bytes(self._model.get_submodule(path)) for path in paths)
