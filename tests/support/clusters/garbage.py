@@ -108,7 +108,7 @@ def all_garbage() -> list[Garbage]:
         add(f"member: {name}", keys.MEMBERS + "{job}/w0", value)
         add(f"samples: {name}", keys.JOBS + "{job}/samples", value)
         add(f"reset: {name}", keys.RESETS + "{job}", value)
-        for family in ("shards", "lineage", "history"):
+        for family in ("shards", "lineage", "restored_from", "history"):
             add(f"{family}: {name}", keys.JOBS + "{job}/" + family, value, is_fatal=False)
         packed = zlib.compress(value)
         add(f"history: packed {name}", keys.JOBS + "{job}/history", packed, is_fatal=False)
