@@ -230,6 +230,11 @@ class Layout(ABC):
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Called right behind `optimizer.step()`. May communicate."""
 
+    def idle(self) -> Sequence[str]:
+        """Trained parameters to which the step's passes have given no gradient on this rank, where
+        all ranks have to compute with the same ones. Names."""
+        return ()
+
     def synchronised(self) -> bool:
         """Whether every gradient of the step went through the layout, so that ranks cannot drift.
 

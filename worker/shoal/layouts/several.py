@@ -1,6 +1,6 @@
 """Several models, each laid out by itself, and passes that train some of them only."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -124,6 +124,9 @@ class SeveralLayouts(Layout):
     def stepped(self) -> None:
         for each in self.layouts.values():
             each.stepped()
+
+    def idle(self) -> Sequence[str]:
+        return [f"{name}.{each}" for name, own in self.layouts.items() for each in own.idle()]
 
     def synchronised(self) -> bool:
         return all(each.synchronised() for each in self._active)

@@ -268,6 +268,12 @@ class ShardedLayout(Layout):
         if has_run(root):  # None before the first pass
             reset_pass(root, self._fsdp_parameters)
 
+    def idle(self) -> Sequence[str]:
+        # Ranks gather and reduce what they compute with, one group after the other.
+        return [
+            n for n, each in self._parameters.items() if each.requires_grad and each.grad is None
+        ]
+
     def synchronised(self) -> bool:
         """Whether there are gradients and all of them are reduced."""
         reduced = any(parameter.grad is not None for parameter in self._parameters.values())

@@ -380,7 +380,7 @@ class LayoutStrategy(SynchronousStrategy):
         if not self._reduced:
             check = layout.non_finite_check
             if check is None:
-                self._propose()
+                self._propose(idle=layout.idle())
             else:
                 # Reducing means meeting others, and perhaps not all of them.
                 self._settle_with(check, layout)
@@ -399,7 +399,7 @@ class LayoutStrategy(SynchronousStrategy):
             self._settle()
             return
         check.look(layout.parameters)
-        self._propose(is_faulty=check.is_own)
+        self._propose(is_faulty=check.is_own, idle=layout.idle())
         self._settle()
         check.hear(agreement.faults)
 

@@ -93,6 +93,7 @@ class StepCut:
         self._last = self.num_parts
 
 
+_MAX_IDLE_NAMED = 5
 _NAMED = 1 << 40
 """A word from here on names optimizers, and what is done with them."""
 _DEEDS = ("a backward pass for", "an update of", "clipping for")
@@ -134,6 +135,7 @@ class StepAgreement:
         self._announced = False
         self._settled = False
         self._conflict = ""
+        self._idle: Sequence[str] = ()
 
     def begin(self, step: int) -> None:
         """A step begins, after so many committed ones."""
@@ -145,6 +147,7 @@ class StepAgreement:
         self._words.forget()
         self._settled = False
         self._conflict = ""
+        self._idle = ()
         self._steps += 1
 
     @property
@@ -206,14 +209,17 @@ class StepAgreement:
         if any(row[1] != rows[0][1] for row in rows):
             self._compare_values([(self._step, self._hyper.now())])
 
-    def propose(self, *, is_faulty: bool = False) -> None:
+    def propose(self, *, is_faulty: bool = False, idle: Sequence[str] = ()) -> None:
         """All passes of the step were made: say so, and with what it is to be applied. `is_faulty`:
-        this member's own gradients are not finite. Of a settled step nothing more is said."""
+        this member's own gradients are not finite. `idle`: parameters without a gradient, which
+        have to be the same ones on all members. Of a settled step nothing more is said."""
         if not self._words.is_told and not self._settled:
             self._conflict = self._hyper.conflict(self._step)
             word = 2 * self._passes + 1
             more = self._stop(self._step) | _FAULT * is_faulty
-            self._send(word, self._hyper.digest(), conflict=bool(self._conflict), more=more)
+            self._idle = idle
+            digest = self._hyper.digest() ^ (digest_of(idle) if idle else 0)
+            self._send(word, digest, conflict=bool(self._conflict), more=more)
 
     def _stop(self, step: int) -> int:
         """What this member's script wishes of the step behind so many."""
@@ -338,12 +344,14 @@ class StepAgreement:
 
     def _compare_values(self, applied: Sequence[tuple[int, Values]]) -> None:
         """Collective; returns if what differs are last bits."""
-        own = json.dumps({"applied": applied, "conflict": self._conflict}, default=repr)
+        more = {"idle": [*self._idle]} if self._idle else {}
+        own = json.dumps({"applied": applied, "conflict": self._conflict, **more}, default=repr)
         alone = len(self._members) == 1
         words = [own.encode()] if alone else gather(own.encode(), self._group)
         told = [json.loads(word) for word in words]
         let_all_hear(self._group)
         said = dict(zip(self._members, told, strict=True))
+        self._compare_idle({name: each.get("idle", []) for name, each in said.items()})
         conflicts = {name: each["conflict"] for name, each in said.items() if each["conflict"]}
         if conflicts:
             name, conflict = next(iter(conflicts.items()))
@@ -360,6 +368,25 @@ class StepAgreement:
                     seen=in_words(found),
                     details={field: by_value(values) for field, values in found.items()},
                 )
+
+    def _compare_idle(self, idle: Mapping[str, Sequence[str]]) -> None:
+        """One that leaves a layer out gathers and reduces others than its peers do meanwhile."""
+        everywhere = set.intersection(*map(set, idle.values()))
+        own = {
+            name: [each for each in some if each not in everywhere] for name, some in idle.items()
+        }
+        if not any(own.values()):
+            return
+        names = {name: ", ".join(some[:_MAX_IDLE_NAMED]) or "none" for name, some in own.items()}
+        raise InvalidSpec(
+            f"the members computed with different parameters in step {self._step}",
+            seen=f"without a gradient: {by_value(names)}",
+            expected="the same layers in each pass on every member: they gather and reduce these"
+            " together",
+            fix="Call a layer that a member's samples do not need with none of them (inputs[:0]),"
+            " and add its sum to the loss; or use shoal.DDP(find_unused_parameters=True) or"
+            " shoal.Zero1(find_unused_parameters=True).",
+        )
 
 
 def _changes(applied: Mapping[int, Values]) -> list[tuple[int, Values]]:

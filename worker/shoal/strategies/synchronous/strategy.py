@@ -390,10 +390,10 @@ class SynchronousStrategy(Strategy):
         if self._agreement is not None:
             self._agreement.announce()
 
-    def _propose(self, *, is_faulty: bool = False) -> None:
+    def _propose(self, *, is_faulty: bool = False, idle: Sequence[str] = ()) -> None:
         """All passes of the step were made: see `StepAgreement.propose`."""
         if self._agreement is not None:
-            self._agreement.propose(is_faulty=is_faulty)
+            self._agreement.propose(is_faulty=is_faulty, idle=idle)
 
     def _settle(self) -> None:
         """See `StepAgreement.settle`: from here on nobody makes a further pass in this step."""

@@ -1,0 +1,56 @@
+"""Layers that some members leave out in a step: what is gathered and reduced group by group would
+be paired with others' groups, and trained into weights without an error."""
+
+import pytest
+import torch.distributed as dist
+from support.collectives.strategy_runs import Run, entered, take_step
+from support.models.seeding import seeded
+from torch import Tensor, nn, tanh
+from torch.optim import SGD, Optimizer
+from worker.strategies import test_equality as equality
+
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal_proto.errors import InvalidSpec
+
+
+class Routed(nn.Module):
+    """Has two experts of one shape; computes with one of them, chosen by the rank."""
+
+    def __init__(self, *, by_rank: bool) -> None:
+        super().__init__()
+        self.by_rank = by_rank
+        self.inner, self.outer = nn.Linear(6, 7), nn.Linear(7, 5)
+        self.experts = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = tanh(self.inner(inputs))
+        chosen = dist.get_rank() % 2 if self.by_rank else 0
+        outputs: Tensor = self.outer(self.experts[chosen](hidden))
+        return outputs
+
+
+def one_step(strategy_name: str, by_rank: bool) -> None:
+    def build(seed: int) -> tuple[nn.Module, Optimizer]:
+        with seeded(seed):
+            model = Routed(by_rank=by_rank)
+        return model, SGD(model.parameters(), lr=0.05)
+
+    strategy = equality.made(strategy_name, 2)()
+    assert isinstance(strategy, SynchronousStrategy)
+    share = entered(Run(build=build, loader=equality.loader, loss=equality.loss), strategy)
+    batch = equality.loader().synchronous(0, *share)
+    if by_rank:
+        with pytest.raises(InvalidSpec, match=r"different parameters in step 0.*experts\.1.*by m0"):
+            take_step(strategy, batch, equality.loss)
+    else:
+        take_step(strategy, batch, equality.loss)
+    assert strategy.step == (0 if by_rank else 1)
+    strategy.close()
+
+
+@pytest.mark.parametrize("by_rank", [True, False], ids=["one left out by each", "one by all"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_layers_that_some_members_leave_out_are_refused(strategy: str, by_rank: bool) -> None:
+    """On all of them, before any takes the step. One that all leave out is no fault."""
+    run_in_memory(one_step, 2, strategy, by_rank)
