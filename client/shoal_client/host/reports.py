@@ -50,6 +50,7 @@ OTHERS_WITHIN_S = 0.5
 OVER = frozenset({"lost", "stopped", "failed"})
 """Phases of a job that nobody can join until an operator says so. That others have finished it is
 for a worker to find out, as the job was completed then."""
+FINISHED = "finished"
 MAX_REPORTS = 1000
 """So many may wait for a coordinator to come back."""
 
@@ -158,8 +159,8 @@ class HostReporter:
         self._closing = threading.Event()
         self.lost: ShoalError | None = None
         """StateLost, once an answer has said so of the job."""
-        self.over = ""
-        """The job's phase as of the newest answer, if nobody can join it any more."""
+        self._phase = ""
+        """The job's, as of the newest answer; empty before the first."""
         self._thread = threading.Thread(target=self._send_all, name="shoal-reports", daemon=True)
 
     def __enter__(self) -> "HostReporter":
@@ -175,6 +176,16 @@ class HostReporter:
         self._closing.set()
         self._reports.put(None)
         self._thread.join(2 * CALL_TIMEOUT_S)
+
+    @property
+    def over(self) -> str:
+        """The job's phase as of the newest answer, if nobody can join it any more."""
+        return self._phase if self._phase in OVER else ""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the newest answer said that the job is neither finished nor over."""
+        return self._phase not in ("", FINISHED) and not self.over
 
     def report(self, request: Report) -> None:
         """Send it as soon as the ones before are sent. Safe from any thread; returns at once."""
@@ -234,7 +245,7 @@ class HostReporter:
     def _take(self, ack: Ack) -> None:
         if ack.HasField("lost"):
             self.lost = from_detail(ack.lost)
-        self.over = ack.phase if ack.phase in OVER else ""
+        self._phase = ack.phase
 
 
 class _Channels:

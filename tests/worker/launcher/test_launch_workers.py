@@ -63,12 +63,16 @@ class ExitBook(MembershipServicer):
         self.lost: ShoalError | None = None
         """What became of the job, if its state is lost."""
         self.phase = "running"
+        self.goes_on = False
+        """Whether a worker that exits with 0 leaves a job that is not finished."""
 
     def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
         self.reports.put(request)
         self.secrets.put(request.launch_secret)
         self.told.put(f"{request.pid} {request.exit_code}")
         lost = to_detail(self.lost) if self.lost is not None else None
+        if not request.exit_code and not self.goes_on:
+            self.phase = "finished"
         return Ack(phase=self.phase, lost=lost)
 
     def ReportHalt(self, request: ReportHaltRequest, context: grpc.ServicerContext) -> Ack:
@@ -492,6 +496,29 @@ def test_a_drained_worker_is_no_failure(shoal_run: Run, restart_on: str) -> None
     assert "-0 was drained (exit code 143)" in output
     assert "started again" not in output
     assert "1 of 2 workers completed, drained: " in output
+
+
+def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
+    shoal_run: Run, book: ExitBook
+) -> None:
+    """Its script broke off: who is killed behind it is needed, and the last line says how it is."""
+    script = """if 1:
+        import os, pathlib, signal
+        first = pathlib.Path("first")
+        if os.environ["SHOAL_MEMBER_ID"].endswith("-1") and not first.exists():
+            first.touch()
+            print("pid", os.getpid(), flush=True)
+            signal.pause()
+    """
+    book.goes_on = True
+    process = shoal_run(script, "-n", "2", "--job", "j")
+    pid = int(read_until(process, "pid ")[-1].split()[-1])
+    assert book.told.get(timeout=DEADLINE_S).endswith(" 0")
+    os.kill(pid, signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "-1 was killed by SIGKILL; started again" in output
+    assert "2 of 2 workers ended before the last batch (job j is not finished)" in output
 
 
 @pytest.mark.parametrize(("other", "expected"), [(143, 143), (5, 5)])

@@ -232,6 +232,9 @@ class Launcher:
         slot.process = None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]
+        if code == 0:
+            # Whether it ended the job, or has left it before the last batch.
+            self._reporter.flush()
         if self._may_restart(slot):
             pause_s = slot.pause_s
             slot.start_at_s = time.monotonic() + pause_s
@@ -275,11 +278,16 @@ class Launcher:
 
     @property
     def _completed(self) -> bool:
-        """A worker that is done has ended the job: there is nothing to join any more."""
-        return any(
-            slot.found_it_finished or any(each.code == 0 for each in slot.exits)
-            for slot in self.slots
-        )
+        """A worker that is done has ended the job: there is nothing to join any more. Not one whose
+        script has ended before the last batch, by a `break` or sys.exit(0)."""
+        if any(slot.found_it_finished for slot in self.slots):
+            return True
+        return self._num_done > 0 and not self._reporter.goes_on
+
+    @property
+    def _num_done(self) -> int:
+        """Workers whose script has ended without an error."""
+        return sum(any(each.code == 0 for each in slot.exits) for slot in self.slots)
 
     def _end_if_starved(self) -> None:
         left = sum(not slot.is_over for slot in self.slots)
@@ -349,7 +357,10 @@ class Launcher:
         if self._interrupted:
             return 128 + self._interrupted
         codes = [each.code for each in self._ended]
-        first = next((code for code in codes if code != DRAINED), DRAINED)
+        failed = (code for code in codes if code not in (0, DRAINED))
+        first = next(failed, 0 if 0 in codes else DRAINED)
+        if not first:
+            return 0  # what their scripts say; the last line says that the job is not finished
         return first if first > 0 else 128 - first
 
     def _outcome(self) -> str:
@@ -358,7 +369,10 @@ class Launcher:
         done = sum(code == 0 for code in last.values())
         drained = [member for member, code in last.items() if code == DRAINED]
         lost = [member for member, code in last.items() if code not in (0, DRAINED)]
-        text = f"{done} of {len(self.slots)} workers completed"
+        how = "completed" if self._completed or not done else "ended before the last batch"
+        text = f"{done} of {len(self.slots)} workers {how}"
+        if done and not self._completed:
+            text += f" (job {self._config.job} is not finished)"
         if idle:
             text += f", not needed: {', '.join(idle)}"
         if drained:
