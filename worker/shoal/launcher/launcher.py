@@ -357,8 +357,8 @@ class Launcher:
         if self._interrupted:
             return 128 + self._interrupted
         codes = [each.code for each in self._ended]
-        failed = (code for code in codes if code not in (0, DRAINED))
-        first = next(failed, 0 if 0 in codes else DRAINED)
+        failing = (code for code in codes if code not in (0, DRAINED))
+        first = next(failing, 0 if 0 in codes else DRAINED)
         if not first:
             return 0  # what their scripts say; the last line says that the job is not finished
         return first if first > 0 else 128 - first

@@ -226,8 +226,8 @@ class LayoutStrategy(SynchronousStrategy):
             if path is None:
                 self._checkpoints.samples.adopt(state_shard)
                 return state_shard
-        fresh = None if self._has_state else self._optimizer
-        return self._checkpoints.read(path, needs, fresh)
+        unchanged = None if self._has_state else self._optimizer
+        return self._checkpoints.read(path, needs, unchanged)
 
     def cut(self, generation: int) -> None:
         super().cut(generation)

@@ -122,8 +122,7 @@ class StepAgreement:
         self._members = members
         self._hyper = hyperparameters
         self._position = position
-        self._num_words = NUM_WORDS[position.form]
-        self._words = Words(group, self._num_words)
+        self._words = Words(group, NUM_WORDS[position.form])
         self._steps = 0
         self._step = 0
         self._passes = 0
@@ -300,7 +299,7 @@ class StepAgreement:
             # Not in the first step, for which members stand still that were just left by another.
             self._words.share()
         own = [word, digest, conflict * _CONFLICT | more, self.weights.word()]
-        self._words.tell(own[: self._num_words])
+        self._words.tell(own[: NUM_WORDS[self._position.form]])
 
     def cut(self, reason: str) -> None:
         """Let this member wait for no word of the others. Any thread."""
