@@ -51,7 +51,7 @@ class TrainedParameters:
         """A generation begins: if other modules stand behind the model now, those have the
         parameters that are trained."""
         behind = self.behind()
-        if not _are(behind, self._shown):
+        if not are_same(behind, self._shown):
             self._shown, self._layers = behind, self._layers_now()
             self._own = dict(self._model.named_parameters(remove_duplicate=False))
 
@@ -82,7 +82,7 @@ class TrainedParameters:
         names takes five times as long."""
         return (
             bool(self._modules)
-            and _are(self._contents_now(), self._contents)
+            and are_same(self._contents_now(), self._contents)
             and [each.requires_grad for each in self._parameters] == self._as_ever
         )
 
@@ -97,7 +97,7 @@ class TrainedParameters:
     def _check(self, step: int) -> None:
         self.note()
         layers = self._layers_now()
-        if not _are(layers, self._layers):
+        if not are_same(layers, self._layers):
             raise self._other_layers(layers, step)
         flags = [
             each.requires_grad
@@ -169,6 +169,6 @@ class TrainedParameters:
         )
 
 
-def _are(these: Sequence[object], those: Sequence[object]) -> bool:
+def are_same(these: Sequence[object], those: Sequence[object]) -> bool:
     """Whether they are the same objects."""
     return len(these) == len(those) and all(map(is_, these, those))

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import is_
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.model.other_parameters import OtherParameters
-from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters
+from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters, are_same
 from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.base import Strategy
 from shoal.torch_private.tensors import pytree, watch_clipping
@@ -75,8 +74,8 @@ class StepGuard:
         self._computes = False
         self._first_step: int | None = None
         """How many were committed before this member's first."""
-        self._held: list[list[int]] = []
-        """Of each group the parameters, by identity, and what stood behind the model then."""
+        self._held: list[list[Tensor]] = []
+        """Of each group the parameters, and what stood behind the model then."""
         self._behind: list[nn.Module] = []
         self._emptied: list[tuple[Optimizer, bool]] = []
         """Whose gradients the script has dropped, all of them, since the pass that gave them; and
@@ -101,12 +100,11 @@ class StepGuard:
         """The optimizers hold what they held when the model's present parameters were given to
         them."""
         groups = [group["params"] for each in self._optimizers for group in each.param_groups]
-        held = [list(map(id, group)) for group in groups]
         behind = self._trained.behind()
-        is_as_ever = len(behind) == len(self._behind) and all(map(is_, behind, self._behind))
-        if held != self._held and is_as_ever:
+        if not are_same(behind, self._behind):
+            self._held, self._behind = list(map(list, groups)), behind
+        elif len(groups) != len(self._held) or not all(map(are_same, groups, self._held)):
             raise self._refusal("other parameters in param_groups")
-        self._held, self._behind = held, behind
 
     def open(self) -> None:
         """A step of the session begins on this thread."""
