@@ -1,7 +1,6 @@
 """Buffers that ranks have computed from samples of their own, such as running means."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 import torch
@@ -34,14 +33,22 @@ class BuffersBySamples:
             for name in buffer_table(part).keys() - transient_buffers(part)
         }
 
-    @contextmanager
-    def compared(self) -> Iterator[None]:
-        """Within, this member is given the first one's."""
-        present = self._present() if self._num_shared < FIRST_STEPS else {}
+    @property
+    def is_early(self) -> bool:
+        """Whether what members have computed is still compared."""
+        return bool(self._tables) and self._num_shared < FIRST_STEPS
+
+    def look(self, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """What this member has computed is about to be replaced by what the first one has."""
         self._num_shared += 1
-        own = {name: buffer.clone() for name, buffer in present.items()}
-        yield
-        if differing := [name for name, one in present.items() if _differs(one, own[name])]:
+        first = {id(one): other for one, other in zip(own, given, strict=True)}
+        present = ((name, table.get(key)) for name, (table, key) in self._tables.items())
+        differing = [
+            name
+            for name, one in present
+            if one is not None and id(one) in first and _differs(one, first[id(one)])
+        ]
+        if differing:
             self._num_shared = FIRST_STEPS
             log.warning(
                 "buffers_depend_on_members",
@@ -51,10 +58,6 @@ class BuffersBySamples:
                 hint="what is meant to follow from all samples, a queue or a running statistic, can"
                 " be computed between two steps, from session.all_reduce",
             )
-
-    def _present(self) -> dict[str, Tensor]:
-        found = {name: table.get(key) for name, (table, key) in self._tables.items()}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
 
 class RunningBuffers:
@@ -76,8 +79,8 @@ class RunningBuffers:
     def share(self, group: dist.ProcessGroup) -> None:
         """Collective: give every rank those of the first. Nothing is sent where there are none."""
         if self._tables and group.size() > 1 and (buffers := list(self._each_once())):
-            with self._by_samples.compared():
-                broadcast_packed(buffers, group)
+            is_early = self._by_samples.is_early
+            broadcast_packed(buffers, group, self._by_samples.look if is_early else None)
 
     def _each_once(self) -> Iterator[Tensor]:
         known: set[int] = set()
@@ -96,11 +99,24 @@ def _differs(one: Tensor, other: Tensor) -> bool:
 
 
 @torch.no_grad()
-def broadcast_packed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite the tensors, of any dtypes, with those of the group's first rank: one broadcast."""
+def broadcast_packed(
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    look: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None,
+) -> None:
+    """Overwrite the tensors, of any dtypes, with those of the group's first rank: one broadcast.
+
+    Before that, `look` is given both.
+    """
     packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
     wait_abortable(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)
     parts = torch.split(packed, [tensor.nbytes for tensor in tensors])
+    if look is not None:
+        look(tensors, list(map(_as, parts, tensors)))
     for tensor, part in zip(tensors, parts, strict=True):
-        # A part may begin where its dtype may not.
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        tensor.copy_(_as(part, tensor))
+
+
+def _as(part: Tensor, tensor: Tensor) -> Tensor:
+    """Bytes as what this tensor is; they may begin where its dtype may not."""
+    return part.clone().view(tensor.dtype).view(tensor.shape)
