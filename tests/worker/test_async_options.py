@@ -254,6 +254,35 @@ def test_what_is_too_stale_is_computed_anew(servers: ParameterServers) -> None:
     fast.close()
 
 
+def test_what_is_computed_anew_leaves_no_trace_in_what_is_the_members_own(
+    servers: ParameterServers,
+) -> None:
+    """A replaced buffer, and weights that follow: both change once with the step that is taken."""
+    (slow, model), (fast, other) = two(
+        servers, lambda: AsyncSGD(staleness="reject", reject_above=1)
+    )
+    model.register_buffer("count", torch.zeros(()))
+    model.register_parameter("behind", nn.Parameter(torch.ones(()), requires_grad=False))
+
+    def change(module: nn.Module, _: object) -> None:
+        module.count = module.get_buffer("count") + 1
+        module.get_parameter("behind").data.mul_(0.5)
+
+    model.register_forward_pre_hook(change)
+    begin(slow, model, 1)
+    train(fast, other, range(2))
+    changed = []
+    with pytest.raises(StalePush) as refused:
+        slow.end_step(lambda: None)
+    changed.append((float(model.get_buffer("count")), float(model.get_parameter("behind"))))
+    assert slow.redoes(refused.value)
+    assert train(slow, model, range(1, 2)) == 1
+    changed.append((float(model.get_buffer("count")), float(model.get_parameter("behind"))))
+    assert changed == [(0.0, 1.0), (1.0, 0.5)]
+    slow.close()
+    fast.close()
+
+
 def test_only_what_was_refused_is_pushed_again(servers: ParameterServers) -> None:
     """Where one shard was too far ahead and another was not, each gets the step once."""
     (slow, model), (fast, other) = two(

@@ -158,7 +158,8 @@ class OptimizerBinding:
         self.layout = layout
         self.optimizer = optimizer
         self._parameters = dict(layout.parameters)
-        self._held = dict(layout.held)
+        self.held = dict(layout.held)
+        self.held_parameters = {n: t for n, t in self.held.items() if isinstance(t, nn.Parameter)}
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._placed: dict[str, Tensor] = {}
         self.group_names = meta_model.groups
@@ -179,7 +180,7 @@ class OptimizerBinding:
         Raises UnsupportedOptimizer for state that cannot be handed to another member.
         """
         shards = {
-            MODEL + name: self.layout.shard(name, tensor) for name, tensor in self._held.items()
+            MODEL + name: self.layout.shard(name, tensor) for name, tensor in self.held.items()
         }
         for name, parameter in self._parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -215,7 +216,7 @@ class OptimizerBinding:
         """
         given = {
             MODEL + name: self.layout.shard(name, tensor)
-            for name, tensor in self._held.items()
+            for name, tensor in self.held.items()
             if isinstance(tensor, nn.Parameter) or self.layout.counts(name)
         }
         kept = {path: shard for path, shard in given.items() if shard.chunk.num_elements}
@@ -261,7 +262,7 @@ class OptimizerBinding:
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)
-            own = self.layout.shard(key, self._held[key])
+            own = self.layout.shard(key, self.held[key])
         else:
             key = name.removeprefix(OPTIM).rpartition("/")[0]
             own = self.layout.shard(key, self._parameters[key])
@@ -280,7 +281,7 @@ class OptimizerBinding:
         """
         self._known[name] = (shape, dtype)
         if name.startswith(MODEL):
-            own = self._held.get(name.removeprefix(MODEL))
+            own = self.held.get(name.removeprefix(MODEL))
             if own is None:
                 return None
             _check(name, own, shape, dtype)
@@ -305,14 +306,14 @@ class OptimizerBinding:
         another optimizer.
         """
         check_no_more(self._model_names, self._known)
-        chunks = {name: self.layout.chunk(name, tensor) for name, tensor in self._held.items()}
+        chunks = {name: self.layout.chunk(name, tensor) for name, tensor in self.held.items()}
         chunks = {name: chunk for name, chunk in chunks.items() if chunk.num_elements}
         for name in chunks:
             if MODEL + name not in state_shard.shards:
-                raise missing(name, tuple(self._held[name].shape))
+                raise missing(name, tuple(self.held[name].shape))
         check_same_optimizer(self.optimizer, self.group_names, state_shard.values)
         for name, chunk in chunks.items():
-            tensor, given = self._held[name], state_shard.shards[MODEL + name]
+            tensor, given = self.held[name], state_shard.shards[MODEL + name]
             if given.chunk != chunk:
                 raise ShapeMismatch(
                     f"the state does not fit the model at {name}",

@@ -39,9 +39,9 @@ class ReplicatedState:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameters = dict(model.named_parameters())
+        self.parameters = dict(model.named_parameters())
         self._model = model
-        self._names = {parameter: name for name, parameter in self._parameters.items()}
+        self._names = {parameter: name for name, parameter in self.parameters.items()}
         for index, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 if parameter not in self._names:
@@ -59,7 +59,7 @@ class ReplicatedState:
     def collect(self, step: int) -> State:
         """The state as it stands, not copied: valid until the next step."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             tensors[f"parameter/{name}"] = parameter.detach()
         for name, buffer in self._model.named_buffers():
             tensors[f"buffer/{name}"] = buffer.detach()
@@ -154,7 +154,7 @@ class ReplicatedState:
             if path.startswith(OPTIM):
                 name, _, key = path.removeprefix(OPTIM).rpartition("/")
                 key, _, kind = key.partition("#")
-                own_parameter = self._parameters[name]
+                own_parameter = self.parameters[name]
                 value = (
                     shard.tensor.item()
                     if kind
@@ -164,7 +164,7 @@ class ReplicatedState:
         take_settings(self._optimizer, state_shard)
 
     def _persistent(self) -> Mapping[str, Tensor]:
-        return {**self._parameters, **persistent_buffers(self._model)}
+        return {**self.parameters, **persistent_buffers(self._model)}
 
     def _own(self) -> Mapping[str, Tensor]:
         """What exists before any training: parameters, buffers, settings that are tensors."""
@@ -176,12 +176,12 @@ class ReplicatedState:
         groups: Any = state.values["groups"]
         self._optimizer.state.clear()
         for name, values in scalars.items():
-            self._optimizer.state[self._parameters[name]].update(values)
+            self._optimizer.state[self.parameters[name]].update(values)
         for path, tensor in state.tensors.items():
             if path.startswith("optimizer/"):
                 name, _, key = path.removeprefix("optimizer/").rpartition("/")
                 # A copy: the sender of the state goes on with its own.
-                own = self._parameters[name]
+                own = self.parameters[name]
                 self._optimizer.state[own][key] = beside(own, tensor, self._optimizer)
         for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
             for key, value in settings.items():

@@ -2,7 +2,9 @@
 
 import contextlib
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +35,14 @@ def cut_as(cut: DTensor, local: Tensor) -> DTensor:
     make: Any = DTensor
     placed: DTensor = make(local, spec, requires_grad=False)
     return placed
+
+
+_LOCAL = attrgetter("_local_tensor")
+
+
+def all_local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this rank holds of each DTensor: those themselves, from which nothing is derived."""
+    return list(map(_LOCAL, tensors))
 
 
 def forget_groups(mesh: DeviceMesh) -> None:

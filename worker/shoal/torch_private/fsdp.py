@@ -11,6 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
@@ -118,9 +119,25 @@ def give_memory(part: Any, device: torch.device) -> None:
     part.reset_sharded_param()
 
 
+def whole_of(part: Any) -> Any:
+    """What is gathered of a parameter: always the same one, and without memory at times. None
+    before the first time."""
+    return getattr(part, "_unsharded_param", None)
+
+
+def is_as_gathered(part: Any) -> bool:
+    """Whether nobody has written to what is gathered of a parameter, as far as torch counts, or
+    given it other memory. What gathers is not counted."""
+    whole, memory = whole_of(part), part.all_gather_outputs
+    if whole is None or len(memory) != 1 or whole.is_inference():
+        return True
+    own = whole._local_tensor if isinstance(whole, DTensor) else whole
+    return bool(whole._version == 0 and own.data_ptr() == memory[0].data_ptr())
+
+
 def has_unreduced_gradient(parameter: Any) -> bool:
     """Whether a gradient came and was not reduced."""
-    whole = getattr(parameter, "_unsharded_param", None)
+    whole = whole_of(parameter)
     accumulated = parameter.unsharded_accumulated_grad
     return accumulated is not None or (whole is not None and whole.grad is not None)
 

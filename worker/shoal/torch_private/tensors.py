@@ -2,7 +2,8 @@
 its own clipping scales, what its mean losses are means over."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,12 @@ from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 
 __all__ = ["pytree"]
+
+
+def foreach_copy_(tensors: list[Tensor], sources: list[Tensor]) -> None:
+    """Write each of the sources into the tensor at its place. There may be none."""
+    if tensors:
+        torch._foreach_copy_(tensors, sources)
 
 
 def foreach_norm(tensors: list[Tensor], order: float = 2.0) -> Sequence[Tensor]:
@@ -27,6 +34,14 @@ def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
 def num_writes(tensor: Tensor) -> int:
     """How often it was written to in place; 0 for an inference tensor, which nobody counts."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+_NUM_WRITES = attrgetter("_version")
+
+
+def all_writes(tensors: Iterable[Tensor]) -> list[int]:
+    """`num_writes` of each, none of which is an inference tensor: some ten times as fast."""
+    return list(map(_NUM_WRITES, tensors))
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:

@@ -114,10 +114,12 @@ class SplitShardedLayout(ShardedLayout):
     @torch.no_grad()
     def reduce(self) -> None:
         """Give all ranks of a tensor group the first one's gradients of what is not split.
+        Raises as the base.
 
         They differ at most by kernels that add in no fixed order, or by machines of two kinds; that
         is enough for copies to drift apart over many steps.
         """
+        super().reduce()
         self.non_finite_check.found(next((r.parameter for r in self._reductions if r.own), ""))
         if self.plan.degree == 1:
             return

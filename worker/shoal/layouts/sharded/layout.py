@@ -40,11 +40,12 @@ from shoal.torch_private.fsdp import (
     has_run,
     has_unreduced_gradient,
     heads_of,
+    is_as_gathered,
     parameters_of,
     reset_pass,
 )
 from shoal.torch_private.modules import parameter_table
-from shoal_proto.errors import GenerationBroken
+from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +274,22 @@ class ShardedLayout(Layout):
         return [
             n for n, each in self._parameters.items() if each.requires_grad and each.grad is None
         ]
+
+    def reduce(self) -> None:
+        """Raise InvalidSpec if a pass has written to weights while they were gathered. What it has
+        written to is let go of with the pass, and never was the model's."""
+        changed = [part for part in self._fsdp_parameters if not is_as_gathered(part)]
+        if changed:
+            names = {id(parameter): name for name, parameter in self._parameters.items()}
+            found = sorted(names[id(part.sharded_param)] for part in changed)
+            raise InvalidSpec(
+                f"a forward pass has written to weights, in step {self.step} or before it",
+                seen=f"writes to {', '.join(found[:5])}, of which a pass has a copy that is let go"
+                " of with it",
+                expected="writes between passes, when a member has its own part of the weights",
+                fix="Move weights that follow others, or clip them, outside of forward(); or"
+                " strategy 'ddp' or 'zero1', whose members have the whole weights.",
+            )
 
     def synchronised(self) -> bool:
         """Whether there are gradients and all of them are reduced."""

@@ -252,6 +252,8 @@ class AsyncSGD(Strategy):
         self._tables.begin_step()
         if self._clock.begin():
             self._refresh()
+        if self._options.policy.HasField("bound"):
+            self._refusals.begin(self._shared.model, self._shared.untrained)
 
     def backward(self, loss: Tensor, weight: float) -> None:
         if self._losses is not None:
@@ -332,7 +334,7 @@ class AsyncSGD(Strategy):
 
     def _begin_anew(self, result: PushResult) -> NoReturn:
         """Get fresh values for the shards that refused the step; what the others have counts."""
-        self._refusals.refused(result.stale)
+        self._refusals.refused(result.stale, self._step)
         self._counts.rejected()
         self._refresh()
         self._refusals.tell(self._step, next(iter(result.stale.values())))

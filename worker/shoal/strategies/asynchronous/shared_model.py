@@ -1,8 +1,10 @@
 """What all members train together, as one of them holds it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.model.gradients import StepGradients
@@ -26,3 +28,9 @@ class SharedModel:
     """Of the member's gradients; None: they are pushed as they are."""
     followed: FollowedSchedule | None = None
     """Whose rates go with each push; None: those that the optimizer has."""
+
+    @cached_property
+    def untrained(self) -> Mapping[str, Tensor]:
+        """Parameters that are this member's own, by name."""
+        shared = self.values.parameters
+        return {name: each for name, each in self.model.named_parameters() if name not in shared}

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import NoReturn
 
+from torch import Tensor, nn
+
+from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal_proto.errors import StalePush
 
 MAX_REDONE = 16
@@ -16,19 +19,31 @@ class StepRefusals:
         self.shards: frozenset[int] = frozenset()
         """Which refused it last; what the others have counts."""
         self.num_redone = 0
+        self._passes = StepPasses()
+
+    def begin(self, model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
+        """A step begins that may be refused. What it changes of the model's buffers, and of these
+        parameters, is undone then; those that are trained are the servers'."""
+        self._passes.begin(model, untrained)
 
     @property
     def may_redo(self) -> bool:
         """Whether the step is to be taken once more."""
         return self.num_redone <= MAX_REDONE
 
-    def refused(self, stale: Mapping[int, StalePush]) -> None:
+    def refused(self, stale: Mapping[int, StalePush], step: int) -> None:
+        """So many steps were taken before this one. Raises StateLost as `check_whole`."""
         self.shards = frozenset(stale)
         self.num_redone += 1
+        self._passes.undo()
+        self._passes.check_whole(step)
 
     def over(self) -> None:
         """The step was taken."""
         self.shards, self.num_redone = frozenset(), 0
+        if self._passes.in_step:
+            self._passes.settle()
+            self._passes.commit()
 
     def tell(self, step: int, refusal: StalePush) -> NoReturn:
         """Raise the refusal, or that there were too many."""

@@ -29,7 +29,7 @@ from shoal.model.several import SeveralModels, models_of, proxies_of
 from shoal.state.peer_checkpoints import PeerCheckpoints
 from shoal.state.registered.objects import into_shard, of_shard
 from shoal.state.resharding import reshard
-from shoal.state.shards import REGISTERED, Chunk, StateShard
+from shoal.state.shards import MODEL, REGISTERED, Chunk, StateShard
 from shoal.state.whole_model import whole_model
 from shoal.strategies.compiled_models import not_compiled
 from shoal.strategies.synchronous.generation_group import check_same_step
@@ -192,8 +192,21 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _collect(self, binding: OptimizerBinding) -> StateShard:
         """What this member holds behind the last committed step."""
+        self._passes.settle_buffers()
         own = into_shard(binding.collect(self._step), self._registered.current())
         return self._checkpoints.samples.carried(own)
+
+    def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
+        """The same within a step, in which the script may have changed what it found.
+
+        Raises GenerationBroken as `StepPasses.as_begun`.
+        """
+        own = self._collect(binding)
+        shards = dict(own.shards)
+        for name, before in self._passes.as_begun(binding.held).items():
+            if MODEL + name in shards:
+                shards[MODEL + name] = replace(shards[MODEL + name], tensor=before)
+        return replace(own, shards=shards)
 
     def _found(
         self,
@@ -252,8 +265,9 @@ class LayoutStrategy(SynchronousStrategy):
             return
         binding.gradients.forget()
         # In the midst of an update there is neither the old state nor the new.
-        self._peer_checkpoints.stop(self._collect(binding) if self._whole else None)
-        self._whole = True
+        is_whole = self._whole and self._passes.is_whole
+        self._peer_checkpoints.stop(self._collect(binding) if is_whole else None)
+        self._whole = self._passes.is_whole = True
         binding.layout.release()
 
     def num_moved(self) -> int:
@@ -296,12 +310,12 @@ class LayoutStrategy(SynchronousStrategy):
         return self._binding.layout
 
     def begin_step(self) -> None:
-        layout = self._layout()
-        assert self._binding is not None, "it has the layout"
-        self._binding.gradients.forget()
+        layout, binding = self._layout(), self._binding
+        assert binding is not None, "it has the layout"
+        binding.gradients.forget()
         layout.step = self._step
         layout.looks_for_faults = self._registered.scaler is None
-        self._open_step(layout.plain)
+        self._open_step(layout.plain, binding.held_parameters)
         self._begun = self._reduced = False
 
     def _begin(self) -> None:
@@ -312,7 +326,7 @@ class LayoutStrategy(SynchronousStrategy):
         layout = self._layout()
         if self._copy_due and self._binding is not None:
             self._copy_due = False
-            self._peer_checkpoints.offer(self._collect(self._binding))
+            self._peer_checkpoints.offer(self._collect_as_begun(self._binding))
         layout.begin()
 
     def _reduce_in_backward(self, reduces: bool) -> None:
@@ -344,6 +358,7 @@ class LayoutStrategy(SynchronousStrategy):
         held = [t for name, t in layout.held.items() if name.partition(".")[0] in stepped]
         self._passes.update(self._optimizer, optimizers, held)
         layout.updated()
+        self._passes.updated()
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
         """The layouts, with the gradients of what these train complete, and looked at."""
@@ -474,6 +489,7 @@ class LayoutStrategy(SynchronousStrategy):
         binding, group = self._binding, self._process_group
         if binding is None or group is None:
             raise GenerationBroken("there is no generation to take the state of")
+        self._passes.settle_buffers()
         return whole_model(group, binding.model(self._step), binding.without_elements)
 
     def close(self) -> None:

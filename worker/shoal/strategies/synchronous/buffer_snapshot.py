@@ -1,12 +1,17 @@
 """The buffers of a model, such as running means, as they were when a step began."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import is_
 
 import torch
 from torch import Tensor, nn
 
 from shoal.torch_private.modules import buffer_table, transient_buffers
-from shoal.torch_private.tensors import num_writes
+from shoal.torch_private.tensors import foreach_copy_, num_writes
+from shoal_proto.errors import InvalidSpec
+
+_Table = dict[str, Tensor | None]
+"""Where a module keeps its buffers."""
 
 
 class BufferSnapshot:
@@ -14,22 +19,38 @@ class BufferSnapshot:
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self._tables: list[dict[str, Tensor | None]] = []
-        """Where the modules of the model keep them."""
+        self._lasting = _Lasting(None)
+        self._tables: list[tuple[_Table, frozenset[str]]] = []
+        """Those with buffers that the model's state_dict leaves out, and the names of these."""
         self._passing: dict[int, str] = {}
-        """Names of those that the model's state_dict leaves out, by the buffer's id."""
+        """Names of such buffers in the model, by the buffer's id."""
         self._before: list[tuple[Tensor, Tensor, int]] = []
         """Each with what it held, and how often it had been written to."""
+        self._refusal: InvalidSpec | None = None
 
+    @torch.no_grad()
     def keep(self, model: nn.Module) -> None:
-        """Remember what the buffers of this model hold now."""
+        """Remember what the buffers of this model hold now. Raises as `settle`."""
+        if self._refusal is not None:
+            raise self._refusal
         # Going through the modules of a model takes longer than all else that opens a step.
         if self._model is not model:
-            self._model, self._tables = model, [buffer_table(part) for part in model.modules()]
+            self._model, self._lasting = model, _Lasting(model)
+            parts = ((buffer_table(part), transient_buffers(part)) for part in model.modules())
+            self._tables = [(table, frozenset(names)) for table, names in parts if names]
             self._passing = _passing(model)
+        self._lasting.keep()
         self._before = [
-            (buffer, buffer.detach().clone(), num_writes(buffer)) for buffer in self._buffers()
+            (buffer, buffer.detach().clone(), num_writes(buffer)) for buffer in self._transient()
         ]
+
+    def settle(self) -> None:
+        """See `_Lasting.settle`."""
+        self._lasting.settle()
+
+    def before(self) -> Mapping[int, Tensor]:
+        """What buffers of the model's state held when the step began, by the buffer's id."""
+        return self._lasting.before()
 
     def changed(self) -> list[str]:
         """Names of those that the model's state_dict leaves out, and that were written to since."""
@@ -43,6 +64,7 @@ class BufferSnapshot:
 
     def restore(self) -> None:
         """Give the buffers back what they held."""
+        self._lasting.restore()
         for buffer, before, _ in self._before:
             buffer.detach().copy_(before)
 
@@ -51,13 +73,91 @@ class BufferSnapshot:
         self._before = []
 
     def forget(self) -> None:
-        """Let go of the model too."""
-        self._model, self._tables, self._passing, self._before = None, [], {}, []
+        """Let go of the model too. What `settle` refuses is raised by the next step."""
+        try:
+            self._lasting.settle()
+        except InvalidSpec as refusal:
+            self._refusal = refusal
+        self._model, self._lasting = None, _Lasting(None)
+        self._tables, self._passing, self._before = [], {}, []
 
-    def _buffers(self) -> Iterator[Tensor]:
-        for table in self._tables:
-            if table:
-                yield from (buffer for buffer in table.values() if buffer is not None)
+    def _transient(self) -> Iterator[Tensor]:
+        for table, names in self._tables:
+            yield from (each for name in names if (each := table.get(name)) is not None)
+
+
+class _Lasting:
+    """The buffers of a model's state, which are the same tensors as long as it is trained.
+
+    A module may put another one in the place of a buffer, as `self.count = self.count + 1` does.
+    What collects the model's state knows the first one, so that is given the other's value.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._tables: list[_Table] = []
+        self._names: list[str] = []
+        self._buffers: list[Tensor] = []
+        """One for each place, in the order of the tables and names."""
+        for part in model.modules() if model is not None else ():
+            for name, buffer in buffer_table(part).items():
+                if buffer is not None and name not in transient_buffers(part):
+                    self._tables.append(buffer_table(part))
+                    self._names.append(name)
+                    self._buffers.append(buffer)
+        self._once = list({id(buffer): buffer for buffer in self._buffers}.values())
+        self._copies: list[Tensor] = []
+
+    def keep(self) -> None:
+        """Remember what they hold now."""
+        self.settle()
+        if not self._copies:
+            self._copies = [torch.empty_like(buffer) for buffer in self._once]
+        foreach_copy_(self._copies, self._once)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Give each buffer the value of what was put in its place, and its place back.
+
+        Raises InvalidSpec if that is of another shape or dtype: members that join have the first.
+        """
+        present = list(map(dict.get, self._tables, self._names))
+        if all(map(is_, present, self._buffers)):
+            return
+        given: dict[int, Tensor | None] = {}
+        for name, buffer, now in zip(self._names, self._buffers, present, strict=True):
+            if given.setdefault(id(buffer), now) is not now:
+                raise _refusal(name, now, "the same one in all its places in the model")
+            if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
+                raise _refusal(name, now, f"{_outline(buffer)}, as it was before")
+        values = [given[id(buffer)] for buffer in self._once]
+        foreach_copy_(self._once, [value for value in values if value is not None])
+        self._take_places()
+
+    def before(self) -> Mapping[int, Tensor]:
+        return dict(zip(map(id, self._once), self._copies, strict=True)) if self._copies else {}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        self._take_places()
+        if self._copies:
+            foreach_copy_(self._once, self._copies)
+
+    def _take_places(self) -> None:
+        for table, name, buffer in zip(self._tables, self._names, self._buffers, strict=True):
+            table[name] = buffer
+
+
+def _refusal(name: str, seen: Tensor | None, expected: str) -> InvalidSpec:
+    return InvalidSpec(
+        f"another tensor was put in the place of a module's buffer {name!r}",
+        seen="nothing" if seen is None else _outline(seen),
+        expected=expected,
+        fix="Make it with its final size, and write to it in place.",
+    )
+
+
+def _outline(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
 def _passing(model: nn.Module) -> dict[int, str]:

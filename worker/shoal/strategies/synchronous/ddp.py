@@ -142,6 +142,10 @@ class DDP(SynchronousStrategy):
 
     def _let_go(self) -> None:
         self._gradients.forget()
+        if not self._passes.is_whole:
+            # Until another member, or a checkpoint, gives it one.
+            self._has_state, self._step = False, 0
+            self._passes.is_whole = True
         replicas, self._replicas = self._replicas, {}
         for replica in replicas.values():
             replica.release()
@@ -184,7 +188,7 @@ class DDP(SynchronousStrategy):
 
     def begin_step(self) -> None:
         self._gradients.forget()
-        self._open_step(self._model)
+        self._open_step(self._model, self._state.parameters)
         for replica in self._replicas.values():
             replica.exchange.begin(self._step)
 
@@ -241,6 +245,7 @@ class DDP(SynchronousStrategy):
         self._generation_group.check()
         held = [each for replica in replicas for each in replica.ddp.module.parameters()]
         self._passes.update(self._optimizer, optimizers, held)
+        self._passes.updated()
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         refuse_compressed_weights(self._compression)
@@ -275,6 +280,7 @@ class DDP(SynchronousStrategy):
         if not self._replicas or group is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
         self._check_weighted()
+        self._passes.settle_buffers()
         replicas = self._replicas_of(self._passes.due)
         if not all(replica.exchange.complete for replica in replicas):
             raise self._not_averaged()

@@ -1,6 +1,6 @@
 """The passes of the step under way: which gradients count, and what is undone if it fails."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from shoal.model.several import (
     parts_due,
 )
 from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
-from shoal.strategies.synchronous.early_updates import EarlyUpdates
-from shoal_proto.errors import InvalidSpec
+from shoal.strategies.synchronous.early_updates import EarlyUpdates, ScriptWrites
+from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 
 class StepPasses:
@@ -33,6 +33,9 @@ class StepPasses:
         self.due: frozenset[str] = frozenset()
         """Those that have gradients."""
         self.updates = EarlyUpdates()
+        self.is_whole = True
+        """Whether parameters are those of a committed step, also behind one that did not happen."""
+        self._writes = ScriptWrites()
         self._computes = False
         self._buffers = BufferSnapshot()
 
@@ -60,16 +63,28 @@ class StepPasses:
         models changes with it on this member."""
         assert isinstance(optimizer, SeveralOptimizers), "one that is alone is not updated early"
         optimizer.due = names
+        self._writes.note()
         self.updates.keep(parts_due(optimizer), held)
         local_step.step(optimizer)
         for each in parts_due(optimizer):
             each.zero_grad(set_to_none=True)
         self.due -= names
 
+    def updated(self) -> None:
+        """Behind `update`, all members have what it has changed."""
+        self._writes.updated()
+
     def aim(self, optimizer: Optimizer) -> None:
         """The step is committed with a step of those of several optimizers that have gradients."""
+        self.settle()
         if isinstance(optimizer, SeveralOptimizers):
             optimizer.due = self.due
+
+    def settle(self) -> None:
+        """All passes of the step are made, and it will be committed: whatever changes from here on
+        is the session's doing. Raises InvalidSpec as `settle_buffers`."""
+        self._buffers.settle()
+        self._writes.settle()
 
     def parameters(self, optimizer: Optimizer) -> list[Tensor]:
         """Those that the chosen optimizers hold."""
@@ -81,13 +96,42 @@ class StepPasses:
             for one in group["params"]
         ]
 
-    def begin(self, model: nn.Module | None = None) -> None:
-        """A step begins; the buffers of `model` are remembered, so that it can be undone."""
+    def begin(
+        self, model: nn.Module | None = None, parameters: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """A step begins; what passes and the script change of the buffers of `model`, and of these
+        parameters of it (see `ScriptWrites.begin`), is to be undone with it."""
         if model is not None:
             self._buffers.keep(model)
+        if parameters is not None:
+            self._writes.begin(parameters)
+        self.is_whole = True
         self.in_step, self.weighted = True, False
         self.due = frozenset()
         self.updates.forget()
+
+    def settle_buffers(self) -> None:
+        """The state of the model is to be collected: buffers that were replaced belong to it.
+
+        Raises InvalidSpec where what took their place does not fit.
+        """
+        self._buffers.settle()
+
+    def as_begun(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of what a member holds, what may have changed since the step began, as it was then.
+
+        Raises GenerationBroken if the script has written to parameters of which there is no copy:
+        this member does not hold the state of the last committed step any more.
+        """
+        self._writes.note(closely=True)
+        if self._writes.is_lost:
+            raise GenerationBroken(
+                "the script has written to weights for the first time, in a step of which others"
+                " were to have a copy"
+            )
+        parameters, buffers = self._writes.before, self._buffers.before()
+        found = {name: buffers[id(each)] for name, each in held.items() if id(each) in buffers}
+        return {**found, **{name: copy for name, copy in parameters.items() if name in held}}
 
     def check_buffers(self, step: int) -> None:
         """Raise InvalidSpec where a pass of this step has changed a buffer that no state of the
@@ -111,13 +155,26 @@ class StepPasses:
         """A step under way does not happen, if there is one; whether there was."""
         was_in_step, self.in_step = self.in_step, False
         if was_in_step:
+            # In this order: the first updates were of what the script had written before them.
             self.updates.restore()
             self._buffers.restore()
+            self.is_whole = self._writes.restore()
         return was_in_step
+
+    def check_whole(self, step: int) -> None:
+        """Raise StateLost where a step that did not happen has left weights of no committed one."""
+        if not self.is_whole:
+            raise StateLost(
+                f"step {step} was not taken, and its weights cannot be given back what they held",
+                seen="weights that the script wrote to for the first time, in that step",
+                expected="writes from the first step on, or behind a step",
+                fix="Start the job again from a checkpoint.",
+            )
 
     def forget(self) -> None:
         """Let go of the model."""
         self._buffers.forget()
+        self._writes.forget()
 
     def ours(self) -> bool:
         """Whether a gradient that comes now was asked for through the session, if it has to be."""

@@ -9,7 +9,7 @@ from functools import partial
 import structlog
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.choice import backend_for
@@ -323,13 +323,13 @@ class SynchronousStrategy(Strategy):
 
     # --- steps ---
 
-    def _open_step(self, model: nn.Module) -> None:
-        """A step begins: remember what a forward pass changes, so that it can be undone."""
+    def _open_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        """A step begins: what passes and the script change in the model is to be undone with it."""
         if self._watch is not None:
             self._watch.sign()
         self._registered.attempt()
         self.position.stands(f"session.step() behind {self._step} steps")
-        self._passes.begin(model)
+        self._passes.begin(model, parameters)
         if self._agreement is not None:
             self._agreement.begin(self._step)
         if not self._reduces:
@@ -442,10 +442,11 @@ class SynchronousStrategy(Strategy):
         self.position.stepped()
 
     def withdraw_step(self) -> None:
-        """The step under way is not taken, and neither is any behind it."""
+        """The step under way is not taken, and neither is any behind it. May raise StateLost."""
         self._passes.undo()
         self._registered.undo()
         self.position.stands("")
+        self._passes.check_whole(self._step)
 
     def finish(self) -> None:
         if self._process_group is None:

@@ -1,0 +1,330 @@
+"""What a script writes to weights and buffers in a step is taken back if it does not happen."""
+
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support.collectives.strategy_runs import Run, entered
+from support.models import followed_weights
+from support.processes.ranks import Ranks
+from support.training.elastic_bodies import Elastic
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec, StateLost
+
+from . import test_equality as equality
+
+WORLDS = [
+    *((name, 2) for name in ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")),
+    *(("hsdp", 4), ("fsdp-tensor", 4)),
+]
+FREES = {"zero2": (False,), "fsdp": (False, True), "hsdp": (False,), "fsdp-tensor": (False,)}
+"""Their weights are gathered for a pass, and let go of."""
+Writes = Callable[[nn.Module], None]
+
+
+class WithTeacher(equality.Net):
+    """Beside what is trained, weights that follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 7).requires_grad_(False)
+        self.layers.append(Cooling())
+
+
+class Cooling(nn.Module):
+    """Puts another tensor in the place of its buffer, as scripts write it."""
+
+    heat: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("heat", torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.heat = self.heat * 0.5
+        return inputs * self.heat
+
+
+def build(seed: int) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(seed)
+    model = WithTeacher()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return model, torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+
+
+def run() -> Run:
+    return Run(build=build, loader=equality.loader, loss=equality.loss)
+
+
+def nothing(_: nn.Module) -> None:
+    """A script like most."""
+
+
+@torch.no_grad()
+def perturb(model: nn.Module) -> None:
+    """As sharpness-aware minimisation does between its two passes."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.1)
+
+
+@torch.no_grad()
+def perturb_together(model: nn.Module) -> None:
+    """The same by one call, which torch does not count where members have parts."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for is_part in (True, False):
+        alike = [each for each in trained if isinstance(each, DTensor) == is_part]
+        if alike:
+            torch._foreach_add_(alike, 0.1)
+
+
+def follow(model: nn.Module) -> None:
+    """As a teacher does, past what torch counts."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data.mul_(0.9)
+
+
+def clip(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.clamp_(-0.1, 0.1)
+
+
+class Member:
+    """One rank, which takes steps in which the script writes."""
+
+    def __init__(self, name: str, world_size: int, **options: int) -> None:
+        strategy = equality.made(name, world_size, **options)()
+        assert isinstance(strategy, SynchronousStrategy)
+        self.strategy = strategy
+        self._share = entered(run(), strategy)
+        self._batches = equality.loader()
+
+    def compute(self, writes: Writes, *, first: bool = False) -> None:
+        """A step, but for its end."""
+        strategy = self.strategy
+        batch = self._batches.synchronous(strategy.step, *self._share)
+        strategy.begin_step()
+        if first:
+            writes(self.shown)
+        strategy.forward_backward(batch.inputs, batch.targets, equality.loss, batch.weight)
+        if not first:
+            writes(self.shown)
+
+    @property
+    def shown(self) -> nn.Module:
+        """The model as the script has it."""
+        proxy: nn.Module = getattr(self.strategy, "_proxy", None) or self.strategy._model  # type: ignore[attr-defined]
+        return proxy
+
+    def step(self, writes: Writes) -> None:
+        self.compute(writes)
+        self.strategy.end_step(lambda: None)
+
+    def state(self) -> dict[str, Tensor]:
+        return {key: tensor.clone() for key, tensor in self.strategy.state_dict().items()}
+
+
+def undone(
+    name: str, world_size: int, before: list[Writes], writes: Writes
+) -> tuple[dict[str, Tensor], ...]:
+    """The state before a step that did not happen, and behind it."""
+    member = Member(name, world_size)
+    for each in before:
+        member.step(each)
+    held = member.state()
+    member.compute(writes)
+    member.strategy.withdraw_step()
+    behind = member.state()
+    member.strategy.close()
+    return held, behind
+
+
+@pytest.mark.sampled("strategy", "writes")
+@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize("writes", [perturb, perturb_together, follow, clip, nothing])
+@pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
+def test_weights_are_as_before_the_step(
+    strategy: str, world_size: int, writes: Writes, num_before: int
+) -> None:
+    """Also of the member's very first step."""
+    case = (strategy, world_size, [writes] * num_before, writes)
+    for before, behind in run_in_memory(undone, world_size, *case):
+        assert before.keys() == behind.keys()
+        assert all(torch.equal(before[key], behind[key]) for key in before)
+        # Stages compute each part of a batch by itself.
+        if strategy != "pipeline":
+            assert float(before["layers.7.heat"]) == 0.5**num_before
+        else:
+            assert float(before["layers.7.heat"]) <= 0.5**num_before
+
+
+def written_late(name: str, writes: Writes) -> bool:
+    """Whether a member has state behind its first step with writes, which was not taken."""
+    member = Member(name, 2)
+    for _ in range(3):
+        member.step(nothing)
+    member.compute(writes)
+    with pytest.raises(StateLost, match="wrote to for the first time"):
+        member.strategy.withdraw_step()
+    member.strategy.abandon()
+    kept = member.strategy.has_state
+    member.strategy.close()
+    return kept
+
+
+@pytest.mark.parametrize("writes", [perturb, follow])
+def test_what_cannot_be_taken_back_is_no_state(writes: Writes) -> None:
+    """A script that did not write from its first step on: of the first step in which it does there
+    is no copy, so the member does not claim to hold the state of the last committed one."""
+    assert run_in_memory(written_late, 2, "ddp", writes) == [False, False]
+
+
+def seen_by_peers(name: str, writes: Writes) -> bool:
+    """Whether what is copied for peers in a step that begins with writes is what was committed."""
+    member = Member(name, 2, copies=1, copy_every_steps=1)
+    for _ in range(3):
+        member.step(writes)
+    member.strategy.begin_step()
+    strategy = member.strategy
+    assert isinstance(strategy, LayoutStrategy) and strategy._binding is not None
+    committed = {
+        name: shard.tensor.clone()
+        for name, shard in strategy._collect(strategy._binding).shards.items()
+    }
+    strategy.withdraw_step()
+    member.compute(writes, first=True)
+    held = strategy._peer_checkpoints._copies._slots[-1].own
+    assert held is not None and held.step == 3
+    same = all(held.shards[name].tensor.equal(tensor) for name, tensor in committed.items())
+    strategy.withdraw_step()
+    strategy.close()
+    return same and len(committed) > 3
+
+
+@pytest.mark.parametrize("writes", [perturb, follow, clip])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_copy_for_peers_has_nothing_of_the_step_in_which_it_is_made(
+    strategy: str, writes: Writes
+) -> None:
+    assert run_in_memory(seen_by_peers, 2, strategy, writes) == [True, True]
+
+
+def replaced(name: str, shape: tuple[int, ...]) -> None:
+    member = Member(name, 2)
+
+    def grow(model: nn.Module) -> None:
+        model.layers[-1].heat = torch.ones(shape)  # type: ignore[index, union-attr]
+
+    member.step(grow)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_buffer_is_not_replaced_by_one_of_another_shape(strategy: str) -> None:
+    with pytest.raises(InvalidSpec, match="put in the place of a module's buffer 'heat'"):
+        run_in_memory(replaced, 2, strategy, (2,))
+
+
+def written_in_forward(name: str, world_size: int, past_count: bool) -> None:
+    member = Member(name, world_size)
+
+    def write(module: nn.Module, _: object) -> None:
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        if past_count:
+            weight.data = weight.data * 0.9
+        else:
+            with torch.no_grad():
+                weight.mul_(0.9)
+
+    layer = member.shown.layers[0]  # type: ignore[index]
+    layer.register_forward_pre_hook(write)  # type: ignore[union-attr]
+    member.step(nothing)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "past_count"),
+    [(name, size, past) for name, size in WORLDS for past in FREES.get(name, ())],
+)
+def test_writes_to_gathered_weights_are_refused(
+    strategy: str, world_size: int, past_count: bool
+) -> None:
+    """They would be let go of with the pass."""
+    with pytest.raises(InvalidSpec, match="a forward pass has written to weights"):
+        run_in_memory(written_in_forward, world_size, strategy, world_size, past_count)
+
+
+def embedded(name: str) -> None:
+    """A step of a model with an embedding that limits the norms of its rows."""
+
+    def build(seed: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 5))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    strategy = equality.made(name, 2)()
+    assert isinstance(strategy, SynchronousStrategy)
+    entered(Run(build=build, loader=equality.loader, loss=equality.loss), strategy)
+    strategy.begin_step()
+    strategy.forward_backward(torch.arange(6).view(2, 3), torch.arange(2), equality.loss, 1.0)
+    strategy.end_step(lambda: None)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_an_embedding_with_limited_norms_is_refused_where_it_is_gathered(strategy: str) -> None:
+    """It writes to its weights in the forward pass."""
+    with pytest.raises(InvalidSpec, match=r"writes to 0\.weight"):
+        run_in_memory(embedded, 2, strategy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        *(("ddp", {}), ("zero1", {}), ("zero2", {}), ("fsdp", {}), ("hsdp", {"shard": 2})),
+        ("tensor", {"min_split_bytes": 0}),
+    ],
+)
+def test_a_member_is_killed_in_the_midst_of_writes(
+    cluster: LocalCluster, strategy: str, options: dict[str, int]
+) -> None:
+    """The others take the step again, as if it had never begun: weights, what follows them, and a
+    count of passes are those of one process."""
+    run = Elastic(
+        coordinator=cluster.coordinator,
+        job=f"writing-{secrets.token_hex(4)}",
+        member_id="",
+        strategy=strategy,
+        options=options,
+        desired_members=3,
+        batch_size=12,
+        at_step=4,
+    )
+    with Ranks() as ranks:
+        members = [
+            ranks.start(
+                followed_weights.train,
+                replace(run, member_id=name, fault="kill" if name == "c" else ""),
+            )
+            for name in "abc"
+        ]
+        assert members[2].join() == -signal.SIGKILL
+        ends = [member.expect("finished") for member in members[:2]]
+        expected = followed_weights.one_process(run, ends[0]["step"])
+        for end in ends:
+            assert end["step"] > run.at_step + 1
+            assert end["state"].keys() == expected.keys()
+            for name, own in end["state"].items():
+                assert (torch.tensor(own) - expected[name]).abs().max() < 1e-5, name
