@@ -23,6 +23,7 @@ from shoal.data.batches import Loader
 from shoal.model.several import SeveralModels, joined
 from shoal.session.session import Session
 from shoal.strategies import find_strategy
+from shoal.strategies.synchronous.early_updates import FIRST_STEPS
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, UnequalPasses
@@ -92,18 +93,22 @@ def test_both_learn_what_they_learn_in_one_process(
         assert difference(ours, expected) < TOLERANCE
 
 
+NUM_STEPS = FIRST_STEPS + 2
+
+
 def _undone(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights before a step in which one is updated, and once it was given up."""
+    """The weights before a step in which one is updated, and once it was given up: a step that
+    begins without a copy of all weights."""
     strategy, pair, share = entered(name)
     loader = Loader(gan_bodies.data(), elastic_bodies.order(BATCH))
     before: dict[str, Tensor] = {}
-    for step in range(3):
+    for step in range(NUM_STEPS):
         batch = loader.synchronous(step, *share)
         before = {key: tensor.clone() for key, tensor in strategy.state_dict().items()}
         strategy.begin_step()
         do = deeds_of(strategy, pair, batch.weight)
         gan_bodies.learn(pair, batch, "in turn", do)
-        if step < 2:
+        if step < NUM_STEPS - 1:
             strategy.end_step(lambda: None)
     momentum = _momentum(pair.of_discriminator)
     strategy.withdraw_step()

@@ -93,7 +93,8 @@ class ScriptWrites:
         self._written: set[str] = set()
         """Those that the script has written to. Over all generations."""
         self._is_planned = False
-        self._is_open = False
+        self._is_open = self._is_watched = False
+        """Whether a step is under way, and whether what changes in it is the script's doing."""
         self._is_updated = False
         """Whether the session has changed parameters since the step began."""
         self._is_lost = False
@@ -111,7 +112,8 @@ class ScriptWrites:
         if self._copies:
             foreach_copy_(list(self._copies.values()), self._own.present(self._copies))
         self._watch.mark()
-        self._is_open, self._is_updated, self._is_lost = True, False, False
+        self._is_open = self._is_watched = True
+        self._is_updated = self._is_lost = False
 
     def _plan(self) -> None:
         """Which parameters are copied, and which are looked at."""
@@ -128,9 +130,9 @@ class ScriptWrites:
         self._is_planned = True
 
     def note(self, *, closely: bool = False) -> None:
-        """What has changed by now the script has written: the session changes nothing before it
-        says so, or behind `updated`. `closely`: whatever it takes."""
-        if self._is_open and (found := self._watch.changed(closely=closely)):
+        """What has changed by now the script has written: the session changes nothing but from
+        `updating` to `updated`, and behind `settle`. `closely`: whatever it takes."""
+        if self._is_watched and (found := self._watch.changed(closely=closely)):
             self._written |= found
             self._is_lost = self._is_lost or not found <= self._copies.keys()
             self._is_planned = False
@@ -146,18 +148,23 @@ class ScriptWrites:
         """What was copied when the step began, by name."""
         return self._copies
 
+    def updating(self) -> None:
+        """The session is about to change parameters within the step."""
+        self.note()
+        self._is_watched, self._is_updated = False, True
+
     @torch.no_grad()
     def updated(self) -> None:
-        """The session has changed parameters within the step."""
-        self._is_updated = True
+        """The session has done so."""
         self._watch.mark()
+        self._is_watched = True
 
     @torch.no_grad()
     def settle(self) -> None:
         """From here on the step changes parameters by the optimizer alone, and is then
         committed."""
         self.note()
-        self._is_open = False
+        self._is_open = self._is_watched = False
         fresh = [name for name in self._copies if name not in self._written]
         if not fresh:
             return
@@ -175,11 +182,11 @@ class ScriptWrites:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """The step does not happen; whether its parameters are again as when it began."""
+        """The step does not happen, and `note` has seen that; whether its parameters are again as
+        when it began."""
         if not self._is_open:
             return True
-        self.note(closely=True)
-        self._is_open = False
+        self._is_open = self._is_watched = False
         foreach_copy_(self._own.present(self._copies), list(self._copies.values()))
         if self._is_lost:
             log.warning(
@@ -194,7 +201,7 @@ class ScriptWrites:
     def forget(self) -> None:
         """Let go of the model."""
         self._parameters, self._own, self._watch = {}, _OwnParts({}), _Watch({})
-        self._copies, self._is_open = {}, False
+        self._copies, self._is_open, self._is_watched = {}, False, False
 
 
 class _OwnParts:

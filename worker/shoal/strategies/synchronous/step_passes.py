@@ -63,7 +63,7 @@ class StepPasses:
         models changes with it on this member."""
         assert isinstance(optimizer, SeveralOptimizers), "one that is alone is not updated early"
         optimizer.due = names
-        self._writes.note()
+        self._writes.updating()
         self.updates.keep(parts_due(optimizer), held)
         local_step.step(optimizer)
         for each in parts_due(optimizer):
@@ -155,7 +155,9 @@ class StepPasses:
         """A step under way does not happen, if there is one; whether there was."""
         was_in_step, self.in_step = self.in_step, False
         if was_in_step:
-            # In this order: the first updates were of what the script had written before them.
+            # In this order: to undo updates, which were of what the script had written before them,
+            # is to write to weights.
+            self._writes.note(closely=True)
             self.updates.restore()
             self._buffers.restore()
             self.is_whole = self._writes.restore()
