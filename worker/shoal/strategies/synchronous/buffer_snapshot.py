@@ -20,6 +20,9 @@ class BufferSnapshot:
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self._lasting = _Lasting(None)
+        self._all_tables: list[_Table] = []
+        self._num_buffers = 0
+        """Of all modules, when they were last gone through."""
         self._tables: list[tuple[_Table, frozenset[str]]] = []
         """Those with buffers that the model's state_dict leaves out, and the names of these."""
         self._passing: dict[int, str] = {}
@@ -35,14 +38,23 @@ class BufferSnapshot:
             raise self._refusal
         # Going through the modules of a model takes longer than all else that opens a step.
         if self._model is not model:
-            self._model, self._lasting = model, _Lasting(model)
-            parts = ((buffer_table(part), transient_buffers(part)) for part in model.modules())
-            self._tables = [(table, frozenset(names)) for table, names in parts if names]
-            self._passing = _passing(model)
+            self._look_at(model)
+        elif sum(map(len, self._all_tables)) != self._num_buffers:
+            # The script has given a module another one.
+            self._lasting.settle()
+            self._look_at(model)
         self._lasting.keep()
         self._before = [
             (buffer, buffer.detach().clone(), num_writes(buffer)) for buffer in self._transient()
         ]
+
+    def _look_at(self, model: nn.Module) -> None:
+        self._model, self._lasting = model, _Lasting(model)
+        parts = [(buffer_table(part), transient_buffers(part)) for part in model.modules()]
+        self._all_tables = [table for table, _ in parts]
+        self._num_buffers = sum(map(len, self._all_tables))
+        self._tables = [(table, frozenset(names)) for table, names in parts if names]
+        self._passing = _passing(model)
 
     def settle(self) -> None:
         """See `_Lasting.settle`."""
@@ -79,7 +91,8 @@ class BufferSnapshot:
         except InvalidSpec as refusal:
             self._refusal = refusal
         self._model, self._lasting = None, _Lasting(None)
-        self._tables, self._passing, self._before = [], {}, []
+        self._all_tables, self._tables, self._passing, self._before = [], [], {}, []
+        self._num_buffers = 0
 
     def _transient(self) -> Iterator[Tensor]:
         for table, names in self._tables:
