@@ -97,6 +97,7 @@ def test_survivors_of_a_kill_go_on_in_their_processes_and_end_as_one_process_wou
         check_each_sample_once(crew, NUM_STEPS)
 
 
+@pytest.mark.long
 def test_a_stopped_member_is_left_behind_and_fenced_when_it_wakes(cluster: LocalCluster) -> None:
     """SIGSTOP: no connection breaks, the lease runs out."""
     with Ranks() as ranks:

@@ -96,7 +96,7 @@ def generations(rank: Rank) -> set[int]:
     return {data["generation"] for kind, data in rank.seen if kind == "committed"}
 
 
-@pytest.mark.sampled()
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
     quick: LocalCluster, tmp_path: Path, strategy: str

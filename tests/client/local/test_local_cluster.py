@@ -51,6 +51,7 @@ def test_all_parts_serve_and_end(tmp_path: Path) -> None:
     assert codes["etcd"] is not None
 
 
+@pytest.mark.long
 def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
     """kill -9 of one, then of all: each serves again where it was, and etcd has what it held.
 

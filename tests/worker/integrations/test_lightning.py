@@ -80,7 +80,7 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
         assert by_number[EPOCHS - 1] < 0.2 < by_number[0]
 
 
-@pytest.mark.sampled()
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "back_to"), [("ddp", 6), ("fsdp", 1)])
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int

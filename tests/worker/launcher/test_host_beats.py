@@ -167,6 +167,7 @@ async def test_a_halted_launcher_costs_its_workers_nothing(tmp_path: Path) -> No
         await until(beats_on)
 
 
+@pytest.mark.long
 async def test_a_halted_worker_is_lost_by_its_launchers_word(tmp_path: Path) -> None:
     """SIGSTOP of the worker: lost as halted and not as silent; when it goes on it is fenced, and
     its launcher starts it again, a fresh incarnation of the same member."""

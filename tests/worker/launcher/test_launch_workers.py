@@ -454,6 +454,7 @@ def test_a_fenced_worker_without_which_the_job_was_completed(
     assert "life 3" not in output
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("error", "again"),
     [
@@ -521,6 +522,7 @@ def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
     assert "2 of 2 workers ended before the last batch (job j is not finished)" in output
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("other", "expected"), [(143, 143), (5, 5)])
 def test_a_run_of_drained_workers(shoal_run: Run, other: int, expected: int) -> None:
     """With all of them drained the run's code is 143; with one that failed it is that one's."""
