@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -39,7 +40,10 @@ def used_again(report: Report, path: str, rank: int, world_size: int, how: str) 
     first = shared(whole, NUM_BYTES, kept)
     first.room[1024 : 1024 + len(MARK)] = MARK
     *_, process_id = first.meet(os.getpid())
+    store.set(f"met {rank}", b"1")
     if rank == world_size - 1:
+        # Who has not woken up from the meeting yet would take it for broken.
+        store.wait([f"met {each}" for each in range(world_size)])
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "left":
@@ -69,9 +73,10 @@ def _await_end(process_id: int) -> None:
     """Until the process has let go of all that it had: its last thread does that, and its parent
     may not have looked yet."""
     tasks, deadline_s = Path(f"/proc/{process_id}/task"), time.monotonic() + 60
-    while any(map(_runs, tasks.glob("*/stat"))):
-        assert time.monotonic() < deadline_s, "it lives on"
-        time.sleep(0.001)
+    with suppress(FileNotFoundError):  # its parent has looked
+        while any(map(_runs, tasks.glob("*/stat"))):
+            assert time.monotonic() < deadline_s, "it lives on"
+            time.sleep(0.001)
 
 
 def _runs(stat: Path) -> bool:

@@ -197,6 +197,7 @@ async def test_last_lines_of_workers_that_fail_before_the_coordinator_has_answer
     async with served(MemoryStore()) as world:
         await joined(world)
         await asyncio.to_thread(fails_at_once, world)
+        await until_served(world, 0)
         assert (await read(world)).lines == ("no such file",)
 
 
