@@ -89,7 +89,7 @@ def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Of each parameter within the module that was gathered once the one that is cut, and the whole
     one that stands in its place while it is gathered."""
     for part in fsdp_parameters(module):
-        whole = getattr(part, "_unsharded_param", None)
+        whole = whole_of(part)
         if whole is not None:
             yield part.sharded_param, whole
 
