@@ -22,6 +22,13 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert told.stdout.strip() == "False"
 
 
+def test_a_launcher_has_no_torch() -> None:
+    """It would take 150 MB of each host, and its end half a core from those that train on."""
+    code = "import sys, shoal.launcher.command; print({'torch', 'numpy'} & set(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "set()"
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'jion'"):
         shoal.jion  # noqa: B018

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal_client.liveness.beat_board import BeatSlot
+from shoal_client.membership.admission import ADMISSION_S
 from shoal_client.membership.identity import Identity
-from shoal_client.membership.member_core import ADMISSION_S
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
 

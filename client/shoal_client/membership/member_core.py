@@ -12,6 +12,7 @@ what events change.
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S, CertificateWait
 from shoal_client.membership import member_events as ev
+from shoal_client.membership.admission import ADMISSION_S
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
 from shoal_client.membership.held_clock import HeldClock
 from shoal_client.membership.identity import Identity
@@ -31,8 +32,6 @@ from shoal_proto.errors import (
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
-ADMISSION_S = 10.0
-"""How long a coordinator may take to admit a member, where nothing else is said."""
 UNCHANGING = frozenset({"admitted", "pauses", "drain"})
 """Kinds of notice after which who stood by still does."""
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from shoal_client.membership import member_events as ev
+from shoal_client.membership.admission import ADMISSION_S
 from shoal_client.membership.identity import Identity
-from shoal_client.membership.member_core import ADMISSION_S, MemberCore
+from shoal_client.membership.member_core import MemberCore
 from shoal_proto.digest import roster_digest
 from shoal_proto.errors import (
     CertificateRefused,

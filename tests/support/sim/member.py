@@ -14,8 +14,8 @@ from support.sim.session import Network, SimSession
 from support.sim.virtual_time import Box, Process, Steps, Wait, sleep
 
 from shoal_client.membership import member_events as ev
+from shoal_client.membership.admission import ADMISSION_S
 from shoal_client.membership.identity import Identity
-from shoal_client.membership.member_core import ADMISSION_S
 from shoal_proto.errors import DeadlineExceeded, GenerationBroken, MemberDrained, ShoalError
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb

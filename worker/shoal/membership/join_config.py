@@ -16,8 +16,8 @@ from shoal.backends.choice import check_reconfigures
 from shoal.membership.step_messages import StepMessages
 from shoal_client.connection.reach import CHOICES
 from shoal_client.liveness.beat_board import BeatSlot
+from shoal_client.membership.admission import ADMISSION_S, ADMISSION_VARIABLE, admission_s
 from shoal_client.membership.member import Member
-from shoal_client.membership.member_core import ADMISSION_S
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.names import NAME_RULE, is_name
@@ -27,8 +27,6 @@ from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 
 log = structlog.get_logger(__name__)
 
-ADMISSION_VARIABLE = "SHOAL_ADMISSION_S"
-MAX_ADMISSION_S = 365 * 24 * 3600
 MAX_MEMBERS = 1024
 """The upper bound of a job that states none."""
 
@@ -230,19 +228,6 @@ def _is_on(variable: str, text: str) -> bool:
     if text.lower() not in ("", "0", "1", "false", "true"):
         raise InvalidSpec(f"bad {variable}", seen=repr(text[:40]), expected="1 or 0")
     return text.lower() in ("1", "true")
-
-
-def admission_s(text: str) -> float:
-    """What SHOAL_ADMISSION_S says, in seconds. Raises InvalidSpec."""
-    if not text:
-        return ADMISSION_S
-    if re.fullmatch("[0-9]{1,9}", text) and 1 <= int(text) <= MAX_ADMISSION_S:
-        return float(text)
-    raise InvalidSpec(
-        f"bad {ADMISSION_VARIABLE}",
-        seen=repr(text[:40]),
-        expected=f"whole seconds, 1 to {MAX_ADMISSION_S} (a year)",
-    )
 
 
 def shoal_version() -> str:
