@@ -76,6 +76,19 @@ def test_help_shows_every_option_with_its_default(
             assert f"[default: {value}]" in shown
 
 
+def test_a_command_ends_without_a_look_at_all_its_objects() -> None:
+    program = (
+        "import atexit, gc; atexit.register(lambda: print('left alone', gc.get_freeze_count()));"
+        "from shoal_client.cli import main; main(['--version'])"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    words, _, count = shown.splitlines()[-1].rpartition(" ")
+    assert words == "left alone"
+    assert int(count) > 10_000
+
+
 def test_the_list_of_commands_imports_none_of_them() -> None:
     """So `shoal --help` is quick, wherever it is installed."""
     program = (
