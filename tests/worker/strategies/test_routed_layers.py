@@ -1,15 +1,22 @@
 """Layers that some members leave out in a step: what is gathered and reduced group by group would
 be paired with others' groups, and trained into weights without an error."""
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
+from support.collectives.left_out_layers import refused_to
 from support.collectives.strategy_runs import Run, entered, take_step
 from support.models.seeding import seeded
+from support.processes.worlds import run_on_gloo
 from torch import Tensor, nn, tanh
 from torch.optim import SGD, Optimizer
 from worker.strategies import test_equality as equality
 
 from shoal.backends.in_memory.run import run_in_memory
+from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2
+from shoal.strategies.layout.fsdp_tensor import FSDPTensor
+from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
 
@@ -54,3 +61,29 @@ def one_step(strategy_name: str, by_rank: bool) -> None:
 def test_layers_that_some_members_leave_out_are_refused(strategy: str, by_rank: bool) -> None:
     """On all of them, before any takes the step. One that all leave out is no fault."""
     run_in_memory(one_step, 2, strategy, by_rank)
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize(
+    "where", ["drop in a step", "end in a step", "drop in an evaluation", "end in an evaluation"]
+)
+@pytest.mark.parametrize(
+    ("made", "world_size"),
+    [
+        ((FSDP, {}), 3),
+        ((Zero2, {}), 2),
+        ((HSDP, {"shard": 2}), 2),
+        ((FSDPTensor, {"tensor": 2, "min_split_bytes": 1 << 20}), 4),
+    ],
+    ids=["fsdp", "zero2", "hsdp", "fsdp-tensor"],
+)
+def test_a_layer_that_one_member_leaves_out_is_refused_where_memory_is_shared(
+    made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str
+) -> None:
+    """On all members, by name, in a step and in an evaluation. Regression: some ended with an
+    InternalError; in an evaluation members waited for ever, or computed with another's rows."""
+    # Ranks that split layers together work on the same samples.
+    ranks = (0, 1) if made[0] is FSDPTensor else (1,)
+    for refusal in run_on_gloo(world_size, refused_to, ranks, made, where):
+        assert "computed with different layers" in refusal
+        assert "of the layer of " in refusal

@@ -230,6 +230,10 @@ class Layout(ABC):
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Called right behind `optimizer.step()`. May communicate."""
 
+    def finish_passes(self) -> None:  # noqa: B027 - most layouts leave members out of step alone
+        """Called behind forward passes of all ranks, outside of a step: raise on all of them where
+        they have not computed with the same layers."""
+
     def idle(self) -> Sequence[str]:
         """Trained parameters to which the step's passes have given no gradient on this rank, where
         all ranks have to compute with the same ones. Names."""

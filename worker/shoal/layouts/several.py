@@ -99,6 +99,10 @@ class SeveralLayouts(Layout):
             for parameter, gradient in kept:
                 parameter.grad = gradient
 
+    def finish_passes(self) -> None:
+        for each in self.layouts.values():
+            each.finish_passes()
+
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
         raise InvalidSpec("several models have no forward pass in common")
 

@@ -62,6 +62,7 @@ class Evaluation:
             # Their shares take as long as they take: who is done with its own waits.
             with pausing():
                 own = self._sums(index, count)
+                strategy.finish_passes()
             return reduce(own, "sum", group, generation, part=index)
 
         return calls.run(self.name, attempt)

@@ -283,6 +283,10 @@ class Strategy(ABC):
     def check_result(self) -> None:  # noqa: B027 - nothing is wrong by default
         """All samples were trained on: raise TrainingFailed if what came of it is no result."""
 
+    def finish_passes(self) -> None:  # noqa: B027 - most leave members out of step alone
+        """Called on all members behind forward passes between two steps: raise on all of them where
+        members had to compute with the same layers and have not."""
+
     def data_share(self, generation: Generation) -> tuple[int, int]:
         """Which share of each batch is this member's, and how many shares there are.
 

@@ -15,8 +15,9 @@ from shoal.torch_private.fsdp import DefaultAllGather
 class SharedMemoryAllGather(DefaultAllGather):
     """Gathers in the slots, if there are any with room, and else as torch does."""
 
-    def __init__(self, slots: SharedSlots | None) -> None:
-        self._slots = slots
+    def __init__(self, slots: SharedSlots | None, number: int = 0) -> None:
+        """`number`: of the group of parameters, among those with slots in common."""
+        self._slots, self._number = slots, number
 
     def release(self) -> None:
         """Hold the slots no longer: modules keep this in circles, and with it the memory, until
@@ -39,7 +40,8 @@ class SharedMemoryAllGather(DefaultAllGather):
         async_op: bool = False,
     ) -> Any:
         # `input_tensor` is this rank's place in `output_tensor`.
-        gathering = self._slots.gather(output_tensor) if self._slots is not None else None
+        slots = self._slots
+        gathering = slots.gather(output_tensor, self._number) if slots is not None else None
         if gathering is not None:
             # torch waits for it before it copies from the output, asked to or not.
             return gathering

@@ -39,7 +39,6 @@ from shoal.torch_private.fsdp import (
     give_memory,
     has_run,
     has_unreduced_gradient,
-    heads_of,
     is_as_gathered,
     parameters_of,
     reset_pass,
@@ -106,10 +105,12 @@ class ShardedLayout(Layout):
         self._mesh = self._rows_and_copies(options)
         self._passes: list[GroupPasses] = []
         self._reductions: list[NanPropagatingReduceScatter] = []
+        self._heads: list[Any] = []
+        """Of the modules that are gathered together one each, by the number of their reduction."""
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)
         self._shard(model, options)
-        self._slots = self._share(model, options)
+        self._slots = self._share(options)
         for part in fsdp_parameters(model):
             give_memory(part, torch.device("cpu") if options.cpu_offload else world.device)
         move_buffers(model, world.device)
@@ -161,13 +162,13 @@ class ShardedLayout(Layout):
         fully_shard(model, **{**settings, "mp_policy": _policy(options, first.dtype)})
         self._reduce_by_spreading(model, grouping.rest.parameters)
 
-    def _share(self, model: nn.Module, options: ShardedOptions) -> SharedSlots | None:
+    def _share(self, options: ShardedOptions) -> SharedSlots | None:
         """Collective: let the ranks of one machine gather and sum in memory that they share, and
         others over Gloo."""
         device, rows = self.world.device, self._groups.get("rows", self.world.group)
         if rows.size() == 1 or device.type != "cpu" or not is_gloo(rows):
             return None
-        heads = [head for head in heads_of(model) if any(parameters_of(head))]
+        heads = self._heads
         slots = SharedSlots.open(
             rows,
             max(_whole_bytes(head, rows.size(), options.param_dtype) for head in heads),
@@ -175,12 +176,14 @@ class ShardedLayout(Layout):
             timeout_of(rows, device),
             self.world.kept_rooms,
         )
-        for head in heads:
-            gathering = SharedMemoryAllGather(slots)
+        if slots is not None:
+            slots.names = [reduction.parameter for reduction in self._reductions]
+        for number, head in enumerate(heads):
+            gathering = SharedMemoryAllGather(slots, number)
             head.set_custom_all_gather(gathering)
             self._gatherings.append(gathering)
-        for reduction in self._reductions:
-            reduction.slots = slots
+        for number, reduction in enumerate(self._reductions):
+            reduction.slots, reduction.number = slots, number
         return slots
 
     def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
@@ -190,6 +193,7 @@ class ShardedLayout(Layout):
             trained = (each for each in parameters_of(module) if each.sharded_param.requires_grad)
             reduction.blind = not all(each.sharded_size.numel() for each in trained)
             self._reductions.append(reduction)
+            self._heads.append(module)
             module.set_custom_reduce_scatter(reduction)
 
     @property
@@ -268,6 +272,10 @@ class ShardedLayout(Layout):
         root: Any = self.module
         if has_run(root):  # None before the first pass
             reset_pass(root, self._fsdp_parameters)
+
+    def finish_passes(self) -> None:
+        if self._slots is not None:
+            self._slots.finish()
 
     def idle(self) -> Sequence[str]:
         # Ranks gather and reduce what they compute with, one group after the other.

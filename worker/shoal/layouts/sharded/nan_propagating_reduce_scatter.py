@@ -32,6 +32,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """Whether this rank holds no rows of some of them, but what fills up its part."""
         self.slots: SharedSlots | None = None
         """Where all ranks have memory in common."""
+        self.number = 0
+        """Of the group of parameters there."""
         self.copies: dist.ProcessGroup | None = None
         """The ranks that hold the same rows as this one; None: there are no others."""
         self._filled: weakref.ref[Tensor] | None = None
@@ -74,7 +76,9 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         work = None
         if not async_op and sends_each_part_once(input_tensor, group, op):
             slots = self.slots
-            if slots is None or not slots.reduce_scatter(output_tensor, input_tensor, op):
+            if slots is None or not slots.reduce_scatter(
+                output_tensor, input_tensor, op, self.number
+            ):
                 reduce_scatter(output_tensor, input_tensor, group, op)
         else:
             work = super().__call__(output_tensor, input_tensor, group, op, async_op)

@@ -10,12 +10,18 @@ A slot is written anew only when no rank has a use for it any more. What was gat
 torch for longer than the next collective: so each rank tells at each meeting which slots are still
 in use with it, and all of them choose the next one by that. What is summed up has been read by
 everybody at the meeting after it.
+
+Layers are gathered and summed one group after the other, and nothing in a slot says whose rows they
+are. So at each meeting ranks also tell what they have gathered and summed so far: where a rank has
+left a layer out, all of them know at their next meeting, before any computes with another's rows.
 """
 
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,14 +29,21 @@ from torch import Tensor
 from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.rooms import KeptRooms
-from shoal_proto.errors import InternalError
+from shoal_proto.errors import GenerationBroken, InvalidSpec
+
+log = structlog.get_logger(__name__)
 
 NUM_GATHERED = 3
 """One that is copied from, one that is gathered behind it, and one that torch keeps until then."""
 NUM_SUMMED = 2
 _ELSEWHERE = NUM_GATHERED
-_PLACES = (1 << 56) - 1
-"""Of what was gathered so far, as much as goes into a word beside the slots in use."""
+_LAST_BITS = 16
+"""For what was done last: twice a group's number, and one more for a sum."""
+_SO_FAR = (1 << 44) - 1
+"""Of what was done so far, as much as goes into a word beside the last deed and slots in use."""
+_ODD = 1_000_003
+"""What was done so far stays different, whatever follows, once it is."""
+PASSES_END = -1
 
 
 class SharedSlots:
@@ -38,6 +51,8 @@ class SharedSlots:
 
     def __init__(self, memory: SharedMemory, gathered_bytes: int, summed_bytes: int) -> None:
         self._memory = memory
+        self.names: Sequence[str] = ()
+        """Of the groups of parameters, by their numbers."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
         end = NUM_GATHERED * gathered_bytes
         self._gathered = memory.room[:end]
@@ -49,8 +64,9 @@ class SharedSlots:
         self._uses: list[weakref.ref[memoryview] | None] = [None] * NUM_GATHERED
         self._used_anywhere = 0
         self._num_sums = 0
-        self._places = 0
-        """Where this rank has gathered so far: the same on all ranks when they meet."""
+        self._so_far = self._last = 0
+        """What this rank has gathered and summed, in which slots: the same on all ranks when they
+        meet."""
 
     @property
     def memory(self) -> SharedMemory:
@@ -87,12 +103,12 @@ class SharedSlots:
         self._used_anywhere |= 1 << free[0]
         return room
 
-    def gather(self, output: Tensor) -> "Gathering | None":
-        """What to wait for before the other ranks' parts are read. None, on all ranks alike: the
-        output is not of `to_gather`, and is to be gathered in another way."""
+    def gather(self, output: Tensor, number: int = 0) -> "Gathering | None":
+        """What to wait for before the other ranks' parts of this group are read. None, on all ranks
+        alike: the output is not of `to_gather`, and is to be gathered in another way."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
-        self._places = (self._places * (_ELSEWHERE + 2) + slot + 1) & _PLACES
+        self._did(2 * number, slot)
         if slot != _ELSEWHERE:
             return Gathering(self)
         self.meet()
@@ -106,9 +122,10 @@ class SharedSlots:
         start = self._start_of(self._memory.rank)
         return self._summed[start : start + num_bytes]
 
-    def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any) -> bool:
-        """Fill `own` with this rank's part of the sum or mean over the ranks of their `whole`,
-        added in their order. False, on all ranks alike: it is too large."""
+    def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
+        """Fill `own` with this rank's part of the sum or mean over the ranks of their `whole`, of
+        this group, added in their order. False, on all ranks alike: it is too large."""
+        self._did(2 * number + 1, 0)
         mine = self.to_sum(whole.nbytes)
         if mine is None:
             return False
@@ -143,21 +160,62 @@ class SharedSlots:
         """So many times the ranks have met."""
         return self._memory.num_met
 
+    def finish(self) -> None:
+        """Forward passes end here that nothing follows for which ranks would meet. Raises as
+        `meet` where another rank goes on with them."""
+        self._did(PASSES_END, 0)
+        self.meet()
+
+    def _did(self, deed: int, slot: int) -> None:
+        self._last = deed & ((1 << _LAST_BITS) - 1)
+        self._so_far = (self._so_far * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot) & _SO_FAR
+
     def meet(self) -> None:
-        """Behind it all that ranks wrote before it can be read by all."""
+        """Behind it all that ranks wrote before it can be read by all.
+
+        Raises GenerationBroken as `SharedMemory.meet`; InvalidSpec, on all ranks, if they have not
+        gathered and summed the same so far.
+        """
         in_use = 0
         for number, use in enumerate(self._uses):
             if use is not None and use() is not None:
                 in_use |= 1 << number
-        words = self._memory.meet(self._places << NUM_GATHERED | in_use)
+        own = (self._so_far << _LAST_BITS | self._last) << NUM_GATHERED
+        words = self._memory.meet(own | in_use)
         if len({word >> NUM_GATHERED for word in words}) > 1:
-            raise InternalError(
-                "the ranks do not gather in the same places",
-                seen=f"{[oct(word >> NUM_GATHERED) for word in words]} by rank",
-            )
+            self._let_all_hear()
+            raise self._refusal([word >> NUM_GATHERED & ((1 << _LAST_BITS) - 1) for word in words])
         self._used_anywhere = 0
         for word in words:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
+
+    def _let_all_hear(self) -> None:
+        """Whoever raises leaves, which cuts the meeting under those who have not woken up."""
+        try:
+            self._memory.meet()
+        except GenerationBroken as error:
+            # Who came through this before has left already, so all have heard.
+            log.info("last_word_ended_by_a_leaver", reason=str(error)[:200])
+
+    def _refusal(self, last: Sequence[int]) -> InvalidSpec:
+        deeds = [self._in_words(deed) for deed in last]
+        return InvalidSpec(
+            "the members computed with different layers at the same time",
+            seen="; ".join(f"rank {rank}: {deed}" for rank, deed in enumerate(deeds)),
+            expected="the same layers in the same order in each pass on every member: they gather"
+            " and reduce these together",
+            fix="Call a layer that a member's samples do not need with none of them (inputs[:0]),"
+            " and, where gradients are computed, add its sum to the loss; or use"
+            " shoal.DDP(find_unused_parameters=True) or shoal.Zero1(find_unused_parameters=True).",
+        )
+
+    def _in_words(self, deed: int) -> str:
+        """What a rank did last, as of a word of its."""
+        if deed == PASSES_END & ((1 << _LAST_BITS) - 1):
+            return "done with its forward passes"
+        number, is_sum = divmod(deed, 2)
+        name = self.names[number] if number < len(self.names) else str(number)
+        return f"at the {'gradients' if is_sum else 'weights'} of the layer of {name}"
 
 
 class Gathering(dist.Work):

@@ -234,13 +234,11 @@ class LayoutStrategy(SynchronousStrategy):
             if path is None:
                 raise
         else:
-            fresh = state_shard.step == 0
-            path = self._checkpoints.newest(generation, group) if fresh else None
+            path = None if state_shard.step else self._checkpoints.newest(generation, group)
             if path is None:
                 self._checkpoints.samples.adopt(state_shard)
                 return state_shard
-        unchanged = None if self._has_state else self._optimizer
-        return self._checkpoints.read(path, needs, unchanged)
+        return self._checkpoints.read(path, needs, None if self._has_state else self._optimizer)
 
     def cut(self, generation: int) -> None:
         super().cut(generation)
@@ -470,8 +468,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _write_checkpoint(self) -> None:
         binding, group = self._binding, self._process_group
-        assert binding is not None, "behind a step"
-        assert group is not None, "behind a step"
+        assert binding is not None and group is not None, "behind a step"
 
         def writes(name: str) -> bool:
             return group.rank() == 0 if name.startswith(REGISTERED) else binding.writes(name)
@@ -479,6 +476,9 @@ class LayoutStrategy(SynchronousStrategy):
         self._checkpoints.write(self._step, lambda: self._collect(binding), writes)
 
     # --- state ---
+
+    def finish_passes(self) -> None:
+        self._layout().finish_passes()
 
     def data_share(self, generation: Generation) -> tuple[int, int]:
         layout = self._layout()

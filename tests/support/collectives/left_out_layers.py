@@ -1,0 +1,67 @@
+"""Ranks of which one leaves a layer out that the others compute with."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.collectives.strategy_runs import Run, entered, take_step
+from support.models.seeding import seeded
+from torch import Tensor, nn, tanh
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from shoal.data.batches import Loader, Order
+from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal_proto.errors import InvalidSpec
+
+
+def loader() -> Loader:
+    with seeded(1):
+        data = torch.utils.data.TensorDataset(torch.randn(60, 6), torch.randint(5, (60,)))
+    return Loader(data, Order(num_samples=60, global_batch_size=24), None)
+
+
+class Chain(nn.Module):
+    """Layers of different sizes, one after the other; leaves one out where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out = ""
+        self.first, self.drop, self.last = nn.Linear(6, 7), nn.Linear(7, 7), nn.Linear(7, 5)
+        self.end = nn.Linear(5, 5, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        if self.left_out != "drop":
+            hidden = hidden + self.drop(hidden)
+        outputs: Tensor = self.last(tanh(hidden))
+        return outputs if self.left_out == "end" else self.end(outputs)
+
+
+def refused_to(
+    ranks: tuple[int, ...], made: tuple[type[LayoutStrategy], dict[str, Any]], where: str
+) -> str:
+    """With what a member is refused when these leave a layer out, behind one sound step."""
+    with seeded(0):
+        model = Chain()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    kind, options = made
+    strategy = kind(min_group_bytes=0, **options)
+    run = Run(build=lambda _: (model, optimizer), loader=loader, loss=cross_entropy)
+    share = entered(run, strategy)
+    batch = loader().synchronous(0, *share)
+    take_step(strategy, batch, cross_entropy)
+    module: Any = strategy.module
+    layer, at = where.split(" in ")
+    module.left_out = layer if dist.get_rank() in ranks else ""
+    try:
+        if at == "a step":
+            take_step(strategy, batch, cross_entropy)
+        else:
+            with torch.no_grad():
+                strategy.module(batch.inputs)
+            strategy.finish_passes()
+    except InvalidSpec as error:
+        assert strategy.step == 1
+        return str(error)
+    return ""
