@@ -61,6 +61,7 @@ class _Launcher:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
+    launcher: _Launcher
     member: MemberKey
     answer: asyncio.Future[pb.OutputPart]
 
@@ -71,6 +72,10 @@ class _Kept:
 
     launcher: _Launcher
     part: pb.OutputPart
+
+
+class _StreamEnded(Exception):
+    """The launcher's, before it has answered."""
 
 
 class OutputsService(OutputsServicer):
@@ -112,6 +117,9 @@ class OutputsService(OutputsServicer):
             self._num_served -= len(members)
             for member in members:
                 self._remove(member, launcher)
+            for asked in self._asked.values():
+                if asked.launcher is launcher and not asked.answer.done():
+                    asked.answer.set_exception(_StreamEnded())
 
     def _remove(self, member: MemberKey, launcher: _Launcher) -> None:
         # After a change of leaders they are gone already.
@@ -172,12 +180,22 @@ class OutputsService(OutputsServicer):
             raise InvalidSpec("lines are asked for on both sides", expected="after or before")
         actor = self._find(job)
         check_asker(actor.job.spec, who)
-        member = (job, member_id)
+        member, ended = (job, member_id), ""
         for launcher in reversed(self._serving.get(member, [])):
             if _owns(launcher, actor, member_id):
-                part = await self._ask(launcher, member, after, before)
+                try:
+                    part = await self._ask(launcher, member, after, before)
+                except _StreamEnded:
+                    ended = launcher.host
+                    continue
                 return _view(member, launcher, part, after, before)
         kept = self._kept.get(member)
+        if kept is None and ended:
+            raise Unavailable(
+                f"the launcher of {member_id} was asked for lines when its stream ended",
+                seen=f"no last lines from {ended}",
+                fix="Ask again: it may be there again, or another coordinator may lead.",
+            )
         if kept is None or not _owns(kept.launcher, actor, member_id):
             raise _nobody_has(actor, member_id)
         part = _cut(kept, after, before)
@@ -204,7 +222,8 @@ class OutputsService(OutputsServicer):
         if len(self._asked) >= MAX_ASKED or launcher.wanted.qsize() >= MAX_WAITING:
             raise Overloaded("too many ask for outputs", fix="Ask again a little later.")
         ticket = secrets.token_hex(16)
-        asked = _Asked(member=member, answer=asyncio.get_running_loop().create_future())
+        answer = asyncio.get_running_loop().create_future()
+        asked = _Asked(launcher=launcher, member=member, answer=answer)
         self._asked[ticket] = asked
         wanted = pb.OutputWanted(ticket=ticket, member_id=member[1], max_bytes=PART_BYTES)
         if after is not None:

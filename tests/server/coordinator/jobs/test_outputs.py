@@ -255,6 +255,36 @@ async def test_a_launcher_that_hangs_is_not_waited_for(monkeypatch: pytest.Monke
         await until_served(world, 0)
 
 
+@pytest.mark.parametrize("leaves_lines", [True, False], ids=["with last lines", "without"])
+async def test_who_asks_while_the_launcher_ends_gets_its_last_lines(
+    leaves_lines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of its stream ends the wait. Regression: it took 3 s and ended as Unavailable, with
+    the lines at hand."""
+    monkeypatch.setattr(outputs, "ANSWER_WITHIN_S", 10 * WITHIN_S)
+    async with (
+        served(MemoryStore()) as world,
+        grpc.aio.insecure_channel(world.address) as channel,
+    ):
+        await joined(world)
+        stub, owner = OutputsStub(channel), pb.OutputOwner(member_id="a", launch_secret=LAUNCH)
+        stream = stub.Serve(pb.ServeOutputRequest(job="j", host="h", source="ab", members=[owner]))
+        await stream.read()
+        reading = asyncio.create_task(read(world))
+        await stream.read()  # what is wanted
+        if leaves_lines:
+            last = pb.LastOutput(owner=owner, part=pb.OutputPart(data=b"the end\n", stop=8))
+            await stub.Keep(pb.KeepOutputRequest(job="j", last=[last]))
+        stream.cancel()
+        async with asyncio.timeout(WITHIN_S):
+            if leaves_lines:
+                left = await reading
+                assert (left.lines, left.is_live) == (("the end",), False)
+            else:
+                with pytest.raises(Unavailable, match="when its stream ended"):
+                    await reading
+
+
 async def test_an_answer_needs_the_ticket_of_its_question() -> None:
     async with served(MemoryStore()) as world, launched(world) as tail:
         await joined(world)
