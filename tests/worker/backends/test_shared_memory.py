@@ -7,6 +7,7 @@ import multiprocessing
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -101,24 +102,49 @@ def test_memory_that_the_system_does_not_give_is_done_without() -> None:
     assert time.monotonic() - began_s < 60
 
 
-def test_a_stranger_gets_no_memory() -> None:
-    """It has found the name, but does not know the key."""
+def is_hung_up(connection: socket.socket) -> bool:
+    """Also with what it had sent unread."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "said",
+    [opening._GREETING.pack(1, bytes(32)), bytes(3), b""],
+    ids=["another key", "half a greeting", "nothing"],
+)
+@pytest.mark.parametrize("num_strangers", [1, 3 * opening.MAX_SILENT // 2])
+def test_a_stranger_gets_no_memory(
+    said: bytes, num_strangers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has found the name, but does not know the key. Regression: a rank waited behind one that
+    said nothing, until none had the memory."""
+    monkeypatch.setattr(opening, "OPEN_S", 30.0)
     key = bytes(range(32))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    handed: list[object] = []
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(opening._address(key))
         listener.listen()
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        stranger.connect(opening._address(key))
-        stranger.sendall(opening._GREETING.pack(1, bytes(32)))
-        handed: list[object] = []
         maker = threading.Thread(
             target=lambda: handed.append(opening._hand_out(listener, key, 2, Room.made(4096)))
         )
         maker.start()
+        strangers = [
+            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            for _ in range(num_strangers)
+        ]
+        for stranger in strangers:
+            stranger.connect(opening._address(key))
+            if said:
+                stranger.sendall(said)
+        began_s = time.monotonic()
         opened = opening._receive(key, 1, None)
         maker.join()
-        with stranger:
-            assert stranger.recv(1) == b""
+        assert time.monotonic() - began_s < opening.OPEN_S / 2
+        assert all(map(is_hung_up, strangers))
     assert opened.room.num_bytes == 4096
     assert len(handed) == 1
 

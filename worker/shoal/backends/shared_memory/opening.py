@@ -10,6 +10,7 @@ import hashlib
 import mmap
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -17,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self, cast
 
 import structlog
 import torch
@@ -33,6 +35,8 @@ log = structlog.get_logger(__name__)
 
 OPEN_S = 2.0
 """Where the ranks do not have the memory within this time, none of them uses it."""
+MAX_SILENT = 256
+"""Connections that have not greeted yet; the oldest goes. A rank greets as it connects."""
 _PLACE_BYTES, _NAME_BYTES = 32, 32
 _GREETING = struct.Struct("=I32s")
 _HANDED = struct.Struct(f"=Q{ID_BYTES}s")
@@ -162,17 +166,11 @@ def _hand_out(listener: socket.socket, name: bytes, world_size: int, room: Room)
         initialise(head, world_size)
         handed = _HANDED.pack(room.num_bytes, room.room_id), [descriptor, room.descriptor]
         by_rank: dict[int, socket.socket] = {}
-        while len(by_rank) < world_size - 1:
-            listener.settimeout(_left(deadline_s))
-            connection = stack.enter_context(listener.accept()[0])
-            connection.settimeout(_left(deadline_s))
-            try:
-                rank, key = _GREETING.unpack(_read(connection, _GREETING.size))
-            except (OSError, _Refused) as error:
-                # Whoever it was has the name only; a rank that is lost is missed at the deadline.
-                log.warning("greeting_refused", reason=repr(error))
-                continue
-            if secrets.compare_digest(key, name):
+        with _Greetings(listener, name) as greetings:
+            while len(by_rank) < world_size - 1:
+                rank, connection = greetings.next(deadline_s)
+                stack.enter_context(connection)
+                connection.settimeout(_left(deadline_s))
                 socket.send_fds(connection, [handed[0]], handed[1])
                 by_rank[rank] = connection
         for connection in by_rank.values():
@@ -185,11 +183,88 @@ def _hand_out(listener: socket.socket, name: bytes, world_size: int, room: Room)
     return _Opened(head=head, room=room, connections=connections)
 
 
+class _Greetings:
+    """Of ranks that have the key, as they come. Whoever else connects has the name only, which can
+    be listed: nobody waits for what it says, or does not say."""
+
+    def __init__(self, listener: socket.socket, key: bytes) -> None:
+        self._listener, self._key = listener, key
+        self._selector = selectors.DefaultSelector()
+        self._heard: dict[socket.socket, bytes] = {}
+        """By connection, the oldest first, as much of its greeting as has come."""
+
+    def __enter__(self) -> Self:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for connection in self._heard:
+            connection.close()
+
+    def next(self, deadline_s: float) -> tuple[int, socket.socket]:
+        """A rank, with its connection. Raises TimeoutError behind the deadline."""
+        while time.monotonic() < deadline_s:
+            for ready, _ in self._selector.select(_left(deadline_s)):
+                if ready.fileobj is self._listener:
+                    self._accept()
+                    continue
+                connection = cast(socket.socket, ready.fileobj)
+                if connection in self._heard and self._read(connection):
+                    rank, key = _GREETING.unpack(self._heard[connection])
+                    if secrets.compare_digest(key, self._key):
+                        self._forget(connection)
+                        return rank, connection
+                    self._refuse(connection, "another key")
+        raise TimeoutError("not all ranks came for the memory")
+
+    def _accept(self) -> None:
+        try:
+            connection = self._listener.accept()[0]
+        except BlockingIOError:
+            return  # It has gone again.
+        connection.setblocking(False)
+        if len(self._heard) >= MAX_SILENT:
+            self._refuse(next(iter(self._heard)), "silent, with too many others")
+        self._heard[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> bool:
+        """Read on; whether the greeting is complete."""
+        heard = self._heard[connection]
+        try:
+            piece = connection.recv(_GREETING.size - len(heard))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._refuse(connection, repr(error))
+            return False
+        if not piece:
+            self._refuse(connection, "it hung up")
+            return False
+        self._heard[connection] = heard + piece
+        return len(heard) + len(piece) == _GREETING.size
+
+    def _refuse(self, connection: socket.socket, reason: str) -> None:
+        # A rank that is lost is missed at the deadline.
+        log.warning("greeting_refused", reason=reason)
+        self._forget(connection)
+        connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._heard[connection]
+
+
 def _receive(name: bytes, rank: int, old: Room | None) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(OPEN_S)
+        # By the kernel's limit: with Python's own, a queue that is full is an error at once.
+        limit = struct.pack("@ll", int(OPEN_S), int(OPEN_S % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.connect(_address(name))
+        connection.settimeout(OPEN_S)
         connection.sendall(_GREETING.pack(rank, name))
         told, descriptors, _, _ = socket.recv_fds(connection, _HANDED.size, 2)
         try:
