@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.data.batches import Loader, Order
-from shoal.data.parts import cut
+from shoal.data.parts import cut, rows_of_fewer
 from shoal.data.samples import Samples
 from shoal_proto.errors import InvalidSpec
 
@@ -51,6 +51,29 @@ def test_samples_are_the_first_dimension(values: Any, expected: Any) -> None:
 def test_what_does_not_say_whose_it_is_is_refused(values: Any, seen: str) -> None:
     with pytest.raises(InvalidSpec, match=seen):
         cut(values, 1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "size", "rows"),
+    [
+        ((ROWS, torch.ones(4)), 5, 4),
+        ((torch.ones(4, 3, 5, 5), torch.ones(4)), 5, 4),
+        (({"a": ROWS, "b": [torch.ones(4, 7)]}, None), 6, 4),
+        ((ROWS[:0], torch.ones(0)), 4, 0),
+        ((ROWS, torch.ones(4)), 4, None),
+        # Twice as many views as samples.
+        ((ROWS, torch.ones(4)), 2, None),
+        # Time first: sentences of samples, with a mask.
+        ((torch.ones(3, 9), torch.ones(3, 9), torch.ones(3, 3)), 9, None),
+        # Of another size each: nodes of graphs, tokens in a row.
+        ((ROWS, torch.ones(9)), 12, None),
+        (([{"boxes": ROWS}] * 5, torch.ones(4)), 5, None),
+        ((["a", "b"], None), 3, None),
+        ((torch.tensor(3.0), None), 3, None),
+    ],
+)
+def test_samples_that_were_left_out_are_told(values: Any, size: int, rows: int | None) -> None:
+    assert rows_of_fewer(values, size) == rows
 
 
 def test_parts_need_a_step() -> None:

@@ -99,6 +99,57 @@ def test_a_loss_with_weights_that_each_member_would_train_by_itself_is_refused(
     of_margin.step()
 
 
+@pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
+@pytest.mark.parametrize("place", ["in the step", "behind the step"])
+def test_an_optimizer_of_the_model_that_was_not_distributed_is_refused(
+    cluster: LocalCluster, strategy: str, place: str
+) -> None:
+    """As of a script with one for matrices and one for all else: where the model is cut or copied
+    it trained nothing, and elsewhere a member that joins had none of its state."""
+    model, _ = build("sgd", "layers")
+    matrices = torch.optim.SGD([each for each in model.parameters() if each.ndim > 1], lr=0.02)
+    others = torch.optim.Adam([each for each in model.parameters() if each.ndim < 2])
+
+    def body() -> None:
+        with shoal.join(secrets.token_hex(4), coordinator=cluster.coordinator) as session:
+            session.distribute(model, matrices, strategy=strategy)
+            for batch in session.batches(data(), global_batch_size=24):
+                with session.step():
+                    session.forward_backward(batch, cross_entropy)
+                    if place == "in the step":
+                        others.step()
+                others.step()
+
+    with pytest.raises(InvalidSpec, match=r"not distributed.*Adam.*in a list"):
+        body()
+    others.step()
+
+
+def test_an_optimizer_of_an_optimizer_is_its_own_business(cluster: LocalCluster) -> None:
+    """As sharpness-aware minimisation and Lookahead are written: the outer one is distributed."""
+
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+            self.param_groups = inner.param_groups
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    ended = []
+    for wraps in (True, False):
+        model, optimizer = build("sgd", "layers")
+        given = Outer(optimizer) if wraps else optimizer
+        with shoal.join(secrets.token_hex(4), coordinator=cluster.coordinator) as session:
+            copy, _ = session.distribute(model, given)
+            for batch in session.batches(data(), global_batch_size=24, epochs=1):
+                with session.step():
+                    session.backward(loss_of(session, copy, batch))
+            ended.append(session.state_dict())
+    assert all(torch.equal(ended[0][name], ended[1][name]) for name in ended[0])
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "async-sgd"])
 @pytest.mark.parametrize("dropped_by", ["optimizer", "model"])
 @pytest.mark.parametrize("to_none", [True, False])

@@ -3,6 +3,7 @@ members with other shares of a batch would train another one."""
 
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
+from torch.utils.data import default_collate
 
 import shoal
 from shoal.session.session import Session
@@ -142,3 +144,81 @@ def test_a_part_is_looked_at_by_itself(cluster: LocalCluster) -> None:
 
     with pytest.raises(InvalidSpec, match=r"for each of 12 samples"):
         train(cluster, "ddp", take)
+
+
+class SomeUnreadable(torch.utils.data.Dataset[Any]):
+    """One sample in five is None."""
+
+    def __len__(self) -> int:
+        return len(data()[0])
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = data()
+        return None if index % 5 == 0 else (inputs[index], targets[index])
+
+
+def readable(samples: list[Any]) -> Any:
+    return default_collate([each for each in samples if each is not None])
+
+
+def outputs_squared(outputs: Tensor, _: Tensor) -> Tensor:
+    """In it nothing tells how many samples it is a mean over."""
+    return outputs.square().mean()
+
+
+@pytest.mark.sampled("strategy")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hybrid"])
+@pytest.mark.parametrize("in_one_call", [False, True])
+def test_samples_that_collate_leaves_out_are_refused(
+    cluster: LocalCluster, strategy: str, in_one_call: bool
+) -> None:
+    def body(session: Session, model: Any, batch: shoal.Batch) -> None:
+        if in_one_call:
+            session.forward_backward(batch, outputs_squared)
+        else:
+            session.backward(outputs_squared(model(batch.inputs), batch.targets))
+
+    model, optimizer = build("sgd", "layers")
+    with shoal.join(f"mean-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+        model, optimizer = session.distribute(model, optimizer, strategy=strategy)
+        batches = session.batches(SomeUnreadable(), global_batch_size=24, collate=readable)
+        with pytest.raises(InvalidSpec, match=r"lacks samples.*of 24 samples.*weight="):
+            for batch in batches:
+                with session.step():
+                    body(session, model, batch)
+
+
+def test_with_a_weight_samples_may_be_left_out(cluster: LocalCluster) -> None:
+    """Whatever the number of members, the job trains the mean over those that there are."""
+
+    def body(session: Session, model: Any, batch: shoal.Batch) -> None:
+        loss = outputs_squared(model(batch.inputs), batch.targets)
+        session.backward(loss, weight=len(batch.targets))
+
+    def member(job: str, num_members: int, made: Any) -> dict[str, Tensor]:
+        model, optimizer = made
+        with shoal.join(
+            job,
+            coordinator=cluster.coordinator,
+            backend="in-memory",
+            desired_members=num_members,
+        ) as session:
+            model, _ = session.distribute(model, optimizer)
+            for batch in session.batches(
+                SomeUnreadable(), global_batch_size=24, epochs=2, collate=readable, drop_last=True
+            ):
+                with session.step():
+                    body(session, model, batch)
+            return dict(session.state_dict())
+
+    ends = []
+    for num_members in (1, 3):
+        job = f"mean-{secrets.token_hex(4)}"
+        # Threads of a process share its generator: each gets what was made before.
+        made = [build("sgd", "layers") for _ in range(num_members)]
+        with ThreadPoolExecutor(num_members) as threads:
+            threads_of = [threads.submit(member, job, num_members, each) for each in made]
+            ends += [each.result(60.0) for each in threads_of]
+    for end in ends:
+        for name, tensor in end.items():
+            torch.testing.assert_close(tensor, ends[0][name], rtol=0, atol=1e-6)

@@ -1,7 +1,7 @@
 """Cutting a member's share of a batch into micro-batches."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -58,6 +58,39 @@ def cut(values: Any, start: int, stop: int, size: int) -> Any:
     if isinstance(values, list | tuple):
         return _cut_sequence(values, start, stop, size)
     raise _not_by_sample(f"a {type(values).__name__}", size)
+
+
+def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
+    """How many samples are in a batch of which a collate function has left out some, as it does
+    with those that could not be read; None where it has all of `size`, or another form.
+
+    All tensors have a row for each sample then. In those with the fewest dimensions no other is as
+    long as there are samples: one is where the samples are along another than the first.
+    """
+    shapes = [shape for each in values for shape in _shapes(each, size)]
+    rows = {shape[0] for shape in shapes}
+    if len(rows) != 1 or rows.pop() >= size:
+        return None
+    fewest = min(map(len, shapes))
+    if any(size in shape for shape in shapes if len(shape) == fewest):
+        return None
+    return shapes[0][0]
+
+
+def _shapes(values: Any, size: int) -> Iterator[tuple[int, ...]]:
+    """Of all tensors; so many items in a list are one a sample."""
+    if isinstance(values, Tensor):
+        if values.ndim:
+            yield (len(values),) if values.is_nested else tuple(values.shape)
+    elif isinstance(values, Mapping):
+        for each in values.values():
+            yield from _shapes(each, size)
+    elif isinstance(values, list | tuple):
+        if len(values) == size:
+            yield (size,)
+        else:
+            for each in values:
+                yield from _shapes(each, size)
 
 
 class OnePerSample(tuple[Any, ...]):

@@ -17,6 +17,7 @@ from shoal.membership.validators import ValidatorSet
 from shoal.model.devices import device_of, devices_of
 from shoal.model.frameworks import as_torch
 from shoal.model.initialisation import initialise
+from shoal.model.other_parameters import references
 from shoal.model.several import Training, joined, models_of, optimizers_of
 from shoal.model.tied_tensors import give_own_memory
 from shoal.model.trained_parameters import TrainedParameters
@@ -123,6 +124,7 @@ class Distribution:
             chosen.carry(self.registered)
         self._check_scales(chosen)
         self._optimizer = optimizer
+        given = references(model.parameters())
         distributed = chosen.distribute(model, optimizer)
         self.fields |= {"strategy": chosen.name, "torch": torch.__version__, **chosen.proposal()}
         if options.validators.names:
@@ -136,7 +138,7 @@ class Distribution:
         optimizers = list(optimizers_of(optimizer).values())
         trained = self._parameters = TrainedParameters(distributed[0])
         self._controller.on_entered = trained.note
-        self._guard = StepGuard(optimizers, self.registered, trained, chosen)
+        self._guard = StepGuard(optimizers, self.registered, trained, chosen, given)
         if self.registered:
             self.fields["registered"] = self.registered.description
         if chosen.carries:

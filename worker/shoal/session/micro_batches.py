@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from shoal import randomness
 from shoal.data.batches import Batch, share
-from shoal.data.parts import cut
+from shoal.data.parts import cut, rows_of_fewer
 from shoal.layouts import synced_batchnorm
 from shoal.layouts.base import LossFunction
 from shoal.model.other_parameters import nodes_of
@@ -197,6 +197,25 @@ class MicroBatches:
             if self._part is not None:
                 raise
             self._refusal = refusal
+
+    def check_samples(self) -> None:
+        """Raise InvalidSpec for a loss without a weight where the batch lacks some of its samples:
+        what it counts for would be taken from those that there should be."""
+        batch = self._batch
+        if batch is None or not batch.indices or not self._strategy.cuts_batches:
+            return
+        size = len(batch.indices)
+        rows = rows_of_fewer((batch.inputs, batch.targets), size)
+        if rows is not None:
+            raise InvalidSpec(
+                f"a loss without a weight of a batch that lacks samples, in step {batch.step}",
+                seen=f"{rows} of {size} samples, as from a collate function that leaves out those"
+                " that are None",
+                expected="session.backward(loss, weight=...) in each pass, with how many samples"
+                " the loss is a mean over: with other shares of the batch the job would train"
+                " another one",
+                fix="weight=len(batch.targets); or a sample in the place of each that is missing.",
+            )
 
     def checked(self, loss_function: LossFunction) -> LossFunction:
         """The same, of the samples that it is called with."""

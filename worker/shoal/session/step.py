@@ -226,8 +226,10 @@ class Steps:
         scaler = self._trained.registered.scaler
         step.note_loss(loss if scaler is None else loss.detach() / scaler.get_scale(), counted)
         step.guard.look_at_loss(loss)
-        if weight is None and step.guard.is_early:
-            step.micro_batches.check_mean(loss)
+        if weight is None:
+            step.micro_batches.check_samples()
+            if step.guard.is_early:
+                step.micro_batches.check_mean(loss)
         with step.guard.computing():
             step.micro_batches.backward(loss, fraction, None if weight is None else counted)
 
@@ -250,6 +252,7 @@ class Steps:
                 expected="session.backward(loss, optimizer=...), which says what the loss trains",
             )
         fraction = step.micro_batches.passing()
+        step.micro_batches.check_samples()
         if step.guard.is_early:
             loss_function = step.micro_batches.checked(loss_function)
         whole = batch if fraction == 1.0 or step.batch is None else step.batch

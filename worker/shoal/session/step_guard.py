@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.model.other_parameters import OtherParameters
+from shoal.model.other_parameters import OtherParameters, References
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters, are_same
 from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.base import Strategy
@@ -63,8 +63,10 @@ class StepGuard:
         registered: RegisteredState,
         trained: TrainedParameters,
         strategy: Strategy,
+        given: References,
     ) -> None:
-        """A registered scaler's losses are unscaled."""
+        """A registered scaler's losses are unscaled. `given`: the parameters of the script's model,
+        of which the strategy may have made others."""
         self._strategy = strategy
         self._clips = False
         self._trained = trained
@@ -81,7 +83,9 @@ class StepGuard:
         """Whose gradients the script has dropped, all of them, since the pass that gave them; and
         whether they are None since, or zeros."""
         self._optimizers = list(optimizers)
-        self._others = OtherParameters(trained.parameters, self._optimizers)
+        self._others = OtherParameters(
+            trained.parameters, given, self._optimizers, lambda: self._commits
+        )
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
         for each in self._optimizers:
             vars(each)["add_param_group"] = self._refuse_group
