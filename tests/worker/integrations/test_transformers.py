@@ -11,15 +11,17 @@ from accelerate.state import AcceleratorState
 from support.frameworks import transformers_bodies
 from support.frameworks.accelerate_bodies import Run
 from support.frameworks.transformers_bodies import (
+    BATCH,
     STEPS_PER_EPOCH,
     TRAINER_STEPS,
+    VOCABULARY,
     inputs_of,
     losses_of,
     plain_trainer,
 )
 from support.members.held_members import replaced_in_step_6
 from torch import Tensor
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, PreTrainedConfig, TrainerCallback
 
 import shoal
 from shoal.integrations.transformers import SessionTrainer
@@ -142,6 +144,52 @@ class OwnLoss(SessionTrainer):
 def test_a_loss_of_unknown_weight_is_refused(session: shoal.Session) -> None:
     with pytest.raises(InvalidSpec, match="loss_is_scaled_for_ga"):
         OwnLoss(session, **inputs_of()).train()
+
+
+class Tagger(torch.nn.Module):
+    """Of a user's own: its forward does not take `num_items_in_batch`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = PreTrainedConfig()
+        self.body = torch.nn.Embedding(VOCABULARY, 4)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Any = None) -> Any:
+        del attention_mask, labels
+        return {"logits": self.body(input_ids)}
+
+
+def tagger_of(**changes: Any) -> dict[str, Any]:
+    """With a label of four for each token that is no padding."""
+    inputs = inputs_of(label_smoothing_factor=0.1, max_steps=2, eval_strategy="no", **changes)
+    data = [
+        {**each, "labels": each["labels"].where(each["labels"] < 0, each["labels"] % 4)}
+        for each in inputs["train_dataset"]
+    ]
+    return {**inputs, "model": Tagger(), "train_dataset": data, "eval_dataset": None}
+
+
+def test_a_smoothed_mean_over_labels_has_their_number_as_weight(
+    session: shoal.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member's share may be full of padding: its mean counts for as many labels as it has."""
+    weights: list[Any] = []
+    plain = session.backward
+
+    def backward(loss: Tensor, *, weight: Any = None) -> None:
+        weights.append(weight)
+        plain(loss, weight=weight)
+
+    monkeypatch.setattr(session, "backward", backward)
+    inputs = tagger_of(gradient_accumulation_steps=1)
+    SessionTrainer(session, **inputs).train()
+    labels = [int(each["labels"].ne(-100).sum()) for each in inputs["train_dataset"]]
+    assert weights == [sum(labels[:BATCH]), sum(labels[BATCH : 2 * BATCH])]
+
+
+def test_a_smoothed_mean_of_each_part_is_refused(session: shoal.Session) -> None:
+    with pytest.raises(InvalidSpec, match="label_smoothing_factor"):
+        SessionTrainer(session, **tagger_of()).train()
 
 
 @pytest.mark.parametrize(

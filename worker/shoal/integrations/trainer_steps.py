@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from transformers.trainer_pt_utils import LabelSmoother
 
 from shoal.data.batches import Batch
 from shoal.session.batch_sources import Batches
@@ -106,6 +108,47 @@ class TrainerSteps:
         """Wait until all members have come to the end. Raises TakenAgain if a step comes first."""
         if self._peek() is not None:
             raise TakenAgain
+
+
+class CountedSmoother(LabelSmoother):
+    """Trainer's, which knows what its last mean was taken over: of a model that does not take
+    `num_items_in_batch` the labels of one part, as many as are no padding."""
+
+    _labels: Tensor | None = None
+
+    def __call__(
+        self,
+        model_output: Any,
+        labels: Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        alone = num_items_in_batch is None
+        self._labels = (labels[..., 1:] if shift_labels else labels) if alone else None
+        loss: Tensor = super().__call__(model_output, labels, shift_labels, num_items_in_batch)
+        return loss
+
+    def weight(self, num_parts: int) -> float | None:
+        """Of the loss that was computed last; None where it is a mean over samples.
+
+        Raises InvalidSpec where it is a mean over something else, of each part for itself.
+        """
+        labels, self._labels = self._labels, None
+        if labels is None:
+            return None
+        counts = labels.ne(self.ignore_index).reshape(len(labels), -1).sum(1)
+        if labels.dim() > 1 and num_parts == 1:
+            return float(counts.sum())
+        if not bool(counts.eq(labels[:1].numel()).all()):
+            raise InvalidSpec(
+                "a smoothed loss that is a mean over the labels of each part for itself",
+                seen="label_smoothing_factor, labels that are ignored, and a model that does not"
+                " take num_items_in_batch",
+                expected="a model whose forward takes **kwargs, or gradient_accumulation_steps=1"
+                " with a label for each token",
+                fix="docs/integrations.md",
+            )
+        return None
 
 
 class Collated:

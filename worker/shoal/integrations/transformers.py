@@ -25,6 +25,7 @@ from shoal.checkpoint.background import Checkpoints
 from shoal.integrations.trainer_steps import (
     Collated,
     CollatedWhole,
+    CountedSmoother,
     EpochLength,
     TakenAgain,
     TrainerSteps,
@@ -50,6 +51,7 @@ class SessionTrainer(Trainer):
     model: Any
     optimizer: Any
     control: Any
+    label_smoother: Any
     _globalstep_last_logged: int
 
     def __init__(
@@ -69,6 +71,8 @@ class SessionTrainer(Trainer):
         super().__init__(*arguments, **options)
         _refuse(self.args, self.train_dataset)
         self.add_callback(_Position(self))
+        if (smoother := self.label_smoother) is not None:
+            self.label_smoother = CountedSmoother(smoother.epsilon, smoother.ignore_index)
 
     # --- what a script calls ---
 
@@ -281,7 +285,10 @@ class SessionTrainer(Trainer):
             )
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
-        self._session.backward(loss, weight=self._present().weight)
+        weight = self._present().weight
+        if weight is None and isinstance(self.label_smoother, CountedSmoother):
+            weight = self.label_smoother.weight(self.args.gradient_accumulation_steps)
+        self._session.backward(loss, weight=weight)
 
     def compute_loss_context_manager(self) -> ExitStack:
         """With autocast to bfloat16, where that is asked for."""
