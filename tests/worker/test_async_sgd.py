@@ -198,13 +198,25 @@ def test_a_gradient_that_is_not_finite_stops_its_member_only(servers: ParameterS
 
 def test_a_gradient_of_another_kind_is_refused(servers: ParameterServers) -> None:
     """A sparse gradient cannot be pushed; the error says what was expected."""
-    model = nn.Embedding(10, 4, sparse=True)
+    model = nn.Module()
+    model.rows = nn.Parameter(torch.ones(10, 4))
     strategy = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1))
     strategy.begin_step()
-    strategy.backward(model(torch.tensor([1, 2])).sum(), 1.0)
+    found = nn.functional.embedding(torch.tensor([1, 2]), model.rows, sparse=True)
+    strategy.backward(found.sum(), 1.0)
     with pytest.raises(DtypeMismatch, match=r"torch\.sparse_coo"):
         strategy.end_step(lambda: None)
     strategy.close()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.SGD])
+def test_a_layer_of_sparse_gradients_is_refused_at_once(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """With what there is for it, in place of an optimizer that does not take it."""
+    model = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True))
+    with pytest.raises(InvalidSpec, match=r"0; .*EmbeddingTable.*RowAdam\(counts_rows=False\)"):
+        AsyncSGD().distribute(model, optimizer(model.parameters(), lr=0.1))
 
 
 def test_parameters_that_do_not_lie_flat_train_too(servers: ParameterServers) -> None:

@@ -50,11 +50,12 @@ def refuse_sparse(strategy: str, model: nn.Module) -> None:
 def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
     """What is told of layers, or of a parameter, with sparse gradients."""
     return InvalidSpec(
-        f"{strategy} does not bring sparse gradients together",
+        f"{strategy} does not train layers with sparse gradients",
         seen=f"sparse gradients of {name}",
         expected="gradients of the parameters' own layout",
         fix="Make the layer with sparse=False. Tables of which a step uses few rows belong on"
-        " parameter servers: shoal.EmbeddingTable with the strategy async-sgd (docs/tables.md).",
+        " parameter servers: shoal.EmbeddingTable with the strategy async-sgd, and in place of"
+        " SparseAdam its RowAdam(counts_rows=False) (docs/tables.md).",
     )
 
 

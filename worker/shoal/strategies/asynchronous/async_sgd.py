@@ -27,7 +27,7 @@ from shoal.embedding.exchange import TableExchange
 from shoal.embedding.row_codec import row_codec
 from shoal.membership.generation import Context, Generation
 from shoal.model.digests import optimizer_digest, schema_digest
-from shoal.model.gradients import StepGradients
+from shoal.model.gradients import StepGradients, refuse_sparse
 from shoal.state.whole_model import on_host
 from shoal.strategies.asynchronous.first_values import await_servers, first_values
 from shoal.strategies.asynchronous.gradients import gradients_of
@@ -132,6 +132,7 @@ class AsyncSGD(Strategy):
         self._losses: LossMonitor | None = None
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        refuse_sparse(self.name, model)
         policy, chosen = self._options.policy, self._options.compression
         spec = self._servers_spec(optimizer)
         spec.staleness.CopyFrom(policy)
