@@ -203,5 +203,6 @@ def _unkept(part: str, seen: str, expected: str) -> InvalidSpec:
         expected=expected,
         fix="The session cuts each batch for the members that are there, whose number changes, and"
         " counts each sample once an epoch. Give the dataset, with global_batch_size, shuffle and"
-        " seed; to weigh samples, weigh their losses.",
+        " seed. For an order of your own: Subset(dataset, the sampler's indices), seeded, with"
+        ' shuffle=False: "An order of your own" in docs/data.md.',
     )
