@@ -24,6 +24,8 @@ class Member:
     beat_slot: BeatSlot | None = None
     """Where this host's launcher looks for whom to beat. Without it the member beats by itself."""
 
+    launcher_job: str = ""
+    """The job that this host's launcher runs workers for; empty: without a launcher, or unknown."""
     job_secret: str = field(default="", repr=False)
     """See `shoal_proto.secrets`; empty: the job has none."""
     shared_directory: Path | None = None

@@ -24,6 +24,7 @@ from shoal_client.membership import member_events as ev
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_core import MemberCore
 from shoal_client.membership.named_rosters import NamedRosters
+from shoal_client.membership.several_jobs import OwnJobs
 from shoal_client.membership.threads.held_stream import HeldStream
 from shoal_client.membership.threads.session_threads import SessionThreads
 from shoal_proto.errors import DeadlineExceeded, ShoalError
@@ -69,6 +70,7 @@ class MemberSession:
     ) -> None:
         self._member = member
         self._slot = member.beat_slot
+        self._own_jobs = OwnJobs(member)
         self._hooks = MemberHooks(
             judge=judge,
             find_unreachable=find_unreachable,
@@ -107,7 +109,9 @@ class MemberSession:
             failure, admitted = core.failure, core.admitted
         if failure is not None or not admitted:
             self.close()
-            raise failure or DeadlineExceeded(
+            if failure is not None:
+                raise self._own_jobs.told(failure)
+            raise DeadlineExceeded(
                 f"no coordinator admitted this member within {timeout_s:g} s",
                 seen=core.waiting_for,
                 expected=f"one of {', '.join(self._member.coordinators)} to answer",
@@ -271,6 +275,8 @@ class MemberSession:
 
         One that cannot be reached within `timeout_s` is logged: it finds out by itself.
         """
+        if completed:
+            self._own_jobs.completed()
         self._do(ev.LeaveWished(completed=completed, reason=reason, timeout_s=timeout_s))
         self.close()
         return self._core.leaving.was_told
@@ -433,7 +439,8 @@ class MemberSession:
             case ev.Unclaim():
                 self._slot.unclaim()
             case ev.TellEnding():
-                self._slot.end(Ending.of(effect.error))
+                ending = self._own_jobs.ending(effect.error, admitted=bool(self._core.admitted))
+                self._slot.end(ending)
 
     # --- threads ---
 

@@ -3,13 +3,20 @@
 import asyncio
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
-from support.clusters.coordinator_world import propose, served
+from support.clusters.coordinator_world import entered, propose, served
 
 from shoal_client.liveness.beat_board import BeatBoard, BeatSlot, Ending
 from shoal_client.membership.member_session import MemberSession
-from shoal_proto.errors import Fenced, InternalError, ProposalConflict, Unavailable
+from shoal_proto.errors import (
+    Fenced,
+    InternalError,
+    JobFinished,
+    ProposalConflict,
+    Unavailable,
+)
 from shoal_proto.v1.membership_pb2 import Prepare, Rejection
 from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.limits import Limits
@@ -23,6 +30,12 @@ WITHIN_S = 20.0
 
 @pytest.fixture
 def slot() -> Iterator[BeatSlot]:
+    with BeatBoard(1) as board:
+        yield board.slots[0]
+
+
+@pytest.fixture
+def other_slot() -> Iterator[BeatSlot]:
     with BeatBoard(1) as board:
         yield board.slots[0]
 
@@ -90,6 +103,41 @@ async def test_what_the_trainer_ends_with_for_good(slot: BeatSlot) -> None:
         member.failed_for_good(Unavailable("nobody is there"))
         assert slot.ending is Ending.UNKNOWN
         member.failed_for_good(ProposalConflict("members differ"))
+        assert slot.ending is Ending.REFUSED
+
+
+async def test_who_joins_the_job_again_that_it_has_finished(
+    slot: BeatSlot, other_slot: BeatSlot
+) -> None:
+    """A second session of a script is nothing that was not needed: the script is to be mended.
+    Another member came too late."""
+    async with served(MemoryStore(), QUICK) as world:
+        member = world.client("twice", desired=1, beat_slot=slot)
+        await asyncio.to_thread(member.join)
+        await asyncio.to_thread(propose, member)
+        await entered(member, 0)
+        await asyncio.to_thread(member.leave, completed=True, reason="all is trained")
+        with pytest.raises(JobFinished, match="by an earlier session of this process"):
+            await asyncio.to_thread(world.client("twice", beat_slot=slot).join)
+        assert slot.ending is Ending.REFUSED
+        with pytest.raises(JobFinished, match="job j is finished; "):
+            await asyncio.to_thread(world.client("late", beat_slot=other_slot).join)
+        assert other_slot.ending is Ending.FINISHED
+
+
+async def test_who_comes_behind_one_of_its_scripts_jobs_has_failed(slot: BeatSlot) -> None:
+    """It was started again, and its script begins with a job that the others are past: the ones
+    that follow would never have it."""
+    async with served(MemoryStore(), QUICK) as world:
+        member = world.client("a", desired=1)
+        await asyncio.to_thread(member.join)
+        await asyncio.to_thread(propose, member)
+        await entered(member, 0)
+        await asyncio.to_thread(member.leave, completed=True, reason="all is trained")
+        late = replace(world.client("b", beat_slot=slot)._member, launcher_job="folds")
+        world.clients.append(MemberSession(late))
+        with pytest.raises(JobFinished, match=r"by others; .*Several jobs in one script"):
+            await asyncio.to_thread(world.clients[-1].join)
         assert slot.ending is Ending.REFUSED
 
 

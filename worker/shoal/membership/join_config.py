@@ -43,6 +43,8 @@ class FromLauncher:
     """Where the workers of this host's launcher keep what they have in common; empty: nowhere."""
     beat_slot: str = ""
     """Where the launcher looks for whom to beat; empty: this member beats by itself."""
+    job: str = ""
+    """The job that it runs workers for: a script may join others."""
     admission_s: float = ADMISSION_S
     """Seconds that a coordinator may take to admit this member. A worker of `shoal run` has a day:
     there was a coordinator at that address, and the job trains on while it is away."""
@@ -171,6 +173,7 @@ class JoinConfig:
             job_secret=self.secrets.job,
             admission_s=self.launcher.admission_s,
             beat_slot=_beat_slot(self.launcher.beat_slot),
+            launcher_job=self.launcher.job,
             shared_directory=Path(directory) if directory else None,
         )
 
@@ -217,6 +220,7 @@ def read_config(
         launcher=FromLauncher(
             shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
             beat_slot=text("beat_slot", "SHOAL_BEATS"),
+            job=environment.get("SHOAL_JOB", ""),
             admission_s=admission_s(environment.get(ADMISSION_VARIABLE, "")),
         ),
         secrets=member_secrets(environment),
