@@ -70,6 +70,9 @@ TABLE = {
     ("docs/compression.md", "from shoal.compression"): "tests/worker/compression/test_averages.py",
     ("docs/data.md", "batches = session.batches"): NOT_RUN
     + "a bar of tqdm around the loop above, which is run",
+    ("docs/data.md", "generator = torch.Generator()"): (
+        "tests/worker/data/test_batch_options.py::test_an_order_that_was_drawn_is_kept"
+    ),
     ("docs/data.md", "urls = "): "tests/worker/data/test_shards.py",
     ("docs/deploy.md", "docker compose up"): COMPOSE,
     ("docs/deploy.md", "docker compose build"): CLUSTER,
@@ -128,6 +131,10 @@ TABLE = {
         "docs/run.md",
         "shoal run",
     ): "tests/worker/launcher/test_launch_workers.py::test_a_module_is_run_with_m",
+    ("docs/run.md", "from shoal_proto.errors import JobFinished"): (
+        "tests/client/membership/test_session_ending.py"
+        "::test_who_comes_behind_one_of_its_scripts_jobs_has_failed"
+    ),
     ("docs/runbook.md", "curl http"): "tests/client/commands/test_status_command.py",
     ("docs/security.md", "shoal certs init"): TLS,
     ("docs/security.md", "(umask 077; openssl"): NOT_RUN

@@ -12,6 +12,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -94,6 +95,18 @@ def test_a_tuple_of_something_else_is_no_dataset(dataset: Any, seen: str) -> Non
     """Not as many samples as it has parts."""
     with pytest.raises(InvalidSpec, match=f"something other than tensors; saw {seen};"):
         order_of(dataset, global_batch_size=2)
+
+
+def test_an_order_that_was_drawn_is_kept() -> None:
+    """As docs/data.md has it: of a weighted sampler, and of one that makes batches."""
+    generator = torch.Generator().manual_seed(0)
+    weighted = list(WeightedRandomSampler(torch.rand(10).tolist(), 30, generator=generator))
+    batches = [[7, 2, 9, 4], [4, 1, 0, 3], [8, 5, 6]]
+    for drawn in (weighted, [index for indices in batches for index in indices]):
+        subset: Subset[Any] = Subset(DATASET, drawn)
+        order = order_of(subset, global_batch_size=4, epochs=1, shuffle=False)
+        found = [int(subset[at][0]) for at in order.indices(0, 0, len(drawn)).tolist()]
+        assert (order.num_epochs, found) == (1, drawn)
 
 
 class Stream(IterableDataset[int]):
