@@ -31,7 +31,6 @@ class BufferSnapshot:
         """Each with what it held, and how often it had been written to."""
         self._refusal: InvalidSpec | None = None
 
-    @torch.no_grad()
     def keep(self, model: nn.Module) -> None:
         """Remember what the buffers of this model hold now. Raises as `settle`."""
         if self._refusal is not None:
@@ -123,11 +122,13 @@ class _Lasting:
     def keep(self) -> None:
         """Remember what they hold now."""
         self.settle()
-        if not self._copies:
-            self._copies = [torch.empty_like(buffer) for buffer in self._once]
-        foreach_copy_(self._copies, self._once)
+        if not self._once:
+            return
+        with torch.no_grad():
+            if not self._copies:
+                self._copies = [torch.empty_like(buffer) for buffer in self._once]
+            foreach_copy_(self._copies, self._once)
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Give each buffer the value of what was put in its place, and its place back.
 
@@ -143,7 +144,8 @@ class _Lasting:
             if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
                 raise _refusal(name, now, f"{_outline(buffer)}, as it was before")
         values = [given[id(buffer)] for buffer in self._once]
-        foreach_copy_(self._once, [value for value in values if value is not None])
+        with torch.no_grad():
+            foreach_copy_(self._once, [value for value in values if value is not None])
         self._take_places()
 
     def before(self) -> Mapping[int, Tensor]:

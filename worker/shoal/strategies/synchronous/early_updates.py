@@ -100,7 +100,6 @@ class ScriptWrites:
         self._is_lost = False
         """Whether a parameter was written to in this step of which there is no copy."""
 
-    @torch.no_grad()
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
         """A step begins. The same mapping in all steps of a generation: of all parameters that this
         member has, in the memory where it keeps them."""
@@ -110,7 +109,8 @@ class ScriptWrites:
         if not self._is_planned:
             self._plan()
         if self._copies:
-            foreach_copy_(list(self._copies.values()), self._own.present(self._copies))
+            with torch.no_grad():
+                foreach_copy_(list(self._copies.values()), self._own.present(self._copies))
         self._watch.mark()
         self._is_open = self._is_watched = True
         self._is_updated = self._is_lost = False
@@ -153,13 +153,11 @@ class ScriptWrites:
         self.note()
         self._is_watched, self._is_updated = False, True
 
-    @torch.no_grad()
     def updated(self) -> None:
         """The session has done so."""
         self._watch.mark()
         self._is_watched = True
 
-    @torch.no_grad()
     def settle(self) -> None:
         """From here on the step changes parameters by the optimizer alone, and is then
         committed."""
@@ -171,9 +169,10 @@ class ScriptWrites:
         if not self._is_updated:
             pairs = zip(fresh, self._own.present(fresh), strict=True)
             copies = self._copies
-            self._written |= {
-                n for n, own in pairs if not own.to(copies[n].device).equal(copies[n])
-            }
+            with torch.no_grad():
+                self._written |= {
+                    n for n, own in pairs if not own.to(copies[n].device).equal(copies[n])
+                }
         for name in fresh:
             self._num_steps[name] = self._num_steps.get(name, 0) + 1
         if self._num_steps[fresh[0]] == FIRST_STEPS:

@@ -4,8 +4,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 import structlog
 import torch
@@ -48,6 +49,7 @@ class GenerationGroup:
         """The thread that was last here to connect one."""
         self._released = threading.Event()
         """The present group was let go of."""
+        self._judging = _Judging(self.check)
         self._freeing: Group | None = None
         """The group under which a thread of ours frees the trainer."""
 
@@ -105,15 +107,10 @@ class GenerationGroup:
         if group is not None:
             group.check()
 
-    @contextmanager
-    def judging(self) -> Iterator[None]:
+    def judging(self) -> AbstractContextManager[None]:
         """What is found not finite within, where the group was cut, is what an aborted message left
         and nobody's fault: raises as `check` in place of NonFiniteGradient."""
-        try:
-            yield
-        except NonFiniteGradient:
-            self.check()
-            raise
+        return self._judging
 
     @property
     def is_connected(self) -> bool:
@@ -177,6 +174,25 @@ class GenerationGroup:
             self._released.set()
         if group is not None:
             group.retire()
+
+
+class _Judging:
+    """Calls `check` behind a block in which something was found not finite."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, NonFiniteGradient):
+            self._check()
 
 
 def stack_of(thread: int) -> str:

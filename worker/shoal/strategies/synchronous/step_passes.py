@@ -1,7 +1,7 @@
 """The passes of the step under way: which gradients count, and what is undone if it fails."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,6 +37,7 @@ class StepPasses:
         """Whether parameters are those of a committed step, also behind one that did not happen."""
         self._writes = ScriptWrites()
         self._computes = False
+        self._weighing = _Weighing(self._weighs)
         self._buffers = BufferSnapshot()
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -182,12 +183,25 @@ class StepPasses:
         """Whether a gradient that comes now was asked for through the session, if it has to be."""
         return self._computes or not self.in_step
 
-    @contextmanager
-    def weighing(self) -> Iterator[None]:
+    def weighing(self) -> AbstractContextManager[None]:
         """Within, gradients come of a loss that is weighed with this member's share."""
-        self.weighted = self._computes = True
-        self.due |= self.chosen
-        try:
-            yield
-        finally:
-            self._computes = False
+        return self._weighing
+
+    def _weighs(self, begins: bool) -> None:
+        self._computes = begins
+        if begins:
+            self.weighted = True
+            self.due |= self.chosen
+
+
+class _Weighing:
+    """Says when a pass begins and when it has ended, however it did."""
+
+    def __init__(self, says: Callable[[bool], None]) -> None:
+        self._says = says
+
+    def __enter__(self) -> None:
+        self._says(True)
+
+    def __exit__(self, *_: object) -> None:
+        self._says(False)
