@@ -1,5 +1,6 @@
 """What is asked of all gradients of a layout at once."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.model.gradients import is_finite
+from shoal.torch_private.dtensor import local_of
 from shoal.torch_private.tensors import foreach_mul_, foreach_norm
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient
 
@@ -59,7 +62,7 @@ def scale(layout: "Layout", factor: float) -> None:
 
 def check_loss(loss: Tensor, step: int) -> None:
     """Raise NonFiniteGradient unless the loss is finite; `step` are committed before it."""
-    if not bool(torch.isfinite(loss.detach()).all()):
+    if not is_finite(loss.detach()):
         raise _not_finite("the loss", step, seen=str(loss.detach()), expected="a finite number")
 
 
@@ -133,7 +136,7 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
     gradients = _local_gradients(parameters)
     # One pass over all. The norm of finite numbers can overflow, so only the exact test condemns.
     norms = foreach_norm(list(gradients.values()))
-    if not norms or bool(torch.isfinite(torch.stack([n.float() for n in norms]).sum())):
+    if not norms or math.isfinite(torch.stack([n.float() for n in norms]).sum().item()):
         return ""
     return next((name for name, g in gradients.items() if not bool(torch.isfinite(g).all())), "")
 
@@ -143,5 +146,5 @@ def _local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if gradient is not None:
-            found[name] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            found[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient
     return {name: gradient for name, gradient in found.items() if gradient.numel()}

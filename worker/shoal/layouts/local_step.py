@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.model.elementwise_optimizers import ELEMENTWISE
 from shoal.model.several import parts_due
-from shoal.torch_private.dtensor import cut_as
+from shoal.torch_private.dtensor import cut_as, local_of
 
 
 def step(optimizer: Optimizer) -> None:
@@ -77,10 +76,10 @@ class _Part:
     def __init__(self, cut: Any, state: dict[str, Any] | None) -> None:
         self._cut = cut
         self._before = state or {}
-        self.parameter = nn.Parameter(cut.detach().to_local(), requires_grad=cut.requires_grad)
+        self.parameter = nn.Parameter(local_of(cut), requires_grad=cut.requires_grad)
         self.state = None if state is None else {key: _part_of(v) for key, v in state.items()}
         if cut.grad is not None:
-            self.parameter.grad = cut.grad.to_local()
+            self.parameter.grad = local_of(cut.grad)
 
     def spread(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state as that of the whole parameter; what is still the same object is left alone."""
@@ -96,6 +95,5 @@ class _Part:
         return cut_as(self._cut, value)
 
 
-@torch.no_grad()
 def _part_of(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
+    return local_of(value) if isinstance(value, DTensor) else value

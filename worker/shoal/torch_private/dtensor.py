@@ -40,6 +40,13 @@ def cut_as(cut: DTensor, local: Tensor) -> DTensor:
 _LOCAL = attrgetter("_local_tensor")
 
 
+def local_of(tensor: Any) -> Tensor:
+    """What this rank holds of a DTensor: that itself, from which nothing is derived. `to_local`
+    takes ten times as long where gradients are computed."""
+    own: Tensor = tensor._local_tensor
+    return own
+
+
 def all_local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """What this rank holds of each DTensor: those themselves, from which nothing is derived."""
     return list(map(_LOCAL, tensors))
