@@ -120,6 +120,11 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> ShoalError:
     return _unexplained(error.code(), error.details() or "", target)
 
 
+def is_explained(error: grpc.RpcError) -> bool:
+    """Whether a Shoal server has said why the call failed, and not gRPC alone."""
+    return any(key == ERROR_METADATA_KEY for key, _ in _trailing_metadata(error))
+
+
 def _unexplained(code: grpc.StatusCode, text: str, target: str) -> ShoalError:
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(

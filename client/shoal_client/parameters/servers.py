@@ -30,7 +30,7 @@ from shoal_proto.errors import (
     Unavailable,
     WrongEpoch,
 )
-from shoal_proto.status import from_rpc_error
+from shoal_proto.status import from_rpc_error, is_explained
 from shoal_proto.tls.channels import material, open_channel
 from shoal_proto.tls.files import Material
 from shoal_proto.tls.names import SERVER_NAME
@@ -212,9 +212,11 @@ class ShardServers(Generic[Stub]):
                 note_answer(address)
                 self._was_let_in = True
             except grpc.RpcError as rpc_error:
-                return explained(from_rpc_error(rpc_error, address), address, SERVER_NAME)
-            except ShoalError as error:
-                return error
+                error = explained(from_rpc_error(rpc_error, address), address, SERVER_NAME)
+                is_silent = type(error) is Unavailable and not is_explained(rpc_error)
+                return _silent(address, held, error) if is_silent else error
+            except ShoalError as refusal:
+                return refusal
             except ValueError:
                 # What gRPC raises for a channel that was closed under it.
                 if not self._closed.is_set():
@@ -380,6 +382,21 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
         expected="that server back, or a backup of it to lead, within the"
         f" {max(left_s, 0.0):.0f} s that are left of this call",
         fix="`shoal status` shows the servers, and what is lost.",
+    )
+
+
+def _silent(address: str, shards: Sequence[Shard], error: ShoalError) -> ShoalError:
+    """Of a server that is listed and does not answer: nobody may know yet that it has ended."""
+    return Unavailable(
+        f"no answer from server {shards[0].server_id} at {address}, which leads"
+        f" shard {shards[0].shard_id}"
+        + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
+        seen=error.seen,
+        expected="that server to answer, or a backup of it to lead",
+        fix=f"If it has ended, start it again, with its journal if it had one: {_them(shards)}"
+        " may count as led by it for 15 minutes, in which nothing is restored by itself. `shoal"
+        " status` shows the servers, and what is lost; `shoal restore JOB` and `shoal accept-loss"
+        " JOB` are for what does not come back.",
     )
 
 

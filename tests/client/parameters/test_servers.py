@@ -5,11 +5,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import grpc
 import pytest
 
 from shoal_client.parameters.servers import ShardServers
 from shoal_proto import routes
 from shoal_proto.errors import InvalidSpec, StateLost, Unavailable, WrongEpoch
+from shoal_proto.v1.parameters_pb2 import DescribeRequest
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 LIMIT_S = 30.0
@@ -72,6 +75,30 @@ def test_a_server_that_is_being_called_is_called_once_more_only_behind_that(
         calls.release()
 
     assert servers.run(lambda: found, lambda: None, attempt, 0.0) == 1
+
+
+def test_a_server_that_does_not_answer_is_named_with_what_it_leads_and_what_to_do() -> None:
+    """It counts as alive for minutes: its address alone tells nobody what is missing."""
+
+    def stub_of(address: str, channel: grpc.Channel) -> ParametersStub:
+        return ParametersStub(channel)
+
+    servers = ShardServers[ParametersStub](stub_of, 0.3)
+    found = shard_map(A, A, A)
+    for shard in found.shards:
+        shard.server_id = "ps-1"
+
+    def attempt(
+        stub: ParametersStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+    ) -> None:
+        stub.Describe(DescribeRequest(), timeout=timeout_s)
+
+    with pytest.raises(Unavailable) as silent:
+        servers.run(lambda: found, lambda: None, attempt, 0.0)
+    servers.close()
+    assert silent.value.what == f"no answer from server ps-1 at {A}, which leads shard 0 and 2 more"
+    assert "start it again, with its journal" in silent.value.fix
+    assert "`shoal status`" in silent.value.fix
 
 
 def test_servers_that_send_on_to_each_other_are_not_followed_for_ever() -> None:
