@@ -384,6 +384,21 @@ def test_layers_with_sparse_gradients_are_refused_at_once(strategy: str) -> None
         find_strategy(strategy).distribute(model, optimizer)
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "fsdp-tensor", "pipeline", "hybrid"],
+)
+def test_layers_that_scale_down_the_rows_that_a_pass_uses_are_refused_at_once(
+    strategy: str, layer: Any
+) -> None:
+    """Regression: under ddp and zero1 each member trained other weights, by its own samples."""
+    model = nn.Sequential(layer(9, 4, max_norm=1.0), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidSpec, match=r"max_norm of 0;.*without max_norm"):
+        find_strategy(strategy).distribute(model, optimizer)
+
+
 def test_an_error_without_a_text_is_told_by_its_name_alone() -> None:
     """What the others are told of a member that Ctrl-C ended has no colon before nothing."""
     assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"

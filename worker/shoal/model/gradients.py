@@ -48,6 +48,26 @@ def refuse_sparse(strategy: str, model: nn.Module) -> None:
         raise sparse_gradient(strategy, ", ".join(found[:5]))
 
 
+def refuse_layers(strategy: str, model: nn.Module) -> None:
+    """Raise InvalidSpec for layers whose members would train another model than one process does:
+    as `refuse_sparse`, and those that write to their weights by the samples of a pass."""
+    refuse_sparse(strategy, model)
+    found = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
+    ]
+    if found:
+        raise InvalidSpec(
+            f"{strategy} does not train layers that scale down rows of their weights in a pass",
+            seen=f"max_norm of {', '.join(found[:5])}",
+            expected="weights that do not depend on which member has which samples: each scales"
+            " down the rows that its own samples use",
+            fix="Make the layer without max_norm, and scale all rows down between two steps, on"
+            " every member: with torch.no_grad(): weight.copy_(weight.renorm(2, 0, max_norm)).",
+        )
+
+
 def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
     """What is told of layers, or of a parameter, with sparse gradients."""
     return InvalidSpec(

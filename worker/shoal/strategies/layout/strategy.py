@@ -22,7 +22,7 @@ from shoal.model.devices import device_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
-from shoal.model.gradients import refuse_parameter_hooks, refuse_sparse
+from shoal.model.gradients import refuse_layers, refuse_parameter_hooks
 from shoal.model.module_proxy import retarget, take_modes
 from shoal.model.script_attributes import ScriptAttributes
 from shoal.model.several import SeveralModels, models_of, proxies_of
@@ -98,7 +98,7 @@ class LayoutStrategy(SynchronousStrategy):
         refuse_lbfgs(self.name, optimizer)
         refuse_further_state(self.name, optimizer)
         refuse_extra_state(model)
-        refuse_sparse(self.name, model)
+        refuse_layers(self.name, model)
         refuse_parameter_hooks(model)
         self._meta_model = MetaModel(model, optimizer)
         self.check(model, optimizer)
@@ -118,7 +118,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
         refuse_lbfgs(self.name, optimizer)
-        refuse_sparse(self.name, meta_model.model)
+        refuse_layers(self.name, meta_model.model)
         refuse_parameter_hooks(meta_model.model)
         self.check(meta_model.model, optimizer)
         return self.lay_out(meta_model.copy(), world)

@@ -24,7 +24,7 @@ from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
-from shoal.model.gradients import StepGradients, refuse_parameter_hooks, refuse_sparse
+from shoal.model.gradients import StepGradients, refuse_layers, refuse_parameter_hooks
 from shoal.model.several import models_of, proxies_of
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
@@ -82,7 +82,7 @@ class DDP(SynchronousStrategy):
         refuse_lbfgs(self.name, optimizer)
         refuse_further_state(self.name, optimizer)
         refuse_extra_state(model)
-        refuse_sparse(self.name, model)
+        refuse_layers(self.name, model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InvalidSpec(
                 "the model has nothing to train", expected="a parameter that requires a gradient"
@@ -105,7 +105,7 @@ class DDP(SynchronousStrategy):
 
     def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
         refuse_lbfgs(self.name, optimizer)
-        refuse_sparse(self.name, meta_model.model)
+        refuse_layers(self.name, meta_model.model)
         return ReplicatedLayout(
             meta_model.copy(),
             world,
