@@ -503,6 +503,48 @@ def test_parameters_that_are_taken_out_of_an_optimizer_on_the_way_are_refused(
         run(cluster, strategy, body)
 
 
+def halve(model: nn.Module) -> None:
+    model.half()
+
+
+def widen(model: nn.Module) -> None:
+    parameter = next(model.parameters())
+    parameter.data = parameter.data.new_zeros(2, *parameter.shape)
+
+
+@pytest.mark.sampled("change")
+@pytest.mark.parametrize("change", [halve, widen])
+@pytest.mark.parametrize("strategy", ["zero1", "ddp", "async-sgd"])
+def test_parameters_of_another_dtype_or_shape_are_refused(
+    cluster: LocalCluster, strategy: str, change: Callable[[nn.Module], None]
+) -> None:
+    """The same objects as before, and other members' gradients are not of their kind."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+        if batch.step == 0:
+            change(model)
+
+    with pytest.raises(InvalidSpec, match=r"another one than when .*expected torch\.float32"):
+        run(cluster, strategy, body)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_a_model_that_is_cut_and_gets_another_dtype_is_refused(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+        if batch.step == 0:
+            halve(model)
+
+    with pytest.raises(InvalidSpec, match="than when the model was distributed"):
+        run(cluster, strategy, body)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor", "local-sgd", "async-sgd"])
 def test_a_layer_that_takes_the_place_of_another_is_refused(
     cluster: LocalCluster, strategy: str

@@ -177,6 +177,11 @@ class Layout(ABC):
 
     # --- a step ---
 
+    def open(self) -> nn.Module:
+        """A step begins: the model as `plain`, with its parameters in the memory where this layout
+        keeps them. What the script has assigned to their `.data` since the last step counts."""
+        return self.plain
+
     def begin(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
         """Called at the beginning of a step, with no gradients there. May communicate."""
 

@@ -164,6 +164,7 @@ class Zero1Layout(ReplicatedLayout):
             lay_in_one_piece([p for name, p in trained.items() if self._owner[name] == owner])
             for owner in range(n)
         ]
+        self._places = [(parameter, parameter.detach()) for parameter in trained.values()]
         self._owned = {name: p for name, p in trained.items() if self._owner[name] == rank}
         self._others = [p for name, p in trained.items() if self._owner[name] != rank]
 
@@ -178,6 +179,19 @@ class Zero1Layout(ReplicatedLayout):
     def travels(self, name: str) -> bool:
         return name.startswith(OPTIM)
 
+    def open(self) -> nn.Module:
+        self._take_back()
+        return super().open()
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Put into the memory of its owner what a script has assigned to a parameter's `.data`:
+        what owners send, and others receive, lies there."""
+        for parameter, place in self._places:
+            if parameter.data_ptr() != place.data_ptr():
+                place.copy_(parameter)
+                parameter.data = place
+
     def begin(self) -> None:
         super().begin()
         # The optimizer, which zeroes gradients, does not know these.
@@ -189,6 +203,7 @@ class Zero1Layout(ReplicatedLayout):
 
     def stepped(self) -> None:
         super().stepped()
+        self._take_back()
         works = [
             dist.broadcast(message, group=self.world.group, group_src=owner, async_op=True)
             for owner, memory in enumerate(self._memory)

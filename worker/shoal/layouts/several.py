@@ -68,6 +68,11 @@ class SeveralLayouts(Layout):
 
     # --- a step ---
 
+    def open(self) -> nn.Module:
+        for each in self.layouts.values():
+            each.open()
+        return self.plain
+
     def begin(self) -> None:
         for each in self.layouts.values():
             each.step, each.looks_for_faults = self.step, self.looks_for_faults

@@ -10,6 +10,7 @@ another, and with parameters that an optimizer is given on the way.
 from collections.abc import Iterable, Sequence
 from operator import is_
 
+import torch
 from torch import Tensor, nn
 
 from shoal.model.module_proxy import shown
@@ -17,6 +18,8 @@ from shoal.model.several import models_of
 from shoal.torch_private.fsdp import gathered_parameters
 from shoal.torch_private.modules import child_table, parameter_table
 from shoal_proto.errors import InvalidSpec
+
+Kind = tuple[torch.dtype, torch.Size]
 
 _MAX_NAMED = 5
 TRAINED_LATER = (
@@ -41,10 +44,13 @@ class TrainedParameters:
         self._layers: list[nn.Module] = []
         self._own: dict[str, Tensor] = {}
         """The parameters by all their names, as the distribution or the generation made them."""
+        self._kinds: dict[str, Kind] = {}
+        """Their dtypes and shapes, as they were made."""
         self._modules: list[nn.Module] = []
         """All of the model's that were last found to be right, and what was in them."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
+        self._kinds_seen: list[Kind] = []
         self.note()
 
     def note(self) -> None:
@@ -54,6 +60,7 @@ class TrainedParameters:
         if not are_same(behind, self._shown):
             self._shown, self._layers = behind, self._layers_now()
             self._own = dict(self._model.named_parameters(remove_duplicate=False))
+            self._kinds = {name: _kind_of(each) for name, each in self._own.items()}
 
     def parameters(self) -> Iterable[Tensor]:
         """The model's, in its present generation."""
@@ -76,6 +83,7 @@ class TrainedParameters:
         self._modules = list(self._model.modules())
         self._contents = self._contents_now()
         self._parameters = [one for one in self._contents if isinstance(one, Tensor)]
+        self._kinds_seen = list(map(_kind_of, self._parameters))
 
     def _is_as_ever(self) -> bool:
         """Whether nothing has changed since the last step. To go through a model's modules by their
@@ -84,6 +92,7 @@ class TrainedParameters:
             bool(self._modules)
             and are_same(self._contents_now(), self._contents)
             and [each.requires_grad for each in self._parameters] == self._as_ever
+            and list(map(_kind_of, self._parameters)) == self._kinds_seen
         )
 
     def _contents_now(self) -> list[object]:
@@ -109,6 +118,23 @@ class TrainedParameters:
             self._check_flags(step)
             self._as_ever = flags
         self._check_objects(step)
+        self._check_kinds(step)
+
+    def _check_kinds(self, step: int) -> None:
+        """What a script assigns to `.data`, as `model.half()` does, changes a parameter that is the
+        same object as before."""
+        for name, each in self._own.items():
+            dtype, shape = _kind_of(each)
+            if (dtype, shape) != self._kinds[name]:
+                expected_dtype, expected_shape = self._kinds[name]
+                raise InvalidSpec(
+                    f"the parameter {name!r} is another one than when the model was distributed",
+                    seen=f"{dtype} of shape {tuple(shape)}, behind {step} committed steps",
+                    expected=f"{expected_dtype} of shape {tuple(expected_shape)}, as all members"
+                    " have it",
+                    fix="Change the model's dtype (model.half(), model.to(dtype)) before"
+                    " session.distribute, or compute in another one by torch.autocast.",
+                )
 
     def _layers_now(self) -> list[nn.Module]:
         return [module for module in self._model.modules() if parameter_table(module)]
@@ -167,6 +193,10 @@ class TrainedParameters:
             expected="requires_grad as it was at session.distribute, in each step",
             fix=TRAINED_LATER,
         )
+
+
+def _kind_of(tensor: Tensor) -> Kind:
+    return tensor.dtype, tensor.shape
 
 
 def are_same(these: Sequence[object], those: Sequence[object]) -> bool:

@@ -313,7 +313,7 @@ class LayoutStrategy(SynchronousStrategy):
         binding.gradients.forget()
         layout.step = self._step
         layout.looks_for_faults = self._registered.scaler is None
-        self._open_step(layout.plain, binding.held_parameters)
+        self._open_step(layout.open(), binding.held_parameters)
         self._begun = self._reduced = False
 
     def _begin(self) -> None:
