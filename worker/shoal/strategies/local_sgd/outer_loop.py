@@ -142,16 +142,18 @@ class OuterLoop:
             # What the last round left out counts if that round was agreed on.
             self._compressor.begin(self.agreed.step)
         wire = Wire(group, self.traffic)
-        parameters, buffers = self._parameters(), self._buffers()
+        parameters = self._parameters()
+        # What no optimizer steps has no outer step either.
+        others = {**self._buffers(), **self._written(parameters, group)}
         means = {
             **self._means(self._changes(parameters, step, weight), wire, self._compressor),
-            **self._means(self._changes(buffers, step, weight), wire, None),
+            **self._means(self._changes(others, step, weight), wire, None),
         }
         self._share_counters(group)
         for name, mean in means.items():
             if not is_finite(mean):
                 raise _not_finite(name, step, "the mean of all members' changes")
-        self._apply(parameters, buffers, means)
+        self._apply(parameters, others, means)
         self.traffic.end_step()
         self.traffic.begin_step()
         self.agree(step)
@@ -166,6 +168,26 @@ class OuterLoop:
         """Running statistics: each member's are of its own samples, so the mean is of all."""
         found = self._model.named_buffers()
         return {f"buffer/{name}": b.detach() for name, b in found if has_mean(b)}
+
+    def _written(
+        self, stepped: Mapping[str, Tensor], group: dist.ProcessGroup
+    ) -> dict[str, Tensor]:
+        """Parameters that no optimizer has and that the script has written to, on whichever member:
+        a teacher that follows its student. Collective, if there are any that no optimizer has."""
+        found = ((f"parameter/{name}", p.detach()) for name, p in self._model.named_parameters())
+        others = {name: p for name, p in found if name not in stepped and has_mean(p)}
+        if not others:
+            return {}
+        before = self.agreed.tensors
+        # Most are frozen: those are not sent.
+        flags = torch.tensor(
+            [not _bytes_of(p).equal(_bytes_of(before[name])) for name, p in others.items()]
+        )
+        written = flags.to(torch.uint8)
+        self.waiter.wait(dist.all_reduce(written, op=dist.ReduceOp.MAX, group=group, async_op=True))
+        return {
+            name: p for (name, p), one in zip(others.items(), written.tolist(), strict=True) if one
+        }
 
     def _share_counters(self, group: dist.ProcessGroup) -> None:
         """Whole numbers have no mean: they are those of the first rank, which had most samples."""
@@ -208,7 +230,7 @@ class OuterLoop:
     def _apply(
         self,
         parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        others: Mapping[str, Tensor],
         means: Mapping[str, Tensor],
     ) -> None:
         before = self.agreed.tensors
@@ -217,8 +239,8 @@ class OuterLoop:
             if velocity is not None:
                 self._velocity[name] = velocity
             _move(parameter, before[name], change)
-        for name, buffer in buffers.items():
-            _move(buffer, before[name], means[name])
+        for name, other in others.items():
+            _move(other, before[name], means[name])
 
 
 def _kept_as(path: str) -> str:
@@ -245,6 +267,11 @@ def _change(now: Tensor, before: Tensor) -> Tensor:
     change = _real(now).to(wide) - _real(before).to(wide)
     # A mask's infinities have not changed.
     return change.masked_fill_(_real(now) == _real(before), 0.0)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Unlike numbers, also equal where they are none."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _move(tensor: Tensor, before: Tensor, change: Tensor) -> None:

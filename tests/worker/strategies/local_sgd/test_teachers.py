@@ -1,0 +1,70 @@
+"""Parameters that no optimizer has, and that a script writes to: a teacher beside its student."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.collectives.strategy_runs import Run, entered, take_step
+from support.models.seeding import seeded
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from worker.strategies import test_equality as equality
+
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
+
+EVERY_STEPS = 2
+
+
+class WithTeacher(equality.Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 7).requires_grad_(False)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        nn.init.constant_(self.frozen.bias, torch.nan)
+
+
+def build(seed: int) -> tuple[nn.Module, Optimizer]:
+    with seeded(seed):
+        model = WithTeacher()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return model, torch.optim.SGD(trained, lr=0.05)
+
+
+def trained_on_a_rank(kind: type[LocalSGD], *, writes: bool) -> tuple[dict[str, Tensor], float]:
+    """The state behind one round in which the last rank alone has written to its teacher, and how
+    many bytes the round sent."""
+    model, optimizer = build(0)
+    strategy = kind(every_steps=EVERY_STEPS)
+    run = Run(build=lambda _: (model, optimizer), loader=equality.loader, loss=equality.loss)
+    share, loader = entered(run, strategy), equality.loader()
+    for step in range(EVERY_STEPS):
+        take_step(strategy, loader.synchronous(step, *share), equality.loss)
+        if step == 0 and writes and dist.get_rank() == 1:
+            with torch.no_grad():
+                model.get_submodule("teacher").get_parameter("weight").add_(3.0)
+    here = model.get_submodule("teacher").get_parameter("weight").detach()
+    found = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    assert found["teacher.weight"].equal(here)
+    num_bytes = strategy._outer_loop.traffic.sent_bytes
+    strategy.close()
+    return found, num_bytes
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_what_a_script_writes_to_a_teacher_is_averaged_at_the_end_of_the_round(
+    kind: type[LocalSGD],
+) -> None:
+    """Without an outer step; what nobody writes to is not sent. Regression: each member kept a
+    teacher of its own, and one that joined got any of them."""
+    before = build(0)[0].state_dict()
+    written = run_in_memory(lambda: trained_on_a_rank(kind, writes=True), 2)
+    for found, _ in written:
+        torch.testing.assert_close(found["teacher.weight"], before["teacher.weight"] + 1.5)
+        assert found["teacher.bias"].equal(before["teacher.bias"])
+        assert found["frozen.weight"].equal(before["frozen.weight"])
+        assert found["frozen.bias"].isnan().all()
+    left_alone = run_in_memory(lambda: trained_on_a_rank(kind, writes=False), 2)
+    for found, _ in left_alone:
+        assert found["teacher.weight"].equal(before["teacher.weight"])
+    # One all-reduce of two: as many bytes as the teacher's weight has.
+    assert written[0][1] - left_alone[0][1] == before["teacher.weight"].nbytes
