@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.collectives.left_out_layers import refused_to
 from support.collectives.strategy_runs import Run, entered, take_step
+from support.models.left_out_layers import refused_to
 from support.models.seeding import seeded
 from support.processes.worlds import run_on_gloo
 from torch import Tensor, nn, tanh

@@ -120,7 +120,9 @@ class SplitShardedLayout(ShardedLayout):
         is enough for copies to drift apart over many steps.
         """
         super().reduce()
-        self.non_finite_check.found(next((r.parameter for r in self._reductions if r.own), ""))
+        self.non_finite_check.found(
+            next((r.parameter for r in self._reductions.values() if r.own), "")
+        )
         if self.plan.degree == 1:
             return
         sum_packed(gradients_of(self._parameters, self._summed), self._groups["tensor"])

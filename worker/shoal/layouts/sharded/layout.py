@@ -104,9 +104,8 @@ class ShardedLayout(Layout):
         """That of the "rows" of a copy and that of the "copies", where there are several."""
         self._mesh = self._rows_and_copies(options)
         self._passes: list[GroupPasses] = []
-        self._reductions: list[NanPropagatingReduceScatter] = []
-        self._heads: list[Any] = []
-        """Of the modules that are gathered together one each, by the number of their reduction."""
+        self._reductions: dict[Any, NanPropagatingReduceScatter] = {}
+        """By one of the modules that are gathered together."""
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)
         self._shard(model, options)
@@ -168,7 +167,7 @@ class ShardedLayout(Layout):
         device, rows = self.world.device, self._groups.get("rows", self.world.group)
         if rows.size() == 1 or device.type != "cpu" or not is_gloo(rows):
             return None
-        heads = self._heads
+        heads = list(self._reductions)
         slots = SharedSlots.open(
             rows,
             max(_whole_bytes(head, rows.size(), options.param_dtype) for head in heads),
@@ -177,12 +176,12 @@ class ShardedLayout(Layout):
             self.world.kept_rooms,
         )
         if slots is not None:
-            slots.names = [reduction.parameter for reduction in self._reductions]
+            slots.names = [reduction.parameter for reduction in self._reductions.values()]
         for number, head in enumerate(heads):
             gathering = SharedMemoryAllGather(slots, number)
             head.set_custom_all_gather(gathering)
             self._gatherings.append(gathering)
-        for number, reduction in enumerate(self._reductions):
+        for number, reduction in enumerate(self._reductions.values()):
             reduction.slots, reduction.number = slots, number
         return slots
 
@@ -192,8 +191,7 @@ class ShardedLayout(Layout):
             reduction.copies = self._groups.get("copies")
             trained = (each for each in parameters_of(module) if each.sharded_param.requires_grad)
             reduction.blind = not all(each.sharded_size.numel() for each in trained)
-            self._reductions.append(reduction)
-            self._heads.append(module)
+            self._reductions[module] = reduction
             module.set_custom_reduce_scatter(reduction)
 
     @property
@@ -214,13 +212,13 @@ class ShardedLayout(Layout):
         return slots.memory if slots is not None and self._num_copies == 1 else None
 
     def watch(self, ours: Callable[[], bool]) -> None:
-        for reduction in self._reductions:
+        for reduction in self._reductions.values():
             reduction.ours = ours
 
     def begin(self) -> None:
         for passes in self._passes:
             passes.begin()
-        for reduction in self._reductions:
+        for reduction in self._reductions.values():
             reduction.forget()
         self._settle()
 
@@ -232,14 +230,14 @@ class ShardedLayout(Layout):
         """What is not finite in a rank's own gradients is told on all ranks: NonFiniteGradient to
         that rank, which leaves with it, and GenerationBroken to the others. NonFiniteGradient to
         all where nobody knows whose it was; to the ranks concerned where only a sum overflowed."""
-        given = (each.parameter for each in self._reductions if each.given)
+        given = (each.parameter for each in self._reductions.values() if each.given)
         fault = name_of_fault(self._parameters) or next(given, "")
         if not fault:
             return
         if not self._was_spread(fault):
             raise gradient_not_finite(fault, self.step)
         at_fault = torch.zeros(self.world.world_size, device=self.world.device)
-        at_fault[self.world.rank] = any(each.own for each in self._reductions)
+        at_fault[self.world.rank] = any(each.own for each in self._reductions.values())
         group = self.world.group
         wait_abortable(dist.all_reduce(at_fault, group=group, async_op=True), group)
         if not at_fault.any() or at_fault[self.world.rank]:
@@ -250,7 +248,9 @@ class ShardedLayout(Layout):
         )
 
     def overflowed(self) -> bool:
-        return super().overflowed() or any(each.given or each.own for each in self._reductions)
+        return super().overflowed() or any(
+            each.given or each.own for each in self._reductions.values()
+        )
 
     def _was_spread(self, name: str) -> bool:
         """Whether all ranks find a fault in this step, and not this one alone."""
@@ -315,7 +315,7 @@ class ShardedLayout(Layout):
             slots.close()
         for gathering in self._gatherings:
             gathering.release()
-        for reduction in self._reductions:
+        for reduction in self._reductions.values():
             reduction.copies = reduction.slots = None
         self._groups.clear()
         for part in self._fsdp_parameters:
