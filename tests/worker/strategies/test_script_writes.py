@@ -4,6 +4,7 @@ import secrets
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.backends.in_memory.run import run_in_memory
+from shoal.model.local_parts import local_part
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.local.cluster import LocalCluster
@@ -192,9 +194,10 @@ def test_what_cannot_be_taken_back_is_no_state(writes: Writes) -> None:
     assert run_in_memory(written_late, 2, "ddp", writes) == [False, False]
 
 
-def seen_by_peers(name: str, writes: Writes) -> bool:
+def seen_by_peers(name: str, given: Callable[[Any], None], to_optimizer: bool = False) -> bool:
     """Whether what is copied for peers in a step that begins with writes is what was committed."""
     member = Member(name, 2, copies=1, copy_every_steps=1)
+    writes = of_optimizer(member, given) if to_optimizer else given
     for _ in range(3):
         member.step(writes)
     member.strategy.begin_step()
@@ -220,6 +223,82 @@ def test_a_copy_for_peers_has_nothing_of_the_step_in_which_it_is_made(
     strategy: str, writes: Writes
 ) -> None:
     assert run_in_memory(seen_by_peers, 2, strategy, writes) == [True, True]
+
+
+def decay(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"].mul_(0.5)
+
+
+def decay_anew(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"] * 0.5
+
+
+def restart(optimizer: Optimizer) -> None:
+    """As with each cycle of a schedule."""
+    optimizer.state.clear()
+
+
+def of_optimizer(member: Member, writes: Callable[[Optimizer], None]) -> Writes:
+    strategy = member.strategy
+    assert hasattr(strategy, "_optimizer")
+    return lambda _: writes(strategy._optimizer)
+
+
+def state_of(member: Member) -> list[Tensor]:
+    """What the optimizer has, in the order of its parameters; one of them is never used."""
+    optimizer = vars(member.strategy)["_optimizer"]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    assert not optimizer.state.keys() - set(parameters)
+    states = [optimizer.state[each] for each in parameters if optimizer.state.get(each)]
+    return [local_part(each["momentum_buffer"]).clone() for each in states]
+
+
+def left_by_undone(
+    name: str, world_size: int, writes: Callable[[Optimizer], None], num_before: int
+) -> tuple[list[Tensor], ...]:
+    """The optimizer's state before a step that did not happen, and behind it."""
+    member = Member(name, world_size)
+    on_state = of_optimizer(member, writes)
+    for each in [nothing, *[on_state] * num_before]:
+        member.step(each)
+    held = state_of(member)
+    member.compute(on_state)
+    member.strategy.withdraw_step()
+    behind = state_of(member)
+    member.strategy.close()
+    return held, behind
+
+
+@pytest.mark.sampled("strategy", "writes")
+@pytest.mark.parametrize(
+    ("writes", "num_before"), [(decay, 1), (decay, 4), (decay_anew, 0), (restart, 0)]
+)
+@pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
+def test_the_optimizers_state_is_as_before_the_step(
+    strategy: str, world_size: int, writes: Callable[[Optimizer], None], num_before: int
+) -> None:
+    case = (strategy, world_size, writes, num_before)
+    for before, behind in run_in_memory(left_by_undone, world_size, *case):
+        assert before and len(before) == len(behind)
+        assert all(map(torch.equal, before, behind))
+        assert any(each.any() for each in before)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "tensor"])
+def test_state_that_is_written_to_in_place_for_the_first_time_is_lost_with_the_step(
+    strategy: str,
+) -> None:
+    with pytest.raises(StateLost, match="wrote to for the first time"):
+        run_in_memory(left_by_undone, 2, strategy, 2, decay, 0)
+
+
+@pytest.mark.parametrize("writes", [decay, decay_anew])
+def test_a_copy_for_peers_has_no_state_of_the_step_in_which_it_is_made(
+    writes: Callable[[Optimizer], None],
+) -> None:
+    assert run_in_memory(seen_by_peers, 2, "zero1", writes, True) == [True, True]
 
 
 def replaced(name: str, shape: tuple[int, ...]) -> None:

@@ -201,12 +201,12 @@ class LayoutStrategy(SynchronousStrategy):
 
         Raises GenerationBroken as `StepPasses.as_begun`.
         """
-        own = self._collect(binding)
-        shards = dict(own.shards)
-        for name, before in self._passes.as_begun(binding.held).items():
-            if MODEL + name in shards:
-                shards[MODEL + name] = replace(shards[MODEL + name], tensor=before)
-        return replace(own, shards=shards)
+        changed = self._passes.as_begun(binding.held)
+        with self._passes.state_as_begun():
+            own = self._collect(binding)
+        found = ((MODEL + name, tensor) for name, tensor in changed.items())
+        shards = {key: replace(own.shards[key], tensor=t) for key, t in found if key in own.shards}
+        return replace(own, shards={**own.shards, **shards})
 
     def _found(
         self,

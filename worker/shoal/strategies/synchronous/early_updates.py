@@ -1,8 +1,9 @@
-"""What changes parameters within a step before the optimizer's step at its end: updates of one of
-several optimizers, and what the script writes itself. Both are taken back with a step that does not
-happen."""
+"""What changes parameters and the optimizer's state within a step before the optimizer's step at
+its end: updates of one of several optimizers, and what the script writes itself. Both are taken
+back with a step that does not happen."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -61,6 +62,11 @@ class EarlyUpdates:
             optimizer.state.clear()
             optimizer.state.update(states)
         self.forget()
+
+    @property
+    def optimizers(self) -> Collection[Optimizer]:
+        """Those that have stepped."""
+        return self._states.keys()
 
     def forget(self) -> None:
         """The step is committed, or begins."""
@@ -201,6 +207,115 @@ class ScriptWrites:
         """Let go of the model."""
         self._parameters, self._own, self._watch = {}, _OwnParts({}), _Watch({})
         self._copies, self._is_open, self._is_watched = {}, False, False
+
+
+class StateWrites:
+    """What a script writes to optimizers' state within a step: as one that begins anew without
+    momentum, or keeps there what it perturbs weights from.
+
+    What stands there when a step begins is put back. What is written to in place is copied as the
+    step begins, once the script was seen to do so: by torch's count of writes. The first time that
+    it does, it cannot be taken back.
+    """
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
+        """What stood there when the step began."""
+        self._names: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._num_writes: list[int] = []
+        """The tensors in it, what each is to its parameter, and how often they were written to."""
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        """By identity: a tensor, and what was in it."""
+        self._written: set[str] = set()
+        """What the script has written to in place. Over all generations."""
+        self._is_open = self._is_updated = False
+        self.is_lost = False
+        """Whether a tensor was written to in this step of which there is no copy."""
+
+    @torch.no_grad()
+    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+        """A step begins."""
+        self._begun = [
+            (each, {parameter: dict(state) for parameter, state in each.state.items()})
+            for each in optimizers
+        ]
+        found = [
+            (name, value)
+            for _, states in self._begun
+            for state in states.values()
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+        self._names, self._tensors = [name for name, _ in found], [each for _, each in found]
+        copied = [each for name, each in found if name in self._written] if self._written else []
+        self._copies = {id(each): (each, each.clone()) for each in copied}
+        self._is_open, self._is_updated, self.is_lost = True, False, False
+        self._num_writes = list(map(num_writes, self._tensors))
+
+    def note(self) -> None:
+        """What has changed by now the script has written."""
+        if not self._is_open or self._is_updated:
+            return
+        now = list(map(num_writes, self._tensors))
+        if now == self._num_writes:
+            return
+        counts = zip(self._names, self._tensors, now, self._num_writes, strict=True)
+        for name, tensor, count, before in counts:
+            if count != before:
+                self._written.add(name)
+                self.is_lost = self.is_lost or id(tensor) not in self._copies
+
+    def updating(self) -> None:
+        """One of the optimizers is about to step within the step. What the script had written to
+        its state by then cannot be told from that any more."""
+        self.note()
+        self._is_updated = True
+
+    def settle(self) -> None:
+        """From here on the session changes the state, with a step that is then committed."""
+        self.note()
+        self.forget()
+
+    @contextmanager
+    def as_begun(self) -> Iterator[None]:
+        """Within, the state is that which the step began with, unless it `is_lost`."""
+        present = [(each, dict(each.state)) for each, _ in self._begun]
+        self._put(self._begun, self._copies)
+        try:
+            yield
+        finally:
+            self._put(present, {})
+
+    @torch.no_grad()
+    def restore(self, updated: Collection[Optimizer]) -> bool:
+        """The step does not happen, and `note` has seen that; whether the state is as it was. That
+        of the optimizers that were `updated` is so already."""
+        if not self._is_open:
+            return True
+        self._is_open = False
+        for tensor, before in self._copies.values():
+            tensor.copy_(before)
+        self._put([each for each in self._begun if each[0] not in updated], {})
+        return not self.is_lost and not (self._is_updated and self._copies)
+
+    @staticmethod
+    def _put(
+        states: Iterable[tuple[Optimizer, Mapping[Tensor, dict[str, Any]]]],
+        copies: Mapping[int, tuple[Tensor, Tensor]],
+    ) -> None:
+        for optimizer, state in states:
+            optimizer.state.clear()
+            for parameter, values in state.items():
+                optimizer.state[parameter] = {
+                    name: copies[id(value)][1] if id(value) in copies else value
+                    for name, value in values.items()
+                }
+
+    def forget(self) -> None:
+        """Let go of the optimizers' state."""
+        self._begun, self._names, self._tensors = [], [], []
+        self._copies, self._is_open = {}, False
 
 
 class _OwnParts:

@@ -15,7 +15,7 @@ from shoal.model.several import (
     parts_due,
 )
 from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
-from shoal.strategies.synchronous.early_updates import EarlyUpdates, ScriptWrites
+from shoal.strategies.synchronous.early_updates import EarlyUpdates, ScriptWrites, StateWrites
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 
@@ -36,12 +36,15 @@ class StepPasses:
         self.is_whole = True
         """Whether parameters are those of a committed step, also behind one that did not happen."""
         self._writes = ScriptWrites()
+        self._state_writes = StateWrites()
+        self._optimizers: Sequence[Optimizer] = ()
         self._computes = False
         self._weighing = _Weighing(self._weighs)
         self._buffers = BufferSnapshot()
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> None:
         """This is what passes train, in all generations."""
+        self._optimizers = list(optimizers_of(optimizer).values())
         if isinstance(model, SeveralModels) and isinstance(optimizer, SeveralOptimizers):
             self.training = Training(model, optimizer)
 
@@ -65,6 +68,7 @@ class StepPasses:
         assert isinstance(optimizer, SeveralOptimizers), "one that is alone is not updated early"
         optimizer.due = names
         self._writes.updating()
+        self._state_writes.updating()
         self.updates.keep(parts_due(optimizer), held)
         local_step.step(optimizer)
         for each in parts_due(optimizer):
@@ -86,6 +90,7 @@ class StepPasses:
         is the session's doing. Raises InvalidSpec as `settle_buffers`."""
         self._buffers.settle()
         self._writes.settle()
+        self._state_writes.settle()
 
     def parameters(self, optimizer: Optimizer) -> list[Tensor]:
         """Those that the chosen optimizers hold."""
@@ -106,6 +111,7 @@ class StepPasses:
             self._buffers.keep(model)
         if parameters is not None:
             self._writes.begin(parameters)
+            self._state_writes.begin(self._optimizers)
         self.is_whole = True
         self.in_step, self.weighted = True, False
         self.due = frozenset()
@@ -118,6 +124,10 @@ class StepPasses:
         """
         self._buffers.settle()
 
+    def state_as_begun(self) -> AbstractContextManager[None]:
+        """Within, optimizers have the state that they had when the step began."""
+        return self._state_writes.as_begun()
+
     def as_begun(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of what a member holds, what may have changed since the step began, as it was then.
 
@@ -125,10 +135,11 @@ class StepPasses:
         this member does not hold the state of the last committed step any more.
         """
         self._writes.note(closely=True)
-        if self._writes.is_lost:
+        self._state_writes.note()
+        if self._writes.is_lost or self._state_writes.is_lost:
             raise GenerationBroken(
-                "the script has written to weights for the first time, in a step of which others"
-                " were to have a copy"
+                "the script has written to weights, or to the optimizer's state, for the first"
+                " time, in a step of which others were to have a copy"
             )
         parameters, buffers = self._writes.before, self._buffers.before()
         found = {name: buffers[id(each)] for name, each in held.items() if id(each) in buffers}
@@ -159,9 +170,12 @@ class StepPasses:
             # In this order: to undo updates, which were of what the script had written before them,
             # is to write to weights.
             self._writes.note(closely=True)
+            self._state_writes.note()
+            updated = set(self.updates.optimizers)
             self.updates.restore()
             self._buffers.restore()
-            self.is_whole = self._writes.restore()
+            has_state = self._state_writes.restore(updated)
+            self.is_whole = self._writes.restore() and has_state
         return was_in_step
 
     def check_whole(self, step: int) -> None:
@@ -169,7 +183,8 @@ class StepPasses:
         if not self.is_whole:
             raise StateLost(
                 f"step {step} was not taken, and its weights cannot be given back what they held",
-                seen="weights that the script wrote to for the first time, in that step",
+                seen="weights, or state of the optimizer, that the script wrote to for the first"
+                " time, in that step",
                 expected="writes from the first step on, or behind a step",
                 fix="Start the job again from a checkpoint.",
             )
@@ -178,6 +193,7 @@ class StepPasses:
         """Let go of the model."""
         self._buffers.forget()
         self._writes.forget()
+        self._state_writes.forget()
 
     def ours(self) -> bool:
         """Whether a gradient that comes now was asked for through the session, if it has to be."""
