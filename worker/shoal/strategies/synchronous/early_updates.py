@@ -229,7 +229,7 @@ class StateWrites:
         """By identity: a tensor, and what was in it."""
         self._written: set[str] = set()
         """What the script has written to in place. Over all generations."""
-        self._is_open = self._is_updated = False
+        self._is_open = self._is_updated = self._are_counted = False
         self.is_lost = False
         """Whether a tensor was written to in this step of which there is no copy."""
 
@@ -251,13 +251,19 @@ class StateWrites:
         copied = [each for name, each in found if name in self._written] if self._written else []
         self._copies = {id(each): (each, each.clone()) for each in copied}
         self._is_open, self._is_updated, self.is_lost = True, False, False
-        self._num_writes = list(map(num_writes, self._tensors))
+        self._are_counted = not any(each.is_inference() for each in self._tensors)
+        self._num_writes = self._counts()
+
+    def _counts(self) -> list[int]:
+        if self._are_counted:
+            return all_writes(self._tensors)
+        return list(map(num_writes, self._tensors))
 
     def note(self) -> None:
         """What has changed by now the script has written."""
         if not self._is_open or self._is_updated:
             return
-        now = list(map(num_writes, self._tensors))
+        now = self._counts()
         if now == self._num_writes:
             return
         counts = zip(self._names, self._tensors, now, self._num_writes, strict=True)
