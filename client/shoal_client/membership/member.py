@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.liveness.beat_board import BeatSlot
-from shoal_client.membership.admission import ADMISSION_S
 from shoal_client.membership.identity import Identity
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb

@@ -9,10 +9,10 @@ The trainer's decisions (`begin_step`, `next_generation`, `break_seen`) are meth
 what events change.
 """
 
+from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S, CertificateWait
 from shoal_client.membership import member_events as ev
-from shoal_client.membership.admission import ADMISSION_S
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
 from shoal_client.membership.held_clock import HeldClock
 from shoal_client.membership.identity import Identity

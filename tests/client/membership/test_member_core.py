@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.membership import member_events as ev
-from shoal_client.membership.admission import ADMISSION_S
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_core import MemberCore
 from shoal_proto.digest import roster_digest

@@ -13,8 +13,8 @@ from support.sim.leader import Connection
 from support.sim.session import Network, SimSession
 from support.sim.virtual_time import Box, Process, Steps, Wait, sleep
 
+from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.membership import member_events as ev
-from shoal_client.membership.admission import ADMISSION_S
 from shoal_client.membership.identity import Identity
 from shoal_proto.errors import DeadlineExceeded, GenerationBroken, MemberDrained, ShoalError
 from shoal_proto.incarnation import public_id

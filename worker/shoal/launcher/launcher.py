@@ -27,6 +27,7 @@ from types import FrameType
 from shoal.launcher import metrics
 from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
+from shoal_client.connection.admission import ADMISSION_VARIABLE
 from shoal_client.host.beats import HostBeats
 from shoal_client.host.outputs import HostOutputs
 from shoal_client.host.reports import CALL_TIMEOUT_S, HostReporter
@@ -34,7 +35,6 @@ from shoal_client.liveness.beat_board import BeatBoard, Ending
 from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
-from shoal_client.membership.admission import ADMISSION_VARIABLE
 from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
 from shoal_proto.terminal.printable import printable
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest

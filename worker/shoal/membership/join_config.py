@@ -14,9 +14,9 @@ import torch
 
 from shoal.backends.choice import check_reconfigures
 from shoal.membership.step_messages import StepMessages
+from shoal_client.connection.admission import ADMISSION_S, ADMISSION_VARIABLE, admission_s
 from shoal_client.connection.reach import CHOICES
 from shoal_client.liveness.beat_board import BeatSlot
-from shoal_client.membership.admission import ADMISSION_S, ADMISSION_VARIABLE, admission_s
 from shoal_client.membership.member import Member
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation

@@ -9,7 +9,7 @@ import structlog
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from shoal.membership.join_config import JoinConfig
-from shoal_client.membership.admission import ADMISSION_S
+from shoal_client.connection.admission import ADMISSION_S
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.secrets import member_secrets
 from shoal_proto.tls import identity
