@@ -34,10 +34,14 @@ class OwnJobs:
         again = self._place in _completed
         if not isinstance(failure, JobFinished) or not (again or self._is_anothers):
             return failure
+        finished = f"job {self._place[0]} is finished"
+        if failure.what != finished:
+            # Of a run that was started over, say: that is no matter of this process's other jobs.
+            return failure
         by = "by an earlier session of this process" if again else "by others"
         fix = "Give each a name, as in shoal.join(f'fold-{k}')" if again else "Catch JobFinished"
         return JobFinished(
-            f"job {self._place[0]} is finished, {by}",
+            f"{finished}, {by}",
             seen=failure.seen,
             expected="another job for each session of a script"
             if again
