@@ -115,12 +115,15 @@ class GenerationTrack:
         )
         return self._reported
 
-    def stand_still(self, step: int, *, has_state: bool) -> pb.SettleRequest:
+    def stand_still(
+        self, step: int, *, has_state: bool, enough_for_call: int = 0
+    ) -> pb.SettleRequest:
         self.change, self.step, self._begun = None, step, step - 1
         self._reported = None
         if self._proposal is not None:
             self._proposal.step, self._proposal.has_state = step, has_state
         self._stood_at = self._settle_request(step, has_state=has_state)
+        self._stood_at.enough_for_call = enough_for_call
         return self._stood_at
 
     # --- the coordinator ---

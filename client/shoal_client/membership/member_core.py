@@ -136,7 +136,7 @@ class MemberCore:
             case ev.BroughtUp():
                 return self.track.become_ready(event.record.roster)
             case ev.StoodStill():
-                return self.track.stand_still(event.step, has_state=event.has_state)
+                return self.track.stand_still(**vars(event))
             case ev.CollectiveFailed():
                 return self.track.report_broken(
                     event.error, own=event.own, state_lost=event.state_lost

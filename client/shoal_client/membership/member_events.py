@@ -105,6 +105,7 @@ class StoodStill:
 
     step: int
     has_state: bool
+    enough_for_call: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

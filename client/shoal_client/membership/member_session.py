@@ -248,12 +248,15 @@ class MemberSession:
         """
         self._do(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
 
-    def settle(self, step: int, *, has_state: bool) -> None:
+    def settle(self, step: int, *, has_state: bool, enough_for_call: int = 0) -> None:
         """After a break: the trainer stands still with `step` optimizer steps behind its state.
 
-        Raises JobFinished if others completed the job meanwhile, Fenced if this member was lost.
+        `enough_for_call`: it is in a call between two steps, which so many of those who are in it
+        can make again; nobody else is taken in before. Raises JobFinished if others completed the
+        job meanwhile, Fenced if this member was lost.
         """
-        self._do(ev.StoodStill(step=step, has_state=has_state))
+        event = ev.StoodStill(step=step, has_state=has_state, enough_for_call=enough_for_call)
+        self._do(event)
 
     # --- leaving ---
 

@@ -1090,8 +1090,13 @@ class SettleRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     HAS_STATE_FIELD_NUMBER: _builtins.int
+    ENOUGH_FOR_CALL_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     has_state: _builtins.bool
+    enough_for_call: _builtins.int
+    """Not 0: the script is in a call that all members make together between two steps, such as an
+    evaluation, and so many of those who are in it are enough to make it again. Nobody comes in before.
+    """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -1100,10 +1105,11 @@ class SettleRequest(_message.Message):
         token: _identity_pb2.Token | None = ...,
         step: _builtins.int = ...,
         has_state: _builtins.bool = ...,
+        enough_for_call: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_state", b"has_state", "step", b"step", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enough_for_call", b"enough_for_call", "has_state", b"has_state", "step", b"step", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

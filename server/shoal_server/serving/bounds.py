@@ -92,6 +92,7 @@ NAMED: Mapping[str, Bound] = {
     "min_members": whole(MAX_MEMBERS),
     "max_members": whole(MAX_MEMBERS),
     "desired_members": whole(MAX_MEMBERS),
+    "enough_for_call": whole(MAX_MEMBERS),
     # what is told
     "reason": SENTENCES,
     "error": SENTENCES,

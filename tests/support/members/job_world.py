@@ -46,6 +46,8 @@ class SimMember:
     """Steps of the complete checkpoints that it sees."""
     has_state: bool = False
     """Has been in a generation that ran: from then on it holds what all hold."""
+    enough_for_call: int = 0
+    """Its script is in a call between two steps, which so many members can make; 0: in none."""
     drained: bool = False
     """Was let go: nothing is left for it to do."""
     records: dict[int, list[Record]] = field(default_factory=dict)
@@ -335,7 +337,9 @@ class World:
                 self._bring_up(member, Generation(roster.generation))
         elif member.comes_to_a_stand():
             step, has_state = max(member.begun, 0), member.has_state or member.begun > 0
-            self._step(member, ev.StoodStill(step=step, has_state=has_state))
+            enough = member.enough_for_call
+            stood = ev.StoodStill(step=step, has_state=has_state, enough_for_call=enough)
+            self._step(member, stood)
             self._train_on(member)
 
     def _leave_drained(self, member: SimMember) -> None:

@@ -157,7 +157,7 @@ class LoneMember:
     def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
         """Nobody waits to hear of it; whoever calls raises the error."""
 
-    def settle(self, step: int, *, has_state: bool) -> None:
+    def settle(self, step: int, *, has_state: bool, enough_for_call: int = 0) -> None:
         """Nobody waits to hear of it."""
 
     # --- leaving ---

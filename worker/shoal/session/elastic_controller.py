@@ -56,6 +56,10 @@ class ElasticController:
         self._strategy: Strategy | None = None
         self.on_entered: Callable[[], None] = lambda: None
         """Called in each generation that the member has entered, before the script goes on."""
+        self.in_call = False
+        """The script is in a call that all members make together between two steps."""
+        self._is_for_call = False
+        """The generation has fewer members than a step needs, for the sake of such a call."""
         self._is_ready = False
         self._proposed = False
         self._seen = 0
@@ -149,6 +153,9 @@ class ElasticController:
                 self._bring_up(record)
             elif not strategy.synchronous:
                 return self._follow(generation)
+            elif self._is_for_call:
+                few = f"{generation.world_size} of at least {self.member.spec.min_members} members"
+                self._recover(GenerationBroken(f"a call between two steps is over, of {few}"))
             elif self.membership.is_broken(generation.number):
                 self._recover(GenerationBroken(f"generation {generation.number} was broken"))
             else:
@@ -239,7 +246,7 @@ class ElasticController:
         strategy.abandon()
         self._await_break(generation.number, error)
         noticed_s = time.perf_counter()
-        self.membership.settle(strategy.step, has_state=strategy.has_state)
+        self._settle()
         log.debug(
             "generation_left",
             generation=generation.number,
@@ -248,6 +255,16 @@ class ElasticController:
             settle_s=round(time.perf_counter() - noticed_s, 4),
             reason=str(error)[:300],
         )
+
+    def _settle(self) -> None:
+        strategy = self.strategy
+        enough = self._enough_for_call() if self.in_call else 0
+        self.membership.settle(strategy.step, has_state=strategy.has_state, enough_for_call=enough)
+
+    def _enough_for_call(self) -> int:
+        """How many members can hold the model between two steps."""
+        least = self.member.spec.min_members
+        return next((n for n in range(1, least) if not self.strategy.refuses(n)), least)
 
     def pause(self, reason: str, limit_s: float) -> None:
         """The trainer does something that the others are to wait for."""
@@ -339,7 +356,7 @@ class ElasticController:
             raise error
         try:
             self._await_break(number, error, reported=own)
-            self.membership.settle(strategy.step, has_state=strategy.has_state)
+            self._settle()
         except BringUpFailed as left_out:
             raise left_out from error
         if not own:
@@ -367,6 +384,8 @@ class ElasticController:
 
     def _entered(self, generation: Generation) -> None:
         self.generation = generation
+        is_small = generation.world_size < self.member.spec.min_members
+        self._is_for_call = self.in_call and is_small
         self.on_entered()
         strategy = self.strategy
         self.job_log.entered(

@@ -56,12 +56,14 @@ class SharedCalls:
         strategy = self._strategy(call)
         position = strategy.position
         refuse_earlier(position.form, call)
-        if position.unconfirmed:
-            # A member was lost with the last one, and whether all have its result is not known.
-            self._recover(GenerationBroken("a member was lost after a call between two steps"))
-            self._controller.stand(self._fields)
-        position.in_call = True
+        # Until it returns nobody is taken in whose script would be elsewhere.
+        self._controller.in_call = True
         try:
+            if position.unconfirmed:
+                # A member was lost with the last one: whether all have its result is not known.
+                self._recover(GenerationBroken("a member was lost after a call between two steps"))
+                self._controller.stand(self._fields)
+            position.in_call = True
             while True:
                 generation = self._controller.stand(self._fields)
                 group = strategy.group
@@ -76,7 +78,7 @@ class SharedCalls:
                     position.returns(confirmed=self._confirm(group))
                     return result
         finally:
-            position.in_call = False
+            self._controller.in_call = position.in_call = False
             position.stands("")
 
     def _confirm(self, group: dist.ProcessGroup) -> bool:

@@ -49,7 +49,11 @@ def event_of(request: MemberRequest) -> events.Event:
         case pb.SettleRequest():
             step = Step(request.step)
             event = events.StepReported(
-                **who, step=step, has_state=request.has_state, left=generation
+                **who,
+                step=step,
+                has_state=request.has_state,
+                left=generation,
+                enough_for_call=request.enough_for_call,
             )
         case pb.OfferRequest():
             event = events.Offered(

@@ -70,6 +70,10 @@ class Collecting:
         """Who would be in a roster drawn up now: who trained before first, then by arrival."""
         # Who has still to settle may have missed what it was told: it would go on where it was.
         candidates = [m for m in self._state.able if m.settled or m.is_in(self._state.running)]
+        if amid := self.amid_call():
+            names = {m.member_id for m in amid}
+            self._keep_out([m for m in candidates if m.member_id not in names], now_s)
+            candidates = amid
         if self._state.running is not None and not any(
             m.is_in(self._state.running) for m in candidates
         ):
@@ -105,7 +109,7 @@ class Collecting:
         """Whether a roster can be drawn up, where nothing runs."""
         num_ready = len(self._state.able)
         # Survivors that still have to settle are worth waiting for.
-        if num_ready < self._state.spec.min_members or not self._state.table.all_settled:
+        if not self._state.table.all_settled or not self.are_enough:
             return False
         if self.awaits_state:
             return False
@@ -115,6 +119,30 @@ class Collecting:
         ):
             return True
         return passed(self._state.deadlines.first_proposal_s, self.last_call_s, now_s)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether those who are there suffice for a roster, where nothing runs."""
+        num_needed = self._state.spec.min_members
+        if amid := self.amid_call():
+            # No step is taken in it: a call between two steps needs no minimum.
+            return len(amid) >= min(num_needed, max(m.enough_for_call for m in amid))
+        return len(self._state.able) >= num_needed
+
+    def amid_call(self) -> list[Member]:
+        """Those who are to make a call between two steps again, before anybody else comes in.
+
+        Whoever joins, or has its result, has its script elsewhere and cannot take part in it.
+        """
+        table = self._state.table
+        if self._state.running is not None or not table.in_call:
+            return []
+        newest = max((m.stands_at for m in self._state.able), default=None)
+        return [m for m in self._state.able if m.enough_for_call and m.stands_at == newest]
+
+    def _keep_out(self, members: list[Member], now_s: float) -> None:
+        for member in members:
+            member.waits("the end of a call between two steps that the others are in", now_s)
 
     @property
     def awaits_state(self) -> bool:

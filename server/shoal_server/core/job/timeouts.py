@@ -99,16 +99,26 @@ class Timeouts:
         ready = list(self._state.table.candidates.values())
         left_out = self._state.setbacks.all_left_out(now_s)
         without = "".join(f"; {name} was left out: {error}" for name, error in left_out)
-        num_needed = self._state.spec.min_members
+        reason = (
+            f"no generation formed within {self._state.limits.join_s:g} s:"
+            f" {self._who_was_ready(ready)}{without}"
+        )
         for member in [m for m in ready if now_s >= self._overdue_s(m)]:
-            reason = (
-                f"no generation formed within {self._state.limits.join_s:g} s:"
-                f" {len(ready)} of at least {num_needed} members were ready{without}"
-            )
             self._removal.refuse(member, refusals.timeout(reason), now_s)
         left = self._state.table.candidates.values()
         self._state.deadlines.overdue_check_s = min(
             (self._overdue_s(m) for m in left), default=None
+        )
+
+    def _who_was_ready(self, ready: list[Member]) -> str:
+        num_needed = self._state.spec.min_members
+        amid = self._collecting.amid_call()
+        if not amid:
+            return f"{len(ready)} of at least {num_needed} members were ready"
+        num_needed = min(num_needed, max(m.enough_for_call for m in amid))
+        return (
+            f"{names_of(amid)} were in a call between two steps, such as session.evaluate, which"
+            f" takes at least {num_needed} of those who began it; members that join cannot help"
         )
 
     def _overdue_s(self, member: Member) -> float:
@@ -153,7 +163,7 @@ class Timeouts:
         if self._state.running is not None:
             yield self._state.stage.since_s + self._state.limits.gather_s
             return
-        formable = len(self._state.able) >= self._state.spec.min_members
-        formable = formable and self._state.table.all_settled and not self._collecting.awaits_state
+        formable = self._state.table.all_settled and self._collecting.are_enough
+        formable = formable and not self._collecting.awaits_state
         if formable and self._state.deadlines.first_proposal_s is not None:
             yield self._state.deadlines.first_proposal_s + self._collecting.last_call_s

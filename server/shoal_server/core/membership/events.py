@@ -63,6 +63,9 @@ class StepReported(Event):
     has_state: bool
     left: Generation = NO_GENERATION
     """The newest generation it has trained in or brought up; that one is over for it."""
+    enough_for_call: int = 0
+    """Its script is in a call between two steps, which so many of those in it can make again by
+    themselves; 0: it is in none."""
 
 
 @dataclass(frozen=True, kw_only=True)

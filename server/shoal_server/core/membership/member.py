@@ -52,6 +52,8 @@ class Member:
     """What it would train; a member without one cannot be in a roster yet."""
     settled: bool = True
     """Stands still and can be part of the next roster. False while a synchronous one trains."""
+    enough_for_call: int = 0
+    """Stands in a call between two steps, for which so many members are enough; 0: in none."""
     reported_broken: Generation = NO_GENERATION
     """The newest generation in which a collective failed under it."""
     entered: Generation = NO_GENERATION
@@ -74,6 +76,11 @@ class Member:
     @property
     def holds_state(self) -> bool:
         return self.proposal is not None and self.proposal.has_state
+
+    @property
+    def stands_at(self) -> tuple[bool, int]:
+        """Whether it holds state, and behind which step; the largest is the job's."""
+        return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
     def is_in(self, roster: Roster | None) -> bool:
         return roster is not None and roster.holds(self.member_id, self.incarnation)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.sim.failover import simulate_pause, simulate_slow_start, simulate_state_lost
@@ -134,9 +135,9 @@ def a_step_that_broke_stays_begun(patch: pytest.MonkeyPatch) -> None:
     """Where members stop for a planned change is told by steps that none of them has done."""
     real = GenerationTrack.stand_still
 
-    def stand_still(track: GenerationTrack, step: int, *, has_state: bool) -> pb.SettleRequest:
+    def stand_still(track: GenerationTrack, step: int, **stand: Any) -> pb.SettleRequest:
         begun = track._begun
-        said = real(track, step, has_state=has_state)
+        said = real(track, step, **stand)
         track._begun = begun
         return said
 

@@ -1,0 +1,94 @@
+"""Members amid a call between two steps make it again by themselves, below the minimum if need be:
+whoever joins has its script elsewhere, and comes in behind it."""
+
+from support.members.job_world import World
+
+from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership.events import RefusalKind
+
+STEP = 7
+WAITS = "the end of a call between two steps"
+
+
+def in_call(*crew: str, low: int, enough: int = 1, lost: str = "bc") -> World:
+    """Members a, b and c trained; those of `crew` are in a call when those of `lost` are killed."""
+    w = World(JobSpec(job="j", min_members=low, max_members=8, desired_members=3))
+    for name in "abc":
+        w.join(name)
+    w.run(1.0)
+    w.train(STEP)
+    for name in crew:
+        w.members[name].enough_for_call = enough
+    for name in lost:
+        w.kill(name, seen_by_launcher=True)
+    return w
+
+
+def rosters(w: World) -> list[tuple[str, ...]]:
+    return [records[-1].roster.member_ids for records in w.written.values()]
+
+
+def come(w: World, *names: str) -> None:
+    for name in names:
+        w.join(name)
+
+
+def test_one_that_is_left_in_a_call_finishes_it_alone_and_who_joins_comes_in_behind() -> None:
+    w = in_call("a", low=2)
+    come(w, "b", "c")
+    waited = []
+    w.check = lambda: waited.append(w.job.members["b"].waiting_for if len(w.written) == 2 else "")
+    w.run(3.0)
+    assert rosters(w)[1] == ("a",)
+    assert any(WAITS in reason for reason in waited)
+    assert w.roster() == ["a", "b", "c"]
+    assert not any("bring_up_failed" in line for line in w.log)
+
+
+def test_nobody_needs_to_come_for_it() -> None:
+    w = in_call("a", low=2)
+    w.run(3.0)
+    assert w.roster() == ["a"]
+
+
+def test_behind_the_call_the_minimum_counts_again() -> None:
+    w = in_call("a", low=2)
+    w.run(2.0)
+    w.members["a"].enough_for_call = 0
+    w._report_broken(w.members["a"])
+    w.run(60.0)
+    assert w.job.running is None
+    come(w, "b")
+    w.run(62.0)
+    assert w.roster() == ["a", "b"]
+
+
+def test_who_has_the_result_of_the_call_waits_for_those_in_it() -> None:
+    """It could not make the call again."""
+    w = in_call("a", low=2, lost="c")
+    w.run(3.0)
+    assert rosters(w)[1] == ("a",)
+    assert w.roster() == ["a", "b"]
+
+
+def test_all_who_are_in_the_call_make_it_together() -> None:
+    w = in_call("a", "b", low=3, lost="c")
+    come(w, "d")
+    w.run(3.0)
+    assert rosters(w)[1] == ("a", "b")
+    assert w.roster() == ["a", "b", "d"]
+
+
+def test_one_that_cannot_hold_the_model_alone_ends_by_name_within_the_join_limit() -> None:
+    w = in_call("a", low=2, enough=2)
+    a = w.members["a"]
+    come(w, "b", "c")
+    join_s = Limits().join_s
+    w.run(join_s - 1.0)
+    assert (a.refused, w.job.running) == (None, None)
+    w.run(join_s + 5.0)
+    assert a.refused is not None
+    assert a.refused.kind == RefusalKind.TIMEOUT
+    assert "a were in a call between two steps" in a.refused.what
+    assert "at least 2 of those who began it" in a.refused.what

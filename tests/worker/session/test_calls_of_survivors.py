@@ -1,0 +1,122 @@
+"""Fewer members than the job's minimum are left in a call between two steps: they finish it, and
+train on with those who come in their place."""
+
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support.training import evaluation_bodies
+from support.training.elastic_bodies import NUM_SAMPLES, build
+from support.training.elastic_bodies import numbers as data
+from support.training.evaluation_bodies import BATCH
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal.data.batches import Batch
+from shoal.session.session import Session
+from shoal_client.local.cluster import LocalCluster
+
+WAIT_S = 60.0
+AT_STEP = 2
+
+
+class Killed(Exception):
+    """Ends a member where a signal would."""
+
+
+Call = Callable[[Session, Any, Callable[[], None]], float]
+"""(session, model, lose): a call between two steps, with `lose` within it or right before it."""
+
+
+def evaluate(session: Session, model: Any, lose: Callable[[], None]) -> float:
+    def measure(batch: Batch) -> dict[str, Any]:
+        lose()
+        return evaluation_bodies.measured(model, batch)
+
+    return float(session.evaluate(data(), measure, batch_size=BATCH)["samples"])
+
+
+def all_reduce(session: Session, model: Any, lose: Callable[[], None]) -> float:
+    lose()
+    return float(session.all_reduce(NUM_SAMPLES, "max"))
+
+
+def state_dict(session: Session, model: Any, lose: Callable[[], None]) -> float:
+    lose()
+    assert session.state_dict()
+    # A second call behind the same step: made by the same members.
+    return float(session.all_reduce(NUM_SAMPLES, "max"))
+
+
+class Crew:
+    """Members of one job with a minimum of two, as threads of this process."""
+
+    def __init__(self, cluster: LocalCluster, call: Call, threads: ThreadPoolExecutor) -> None:
+        self._coordinator = cluster.coordinator
+        self._job = f"survivors-{secrets.token_hex(4)}"
+        self._call = call
+        self._threads = threads
+        self.lost = threading.Semaphore(0)
+
+    def start(self, name: str, *, dies: bool = False, at_end: bool = False) -> Future[Any]:
+        return self._threads.submit(self._train, name, dies, at_end)
+
+    def _train(self, name: str, dies: bool, at_end: bool) -> tuple[list[float], list[int], int]:
+        def lose() -> None:
+            if dies:
+                self.lost.release()
+                raise Killed
+
+        model, optimizer = build("sgd", "layers")
+        found, sizes = [], []
+        with shoal.join(
+            self._job,
+            member_id=name,
+            coordinator=self._coordinator,
+            backend="in-memory",
+            min_members=2,
+            desired_members=3,
+        ) as session:
+            model, optimizer = session.distribute(model, optimizer)
+            for batch in session.batches(data(), global_batch_size=24):
+                with session.step() as step:
+                    session.backward(cross_entropy(model(batch.inputs), batch.targets))
+                sizes.append(session.world_size)
+                if step.committed and batch.step == AT_STEP and not at_end:
+                    found.append(self._call(session, model, lose))
+            if at_end:
+                found.append(self._call(session, model, lose))
+            return found, sizes, session.step_number
+
+
+@pytest.mark.parametrize("call", [evaluate, all_reduce, state_dict])
+def test_the_last_one_in_a_call_finishes_it_and_trains_on_with_joiners(
+    cluster: LocalCluster, call: Call
+) -> None:
+    """They are not used up meanwhile, and no step is taken below the minimum."""
+    with ThreadPoolExecutor(5) as threads:
+        crew = Crew(cluster, call, threads)
+        survivor = crew.start("a")
+        lost = [crew.start(name, dies=True) for name in "bc"]
+        for _ in lost:
+            assert crew.lost.acquire(timeout=WAIT_S)
+        joiners = [crew.start(name) for name in "de"]
+        assert all(isinstance(each.exception(WAIT_S), Killed) for each in lost)
+        found, sizes, step = survivor.result(WAIT_S)
+        assert found == [NUM_SAMPLES]
+        assert min(sizes) >= 2
+        assert [each.result(WAIT_S)[2] for each in joiners] == [step] * 2
+
+
+def test_an_evaluation_behind_the_last_step_ends_with_one_that_is_left(
+    cluster: LocalCluster,
+) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        crew = Crew(cluster, evaluate, threads)
+        survivor = crew.start("a", at_end=True)
+        lost = [crew.start(name, dies=True, at_end=True) for name in "bc"]
+        assert all(isinstance(each.exception(WAIT_S), Killed) for each in lost)
+        assert survivor.result(WAIT_S)[0] == [NUM_SAMPLES]
