@@ -76,7 +76,8 @@ class Breaks:
             if has_state and not member.proposal.stateless:
                 self._state.progress.heard_of(step)
         self._state.table.settle((member,), settled=True)
-        self._state.table.stand(member, enough_for_call=event.enough_for_call)
+        if event.enough_for_call:
+            self._state.table.in_call[member.member_id] = event.enough_for_call
         if not self._state.setbacks.waits(member.member_id):
             member.waits("the other members to report their step", now_s)
         if self._state.table.all_settled:

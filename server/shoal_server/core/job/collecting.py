@@ -123,11 +123,15 @@ class Collecting:
     @property
     def are_enough(self) -> bool:
         """Whether those who are there suffice for a roster, where nothing runs."""
-        num_needed = self._state.spec.min_members
-        if amid := self.amid_call():
-            # No step is taken in it: a call between two steps needs no minimum.
-            return len(amid) >= min(num_needed, max(m.enough_for_call for m in amid))
-        return len(self._state.able) >= num_needed
+        amid = self.amid_call()
+        return len(amid or self._state.able) >= self.num_needed(amid)
+
+    def num_needed(self, amid: list[Member]) -> int:
+        """Of the members amid a call; of all, where nobody is in one."""
+        # No step is taken in a call between two steps: it needs no minimum.
+        enough = max((self._state.table.in_call[m.member_id] for m in amid), default=None)
+        least = self._state.spec.min_members
+        return least if enough is None else min(least, enough)
 
     def amid_call(self) -> list[Member]:
         """Those who are to make a call between two steps again, before anybody else comes in.
@@ -138,7 +142,9 @@ class Collecting:
         if self._state.running is not None or not table.in_call:
             return []
         newest = max((m.stands_at for m in self._state.able), default=None)
-        return [m for m in self._state.able if m.enough_for_call and m.stands_at == newest]
+        return [
+            m for m in self._state.able if m.member_id in table.in_call and m.stands_at == newest
+        ]
 
     def _keep_out(self, members: list[Member], now_s: float) -> None:
         for member in members:

@@ -111,11 +111,10 @@ class Timeouts:
         )
 
     def _who_was_ready(self, ready: list[Member]) -> str:
-        num_needed = self._state.spec.min_members
         amid = self._collecting.amid_call()
+        num_needed = self._collecting.num_needed(amid)
         if not amid:
             return f"{len(ready)} of at least {num_needed} members were ready"
-        num_needed = min(num_needed, max(m.enough_for_call for m in amid))
         return (
             f"{names_of(amid)} were in a call between two steps, such as session.evaluate, which"
             f" takes at least {num_needed} of those who began it; members that join cannot help"

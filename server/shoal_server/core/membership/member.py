@@ -52,8 +52,6 @@ class Member:
     """What it would train; a member without one cannot be in a roster yet."""
     settled: bool = True
     """Stands still and can be part of the next roster. False while a synchronous one trains."""
-    enough_for_call: int = 0
-    """Stands in a call between two steps, for which so many members are enough; 0: in none."""
     reported_broken: Generation = NO_GENERATION
     """The newest generation in which a collective failed under it."""
     entered: Generation = NO_GENERATION

@@ -32,8 +32,8 @@ class MembershipTable:
     unheard: set[str] = field(default_factory=set)
     """Those who were there under another leader, and have not said again what they train."""
     pauses: Pauses = field(default_factory=Pauses)
-    in_call: set[str] = field(default_factory=set)
-    """Those who stand still in a call between two steps."""
+    in_call: dict[str, int] = field(default_factory=dict)
+    """Those who stand still in a call between two steps, and how many of them are enough for it."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: what is entered later counts from a later time.
     _disconnected: dict[str, Member] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class MembershipTable:
         self._halted.pop(name, None)
         self._unsettled.discard(name)
         self.unheard.discard(name)
-        self.in_call.discard(name)
+        self.in_call.pop(name, None)
         self.pauses.gone(member)
         self.expelled[member.incarnation] = refusal
         if len(self.expelled) > MAX_EXPELLED:
@@ -81,20 +81,11 @@ class MembershipTable:
         """Note that the members stand still, or that they do not."""
         for member in members:
             member.settled = settled
-            self.stand(member, enough_for_call=0)
+            self.in_call.pop(member.member_id, None)
             if settled:
                 self._unsettled.discard(member.member_id)
             else:
                 self._unsettled.add(member.member_id)
-
-    def stand(self, member: Member, *, enough_for_call: int) -> None:
-        """The member stands still where so many are enough for the call that it is in; 0: in no
-        call."""
-        member.enough_for_call = enough_for_call
-        if enough_for_call:
-            self.in_call.add(member.member_id)
-        else:
-            self.in_call.discard(member.member_id)
 
     def disconnect(self, member: Member, now_s: float) -> None:
         self._disconnected.pop(member.member_id, None)
