@@ -8,15 +8,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.network import http
+from support.processes.served_process import awaited
 from support.training import evaluation_bodies
 from support.training.elastic_bodies import NUM_SAMPLES, build
 from support.training.elastic_bodies import numbers as data
 from support.training.evaluation_bodies import BATCH
+from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 
 import shoal
 from shoal.data.batches import Batch
 from shoal.session.session import Session
+from shoal.session.shared_calls import SharedCalls
 from shoal_client.local.cluster import LocalCluster
 
 WAIT_S = 60.0
@@ -51,15 +55,38 @@ def state_dict(session: Session, model: Any, lose: Callable[[], None]) -> float:
     return float(session.all_reduce(NUM_SAMPLES, "max"))
 
 
+_before_confirm = threading.local()
+"""`lose`, called once by the member whose thread this is when all have the result of a call."""
+
+
+def confirming(monkeypatch: pytest.MonkeyPatch) -> None:
+    confirm = SharedCalls._confirm
+
+    def losing(calls: SharedCalls, group: dist.ProcessGroup) -> bool:
+        vars(_before_confirm).pop("lose", lambda: None)()
+        return confirm(calls, group)
+
+    monkeypatch.setattr(SharedCalls, "_confirm", losing)
+
+
+def evaluate_and_sum(session: Session, model: Any, lose: Callable[[], None]) -> float:
+    """Lost where all have the result, and none knows of the others: then a second call."""
+    _before_confirm.lose = lose
+    num_samples = float(session.evaluate(data(), lambda b: {"n": len(b.inputs)}, batch_size=5)["n"])
+    return num_samples * float(session.all_reduce(1)) / session.world_size
+
+
 class Crew:
     """Members of one job with a minimum of two, as threads of this process."""
 
     def __init__(self, cluster: LocalCluster, call: Call, threads: ThreadPoolExecutor) -> None:
         self._coordinator = cluster.coordinator
-        self._job = f"survivors-{secrets.token_hex(4)}"
+        self.job = f"survivors-{secrets.token_hex(4)}"
         self._call = call
         self._threads = threads
         self.lost = threading.Semaphore(0)
+        self.gate = threading.Event()
+        """Opens when those who are to die may."""
 
     def start(self, name: str, *, dies: bool = False, at_end: bool = False) -> Future[Any]:
         return self._threads.submit(self._train, name, dies, at_end)
@@ -68,12 +95,13 @@ class Crew:
         def lose() -> None:
             if dies:
                 self.lost.release()
+                assert self.gate.wait(WAIT_S)
                 raise Killed
 
         model, optimizer = build("sgd", "layers")
         found, sizes = [], []
         with shoal.join(
-            self._job,
+            self.job,
             member_id=name,
             coordinator=self._coordinator,
             backend="in-memory",
@@ -99,6 +127,7 @@ def test_the_last_one_in_a_call_finishes_it_and_trains_on_with_joiners(
     """They are not used up meanwhile, and no step is taken below the minimum."""
     with ThreadPoolExecutor(5) as threads:
         crew = Crew(cluster, call, threads)
+        crew.gate.set()
         survivor = crew.start("a")
         lost = [crew.start(name, dies=True) for name in "bc"]
         for _ in lost:
@@ -116,7 +145,29 @@ def test_an_evaluation_behind_the_last_step_ends_with_one_that_is_left(
 ) -> None:
     with ThreadPoolExecutor(3) as threads:
         crew = Crew(cluster, evaluate, threads)
+        crew.gate.set()
         survivor = crew.start("a", at_end=True)
         lost = [crew.start(name, dies=True, at_end=True) for name in "bc"]
         assert all(isinstance(each.exception(WAIT_S), Killed) for each in lost)
         assert survivor.result(WAIT_S)[0] == [NUM_SAMPLES]
+
+
+def test_who_waits_to_join_keeps_out_of_the_next_call_behind_the_same_step_too(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the generation begins nobody is in a call: whether all have the last one's result is
+    found out there, on the way to the next."""
+    confirming(monkeypatch)
+    with ThreadPoolExecutor(4) as threads:
+        crew = Crew(cluster, evaluate_and_sum, threads)
+        others = [crew.start(name) for name in "ab"]
+        lost = crew.start("c", dies=True)
+        assert crew.lost.acquire(timeout=WAIT_S)
+        joiner = crew.start("d")
+        url = f"{cluster.http_url}/api/v1/jobs/{crew.job}/members/d/why"
+        awaited(lambda: http.get(url).status_code == 200 or None, WAIT_S, "d waits")
+        crew.gate.set()
+        assert isinstance(lost.exception(WAIT_S), Killed)
+        ends = [each.result(WAIT_S) for each in others]
+        assert [found for found, _, _ in ends] == [[NUM_SAMPLES]] * 2
+        assert joiner.result(WAIT_S)[2] == ends[0][2]

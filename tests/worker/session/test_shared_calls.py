@@ -353,3 +353,37 @@ def test_a_joiner_keeps_out_of_an_evaluation_that_begins_again_and_comes_in_behi
             assert member.expect("looked") == {"samples": NUM_SAMPLES, "world_size": 2}
         ends = [member.expect("finished")["step"] for member in (*crew[:2], joiner)]
         assert len(set(ends)) == 1
+
+
+@pytest.mark.long
+def test_one_that_is_left_of_an_evaluation_below_the_minimum_ends_it_and_trains_with_joiners(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Two of three are killed in it, and two come in their place before it begins again."""
+    run = Evaluating(
+        coordinator=cluster.coordinator,
+        job=f"between-{secrets.token_hex(4)}",
+        member_id="",
+        min_members=2,
+        desired_members=3,
+        batch_size=24,
+        at_step=3,
+        gate=str(tmp_path / "gate"),
+    )
+    with Ranks() as ranks:
+        body = evaluation_bodies.train_until_joined
+        crew = [ranks.start(body, replace(run, member_id=name)) for name in "abc"]
+        for member in crew:
+            member.expect("measuring")
+        for member in crew[1:]:
+            member.send_signal(signal.SIGKILL)
+        joiners = [ranks.start(body, replace(run, member_id=name)) for name in "bc"]
+        for name in "bc":
+            url = f"{cluster.http_url}/api/v1/jobs/{run.job}/members/{name}/why"
+            awaited(lambda url=url: http.get(url).status_code == 200 or None, WAIT_S, "it waits")
+        (tmp_path / "gate").touch()
+        assert crew[0].expect("looked") == {"samples": NUM_SAMPLES, "world_size": 1}
+        ends = [member.expect("finished")["step"] for member in (crew[0], *joiners)]
+        assert len(set(ends)) == 1
+    shown = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
+    assert "bring_up_failed" not in {each["kind"] for each in shown["events"]}
