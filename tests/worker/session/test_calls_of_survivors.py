@@ -71,7 +71,14 @@ def confirming(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def evaluate_and_sum(session: Session, model: Any, lose: Callable[[], None]) -> float:
     """Lost where all have the result, and none knows of the others: then a second call."""
-    _before_confirm.lose = lose
+
+    def lose_paused() -> None:
+        # Until it is gone no change is begun: the joiner is not put off with one that fails.
+        session._controller.pause("on its way out", WAIT_S)
+        lose()
+        session._controller.resume()
+
+    _before_confirm.lose = lose_paused
     num_samples = float(session.evaluate(data(), lambda b: {"n": len(b.inputs)}, batch_size=5)["n"])
     return num_samples * float(session.all_reduce(1)) / session.world_size
 
@@ -164,8 +171,13 @@ def test_who_waits_to_join_keeps_out_of_the_next_call_behind_the_same_step_too(
         lost = crew.start("c", dies=True)
         assert crew.lost.acquire(timeout=WAIT_S)
         joiner = crew.start("d")
-        url = f"{cluster.http_url}/api/v1/jobs/{crew.job}/members/d/why"
-        awaited(lambda: http.get(url).status_code == 200 or None, WAIT_S, "d waits")
+        url = f"{cluster.http_url}/api/v1/jobs/{crew.job}/events?limit=1000"
+
+        def is_ready() -> bool:
+            told = http.get(url).json()["events"]
+            return ("member_proposed", "d") in [(each["kind"], each["member_id"]) for each in told]
+
+        awaited(lambda: is_ready() or None, WAIT_S, "d is ready to train")
         crew.gate.set()
         assert isinstance(lost.exception(WAIT_S), Killed)
         ends = [each.result(WAIT_S) for each in others]
