@@ -80,6 +80,22 @@ def test_a_checkpoint_is_not_gone_on_from_with_another_order_of_samples(
     assert trained(cluster, tmp_path, strategy) == list(range(EVERY_STEPS, 10))
 
 
+def test_a_run_that_goes_on_with_other_samples_of_the_same_size_says_so(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Labels may have been mended on purpose. A split that is not seeded is another one now."""
+    inputs, targets = data()
+    trained(cluster, tmp_path, num_steps=6)
+    with capture_logs() as logs:
+        trained(cluster, tmp_path, num_steps=1)
+    assert "checkpoint_of_other_samples" not in [entry["event"] for entry in logs]
+    with capture_logs() as logs:
+        samples = inputs.flip(0), targets.flip(0)
+        assert trained(cluster, tmp_path, num_steps=1, samples=samples) == [EVERY_STEPS]
+    (told,) = [entry for entry in logs if entry["event"] == "checkpoint_of_other_samples"]
+    assert told["log_level"] == "warning" and "seeded" in told["hint"]
+
+
 def indices_of(batches: list[Any]) -> list[int]:
     return [index for batch in batches for index in batch]
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 import structlog
@@ -129,9 +130,11 @@ class MemberSession:
         step: int,
         has_state: bool,
         stateless: bool = False,
+        optional_fields: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """State what this member trains; makes it a candidate. Raises ProposalConflict, StateLost.
 
+        `optional_fields`: compared with those of members that state them too.
         `stateless`: no state is ever to be had from members of this job; their scripts keep it.
         """
         proposal = pb.Proposal(
@@ -140,6 +143,7 @@ class MemberSession:
             step=step,
             has_state=has_state,
             stateless=stateless,
+            optional_fields=optional_fields,
         )
         self._do(ev.Proposed(proposal=proposal))
 

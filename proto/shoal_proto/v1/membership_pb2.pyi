@@ -292,11 +292,32 @@ class Proposal(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class OptionalFieldsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     FIELDS_FIELD_NUMBER: _builtins.int
     SYNCHRONOUS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     HAS_STATE_FIELD_NUMBER: _builtins.int
     STATELESS_FIELD_NUMBER: _builtins.int
+    OPTIONAL_FIELDS_FIELD_NUMBER: _builtins.int
     synchronous: _builtins.bool
     """False for strategies whose members train on through a change of membership."""
     step: _builtins.int
@@ -309,6 +330,12 @@ class Proposal(_message.Message):
     """
     @_builtins.property
     def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def optional_fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As `fields`, but compared among those members alone that state the field: members of earlier
+        releases do not.
+        """
+
     def __init__(
         self,
         *,
@@ -317,10 +344,11 @@ class Proposal(_message.Message):
         step: _builtins.int = ...,
         has_state: _builtins.bool = ...,
         stateless: _builtins.bool = ...,
+        optional_fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "has_state", b"has_state", "stateless", b"stateless", "step", b"step", "synchronous", b"synchronous"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "has_state", b"has_state", "optional_fields", b"optional_fields", "stateless", b"stateless", "step", b"step", "synchronous", b"synchronous"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -253,8 +253,11 @@ NAMED: Mapping[str, Bound] = {
 
 OF_MESSAGE: Mapping[str, Bound] = {
     "Proposal.fields": some(256),
+    "Proposal.optional_fields": some(256),
     "FieldsEntry.key": text(256),
     "FieldsEntry.value": SENTENCES,
+    "OptionalFieldsEntry.key": text(256),
+    "OptionalFieldsEntry.value": SENTENCES,
     "GetRosterChunksRequest.digests": text(32, count=1 << 12),
     "StoreGetRequest.keys": text(4096, count=1 << 16),
     "StoreKeysRequest.keys": text(4096, count=1 << 16),

@@ -116,9 +116,15 @@ class World:
         step: int = 0,
         info: MemberInfo | None = None,
         checkpoints: tuple[int, ...] = (),
+        *,
+        optional_fields: dict[str, str] | None = None,
     ) -> SimMember:
         proposal = Proposal(
-            fields=dict(fields or FIELDS), step=Step(step), has_state=step > 0, synchronous=True
+            fields=dict(fields or FIELDS),
+            step=Step(step),
+            has_state=step > 0,
+            synchronous=True,
+            optional_fields=dict(optional_fields or {}),
         )
         incarnation = new_incarnation(self._next_start())
         member = SimMember(
@@ -139,7 +145,11 @@ class World:
         admitted = pb.Admitted(limits=codec.limits_to_pb(self.job.limits))
         self._step(member, ev.NoticeCame(notice=pb.Notice(admitted=admitted)))
         message = pb.Proposal(
-            fields=proposal.fields, step=step, has_state=step > 0, synchronous=True
+            fields=proposal.fields,
+            step=step,
+            has_state=step > 0,
+            synchronous=True,
+            optional_fields=proposal.optional_fields,
         )
         self._step(member, ev.Proposed(proposal=message))
         return member

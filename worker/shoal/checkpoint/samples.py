@@ -13,6 +13,7 @@ import structlog
 
 from shoal.checkpoint.bucket_paths import CheckpointPath
 from shoal.data.batches import Order, Position
+from shoal.data.content import FIELD
 from shoal.state.replicated import State
 from shoal.state.shards import StateShard
 from shoal_proto.errors import InvalidSpec
@@ -73,6 +74,7 @@ class TrainedSamples:
         check_samples(path, state_shard, self._samples, must_match)
         self.adopt(state_shard)
         written: Any = state_shard.values.get(SAMPLES)
+        self._warn_of_other_content(path, written)
         if self._order is None or not isinstance(written, dict):
             return
         before = {key: written.get(key, "") for key in BATCH_SIZE}
@@ -88,6 +90,18 @@ class TrainedSamples:
         log.info(
             "batch_size_changed", path=str(path), was=before["global_batch"], **vars(self.origin)
         )
+
+    def _warn_of_other_content(self, path: CheckpointPath, written: object) -> None:
+        # No refusal: mended labels are other content, and a reason to go on.
+        before = written.get(FIELD) if isinstance(written, dict) else None
+        now = self._samples.get(FIELD)
+        if before and now and before != now:
+            log.warning(
+                "checkpoint_of_other_samples",
+                path=str(path),
+                hint="the data set has the size that it had, and holds other samples: those of a"
+                " validation part may be among them now, unless its split is seeded",
+            )
 
 
 def _origin_of(values: Mapping[str, Any]) -> Position:

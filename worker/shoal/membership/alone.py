@@ -76,10 +76,20 @@ class LoneMember:
             )
 
     def propose(
-        self, fields: Mapping[str, str], *, synchronous: bool, step: int, has_state: bool
+        self,
+        fields: Mapping[str, str],
+        *,
+        synchronous: bool,
+        step: int,
+        has_state: bool,
+        optional_fields: Mapping[str, str],
     ) -> None:
         self._proposal = pb.Proposal(
-            fields=fields, synchronous=synchronous, step=step, has_state=has_state
+            fields=fields,
+            synchronous=synchronous,
+            step=step,
+            has_state=has_state,
+            optional_fields=optional_fields,
         )
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:

@@ -60,6 +60,8 @@ class ElasticController:
         """The script is in a call that all members make together between two steps."""
         self._is_for_call = False
         """The generation has fewer members than a step needs, for the sake of such a call."""
+        self.optional_fields: Mapping[str, str] = {}
+        """Of the proposal: what those members must have in common that state it."""
         self._is_ready = False
         self._proposed = False
         self._seen = 0
@@ -300,6 +302,7 @@ class ElasticController:
                 synchronous=strategy.synchronous,
                 step=strategy.step,
                 has_state=strategy.has_state,
+                optional_fields=self.optional_fields,
             )
         while not self._is_ready:
             started_s = time.perf_counter()

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from shoal.data.batch_options import own_collate
 from shoal.data.batches import Batch, Dataset, Loader, Order, dataset_size, describe
+from shoal.data.content import content_of
 from shoal.data.samples import Collate
 from shoal.membership.generation import Generation
 from shoal.session.shared_calls import SharedCalls, named, reduce
@@ -46,7 +47,9 @@ class Evaluation:
         self._batch_size = batch_size
         self._collate = collate
         self._num_samples = dataset_size(data)
-        self.name = f"session.evaluate of {describe(data)} by {batch_size}"
+        content = content_of(data)
+        of = f"{describe(data)} (content {content})" if content else describe(data)
+        self.name = f"session.evaluate of {of} by {batch_size}"
 
     def run(
         self,

@@ -74,6 +74,7 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
         step=Step(proposal.step),
         has_state=proposal.has_state,
         stateless=proposal.stateless,
+        optional_fields=dict(proposal.optional_fields),
     )
 
 

@@ -1,6 +1,6 @@
 """Rosters: who trains together, in which rank, from whose state; and what they must agree in."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -93,6 +93,8 @@ class Proposal:
     has_state: bool = False
     stateless: bool = False
     """The script keeps its own state: no step is committed here that could be lost."""
+    optional_fields: Mapping[str, str] = field(default_factory=dict)
+    """Every one must be the same for all who state it: members of earlier releases do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,18 +185,28 @@ class Candidate:
 def find_conflicts(candidates: Sequence[Candidate]) -> tuple[Conflict, ...]:
     """The fields in which the candidates differ, by name. No majority wins.
 
-    A field that only some of them state is a conflict too: its absence is shown as "(absent)".
+    A field that only some of them state is a conflict too, its absence shown as "(absent)"; of an
+    optional one it is none.
     """
-    names = sorted({name for c in candidates for name in c.proposal.fields})
     conflicts = []
-    for name in names:
-        holders: dict[str, list[str]] = {}
-        for c in candidates:
-            holders.setdefault(c.proposal.fields.get(name, "(absent)"), []).append(c.member_id)
-        if len(holders) > 1:
-            values = tuple((value, tuple(sorted(who))) for value, who in sorted(holders.items()))
-            conflicts.append(Conflict(field=name, values=values))
+    for name in sorted({name for c in candidates for name in c.proposal.fields}):
+        conflicts += _conflict(
+            name, ((c.member_id, c.proposal.fields.get(name, "(absent)")) for c in candidates)
+        )
+    for name in sorted({name for c in candidates for name in c.proposal.optional_fields}):
+        stated = ((c.member_id, c.proposal.optional_fields.get(name)) for c in candidates)
+        conflicts += _conflict(name, ((who, value) for who, value in stated if value is not None))
     return tuple(conflicts)
+
+
+def _conflict(field: str, stated: Iterable[tuple[str, str]]) -> list[Conflict]:
+    holders: dict[str, list[str]] = {}
+    for member_id, value in stated:
+        holders.setdefault(value, []).append(member_id)
+    if len(holders) < 2:
+        return []
+    values = tuple((value, tuple(sorted(who))) for value, who in sorted(holders.items()))
+    return [Conflict(field=field, values=values)]
 
 
 def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:

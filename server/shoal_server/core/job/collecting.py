@@ -42,11 +42,15 @@ class Collecting:
         """A newcomer that differs from those who train, or did before a break, is refused here:
         it must not disturb them."""
         roster = self._state.running or self._state.previous
-        if roster is None or member.is_in(roster) or proposal.fields == roster.fields:
+        if roster is None or member.is_in(roster):
             return ()
-        trainers = [m.as_candidate() for m in self._state.members_of(roster) if m.proposal]
+        trainers = [m for m in self._state.members_of(roster) if m.proposal]
+        if proposal.fields == roster.fields and all(
+            m.proposal.optional_fields == proposal.optional_fields for m in trainers if m.proposal
+        ):
+            return ()
         newcomer = replace(member, proposal=proposal).as_candidate()
-        return find_conflicts([*trainers, newcomer])
+        return find_conflicts([*(m.as_candidate() for m in trainers), newcomer])
 
     def change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
         """Why the running generation is to be changed ("": it is not), and to whom."""

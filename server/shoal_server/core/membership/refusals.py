@@ -176,6 +176,10 @@ _FIXES = {
     # Only strategies that need it state it: release 0.1.0 states nothing.
     "step_messages": "A worker that has '(absent)' there is of release 0.1.0, whose workers train"
     " beside later ones with the strategy 'ddp' alone: upgrade it (docs/upgrades.md).",
+    "dataset_content": "The data sets differ: each worker makes its own, and these are of one size"
+    " but hold different samples. Seed what draws them: train_test_split(..., random_state=0),"
+    " random_split(..., generator=torch.Generator().manual_seed(0)); sort a list of files"
+    " (docs/data.md).",
 }
 """What to do about a field in which members differ, where it is no setting of a script."""
 

@@ -150,6 +150,38 @@ def test_a_worker_of_a_release_that_steps_otherwise_hears_what_to_do() -> None:
     assert "same script" in odd.refused.fix
 
 
+def test_what_earlier_releases_do_not_state_is_compared_among_those_who_do() -> None:
+    """Whoever states nothing of its data trains with both; those who do need the same."""
+    w = world(desired=2)
+    w.join("a", optional_fields={"dataset_content": "d1"})
+    w.join("old")
+    w.run(1.0)
+    assert w.is_running()
+    w.join("b", optional_fields={"dataset_content": "d1"})
+    w.join("older")
+    w.run(2.0)
+    assert sorted(w.roster()) == ["a", "b", "old", "older"]
+    odd = w.join("odd", optional_fields={"dataset_content": "d2"})
+    w.run(3.0)
+    assert odd.refused is not None and odd.refused.kind == RefusalKind.CONFLICT
+    assert odd.refused.seen == "dataset_content: 'd1' in a, b but 'd2' in odd"
+    assert "The data sets differ" in odd.refused.fix and "random_state=0" in odd.refused.fix
+    assert sorted(w.roster()) == ["a", "b", "old", "older"]
+
+
+def test_data_that_differ_at_the_start_fail_everybody() -> None:
+    """Nobody trains on what only some of them have."""
+    w = world(desired=3)
+    contents = {"a": "d1", "b": "d2", "c": "d1"}
+    members = [w.join(name, optional_fields={"dataset_content": contents[name]}) for name in "abc"]
+    w.run(1.0)
+    assert w.written[1][0].verdict is Verdict.ABORTED
+    assert all(
+        m.refused and m.refused.seen == "dataset_content: 'd1' in a, c but 'd2' in b"
+        for m in members
+    )
+
+
 def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
     """Between two generations those who trained still decide what is trained."""
     w = running("a", "b", "c")

@@ -1,0 +1,225 @@
+"""A digest of what is in a data set, so that members see that they train on the same samples.
+
+Each member makes its data set itself: with a split or a sampler that is not seeded they have the
+same type, size and dtypes, and other samples. The digest is of few values at positions that depend
+on sizes alone. No data set is asked for an item: that may be slow, random, or leave traces. torch's
+own are looked into, and of other classes the public attributes that have one entry for each sample.
+
+Floating-point values count by their magnitude only, in steps of about a factor e: what members
+compute on their own (a normalised column) may differ in its last bits from host to host.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
+from torch.utils.data import Dataset as TorchDataset
+
+from shoal.data.batches import Dataset, dataset_size
+from shoal.data.shards import Shards
+
+FIELD = "dataset_content"
+NUM_SAMPLES = 64
+"""So many are looked at, in each data set that this one is made of."""
+NUM_EXACT, NUM_ROUGH = 16, 4
+"""Elements of each sample's part: of integers, and of floating-point numbers."""
+NUM_INDICES = 1 << 13
+"""Of a Subset: all of as many, else as many of them."""
+MAX_TEXT = 4096
+MAX_PARTS = 64
+"""Of a sample, or of what a data set is made of."""
+MAX_DEPTH = 8
+MAX_WORDS = 1 << 14
+SMALLEST = 1e-3
+"""Values far below are all alike: what is zero on one host may be a rounding error on another."""
+OFFSET = 0.371
+"""No value that stands out, such as 0 or 1, is where two steps meet."""
+_INTEGERS = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
+)
+Word = str | int
+
+
+def content_of(dataset: Dataset) -> str:
+    """The same on all members whose data sets hold the same samples, in the same order. Empty where
+    it is not known without loading samples.
+
+    Members with other samples have another one, but for data sets that differ in few samples.
+    """
+    words = list(islice(_of_dataset(dataset, dataset_size(dataset), 0), MAX_WORDS))
+    return sha256(repr(words).encode()).hexdigest()[:16] if words else ""
+
+
+def content_fields(dataset: Dataset | DataLoader[Any]) -> dict[str, str]:
+    """What members compare where they have it."""
+    digest = content_of(dataset.dataset if isinstance(dataset, DataLoader) else dataset)
+    return {FIELD: digest} if digest else {}
+
+
+def _of_dataset(dataset: Any, size: int | None, depth: int) -> Iterator[Word]:
+    """Of one that holds its samples, or looks them up in another. `size`: its samples, if known."""
+    if depth > MAX_DEPTH or isinstance(dataset, Shards):
+        return
+    if isinstance(dataset, Subset):
+        yield from _of_indices(dataset.indices)
+        yield from _of_dataset(dataset.dataset, None, depth + 1)
+    elif isinstance(dataset, ConcatDataset | StackDataset):
+        parts: Any = dataset.datasets
+        for each in list(parts.values() if isinstance(parts, Mapping) else parts)[:MAX_PARTS]:
+            yield from _of_dataset(each, None, depth + 1)
+    elif isinstance(dataset, TensorDataset):
+        for column in dataset.tensors[:MAX_PARTS]:
+            yield from _of_array(column)
+    elif isinstance(dataset, tuple) and all(isinstance(each, Tensor) for each in dataset):
+        for column in dataset[:MAX_PARTS]:
+            yield from _of_array(column)
+    elif isinstance(dataset, Tensor | np.ndarray):
+        yield from _of_array(dataset)
+    elif type(dataset) in (list, tuple):
+        for place in _places(len(dataset), NUM_SAMPLES):
+            yield from _of_value(dataset[place], 0)
+    elif size is not None:
+        yield from _of_attributes(dataset, size, depth)
+
+
+def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
+    """Of what a class of the script's own holds: one entry for each sample, or another data set."""
+    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        if name.startswith("_"):
+            continue
+        is_column = isinstance(value, Tensor | np.ndarray) and value.ndim > 0
+        if is_column or type(value) in (list, tuple):
+            words = _of_dataset(value, size, depth + 1) if len(value) == size else iter(())
+        elif isinstance(value, TorchDataset):
+            words = _of_dataset(value, size, depth + 1)
+        else:
+            continue
+        for count, word in enumerate(words):
+            if not count:
+                yield name
+            yield word
+
+
+def _of_indices(indices: Any) -> Iterator[Word]:
+    if not isinstance(indices, Tensor | np.ndarray | list | tuple | range):
+        return
+    places = _places(len(indices), NUM_INDICES)
+    if isinstance(indices, Tensor | np.ndarray):
+        found = np.asarray(_elements(indices, [places]))
+    else:
+        found = np.asarray([indices[place] for place in places])
+    yield len(indices)
+    if found.dtype.kind in "iu":
+        yield sha256(found.astype("<i8").tobytes()).hexdigest()
+    else:
+        for each in found.tolist():
+            yield from _of_scalar(each)
+
+
+def _of_value(value: object, depth: int) -> Iterator[Word]:
+    """Of a sample, or a part of one. Of what is not known its type counts."""
+    if depth > MAX_DEPTH:
+        return
+    if isinstance(value, Tensor | np.ndarray):
+        yield from _of_array(value)
+    elif type(value) is dict:
+        for name in list(value)[:MAX_PARTS]:
+            yield from _of_value(name, depth + 1)
+            yield from _of_value(value[name], depth + 1)
+    elif type(value) is list or isinstance(value, tuple):
+        yield len(value)
+        for each in value[:MAX_PARTS]:
+            yield from _of_value(each, depth + 1)
+    else:
+        yield from _of_scalar(value.item() if isinstance(value, np.generic) else value)
+
+
+def _of_scalar(value: object) -> Iterator[Word]:
+    if isinstance(value, int):
+        yield int(value)
+    elif isinstance(value, float):
+        yield _rough(value)
+    elif isinstance(value, complex):
+        yield from (_rough(value.real), _rough(value.imag))
+    elif isinstance(value, str):
+        # Of a path the name: where data lie may differ from host to host.
+        yield value[-MAX_TEXT:].rsplit("/", 1)[-1]
+    elif isinstance(value, bytes):
+        yield sha256(value[:MAX_TEXT]).hexdigest()
+    else:
+        yield type(value).__name__
+
+
+def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
+    """Of some elements of some of its rows; nothing else of it is read."""
+    if isinstance(array, Tensor) and not _is_plain(array):
+        return
+    sizes = tuple(array.shape)
+    yield str(sizes)
+    if math.prod(sizes) == 0:
+        return
+    rows = _places(sizes[0], NUM_SAMPLES) if sizes else [0]
+    width = math.prod(sizes[1:])
+    count = min(width, NUM_EXACT if _is_exact(array) else NUM_ROUGH)
+    # Others in each row: some are the same in all samples, as an image's corners are.
+    flat = [
+        (row * 7919 + k * width // count) % width for row in range(len(rows)) for k in range(count)
+    ]
+    places = [[row for row in rows for _ in range(count)]]
+    for size in reversed(sizes[1:]):
+        places.insert(1, [each % size for each in flat])
+        flat = [each // size for each in flat]
+    for value in _elements(array, places if sizes else []):
+        yield from _of_scalar(value)
+
+
+def _elements(array: "Tensor | np.ndarray[Any, Any]", places: Sequence[Sequence[int]]) -> list[Any]:
+    """Those at these places, given by dimension."""
+    # Of NumPy's, which knows no default device.
+    index = tuple(np.asarray(each, dtype=np.int64) for each in places)
+    if not isinstance(array, Tensor):
+        return list(np.asarray(array[index]).flatten().tolist())
+    on_device = tuple(torch.from_numpy(each).to(array.device) for each in index)
+    found = array.detach()[on_device].cpu()
+    if found.is_complex():
+        found = torch.view_as_real(found.resolve_conj())
+    exact = found.dtype in _INTEGERS
+    return list(found.to(torch.int64 if exact else torch.float64).flatten().tolist())
+
+
+def _is_exact(array: "Tensor | np.ndarray[Any, Any]") -> bool:
+    if isinstance(array, Tensor):
+        return array.dtype in _INTEGERS
+    return array.dtype.kind in "biu"
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its elements can be had one by one."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and (tensor.dtype in _INTEGERS or tensor.is_floating_point() or tensor.is_complex())
+    )
+
+
+def _places(size: int, most: int) -> Sequence[int]:
+    """All of so many, or `most` of them over the whole length."""
+    if size <= most:
+        return range(size)
+    return [k * (size - 1) // (most - 1) for k in range(most)]
+
+
+def _rough(value: float) -> Word:
+    if math.isnan(value) or math.isinf(value):
+        return "nan" if math.isnan(value) else str(value)
+    return math.floor(math.asinh(value / SMALLEST) + OFFSET)
