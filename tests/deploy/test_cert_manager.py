@@ -46,6 +46,7 @@ model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 with shoal.join("train") as session:
     model, optimizer = session.distribute(model, optimizer, strategy="async-sgd")
+    torch.manual_seed(0)
     data = torch.randn(64, 8), torch.randn(64, 1)
     for batch in session.batches(data, global_batch_size=8, epochs=2):
         with session.step():

@@ -27,6 +27,7 @@ model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 with shoal.join() as session:
     model, optimizer = session.distribute(model, optimizer, strategy="ddp")
+    torch.manual_seed(0)
     data = torch.randn(64, 8), torch.randn(64, 1)
     both = False
     for batch in session.batches(data, global_batch_size=8, epochs={epochs}):

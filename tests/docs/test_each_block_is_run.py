@@ -73,6 +73,7 @@ TABLE = {
     ("docs/data.md", "generator = torch.Generator()"): (
         "tests/worker/data/test_batch_options.py::test_an_order_that_was_drawn_is_kept"
     ),
+    ("docs/data.md", "ProposalConflict: members"): "tests/worker/data/test_content.py",
     ("docs/data.md", "urls = "): "tests/worker/data/test_shards.py",
     ("docs/deploy.md", "docker compose up"): COMPOSE,
     ("docs/deploy.md", "docker compose build"): CLUSTER,

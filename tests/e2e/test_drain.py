@@ -16,6 +16,7 @@ import shoal, torch
 here = pathlib.Path(__file__).parent
 model = torch.nn.Linear(8, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(0)
 data = (torch.randn(600, 8), torch.randn(600, 2))
 with shoal.join() as session:
     model, optimizer = session.distribute(model, optimizer, strategy="ddp")

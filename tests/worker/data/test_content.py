@@ -198,8 +198,9 @@ def test_what_is_looked_at_is_bounded() -> None:
     assert len(list(content._of_dataset(large, 1 << 20, 0))) == looked_at
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "async-sgd"])
 def test_a_member_with_another_split_is_refused_and_the_others_train_on(
-    cluster: LocalCluster,
+    cluster: LocalCluster, strategy: str
 ) -> None:
     """It would train on samples that are in the others' validation part, without an error."""
     data = TensorDataset(*rank_bodies.data())
@@ -208,14 +209,14 @@ def test_a_member_with_another_split_is_refused_and_the_others_train_on(
         for seed in (1, 2)
     ]
     model, optimizer = rank_bodies.model_and_optimizer()
-    with shoal.join("own-split", coordinator=cluster.coordinator) as session:
-        replica, optimizer = session.distribute(model, optimizer)
+    with shoal.join(f"own-split-{strategy}", coordinator=cluster.coordinator) as session:
+        replica, optimizer = session.distribute(model, optimizer, strategy=strategy)
         batch = next(session.batches(parts[0], global_batch_size=20))
         with (
             pytest.raises(ProposalConflict, match=r"dataset_content: .* but ") as refused,
-            shoal.join("own-split", coordinator=cluster.coordinator) as stranger,
+            shoal.join(f"own-split-{strategy}", coordinator=cluster.coordinator) as stranger,
         ):
-            stranger.distribute(*rank_bodies.model_and_optimizer())
+            stranger.distribute(*rank_bodies.model_and_optimizer(), strategy=strategy)
             next(stranger.batches(parts[1], global_batch_size=20))
         assert "The data sets differ" in str(refused.value)
         assert "manual_seed" in str(refused.value)

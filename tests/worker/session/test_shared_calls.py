@@ -177,7 +177,12 @@ def refusals() -> list[Any]:
     def nothing(session: Session, model: Any, step: int) -> Any:
         return session.evaluate(data(), lambda _: 1, batch_size=BATCH)  # type: ignore[arg-type,return-value]
 
+    def samples(session: Session, model: Any, step: int) -> Any:
+        some = [each[session.rank :][:40] for each in data()]
+        return session.evaluate(tuple(some), lambda _: {"n": 1}, batch_size=BATCH)
+
     return [
+        pytest.param(samples, r"different things.*content \w+.*; .*content", id="samples"),
         pytest.param(calls, r"different things between two steps.*all_reduce", id="calls"),
         pytest.param(values, r"different values.*\(1,\).*\(2,\)", id="shapes"),
         pytest.param(kinds, "the value cannot be reduced", id="kinds"),
