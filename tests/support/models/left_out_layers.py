@@ -1,5 +1,6 @@
 """Ranks of which one leaves a layer out that the others compute with."""
 
+import os
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import SGD
 
 from shoal.data.batches import Loader, Order
 from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal_client.bulk.way import TRANSPORT_VARIABLE
 from shoal_proto.errors import InvalidSpec
 
 
@@ -39,9 +41,13 @@ class Chain(nn.Module):
 
 
 def refused_to(
-    ranks: tuple[int, ...], made: tuple[type[LayoutStrategy], dict[str, Any]], where: str
+    ranks: tuple[int, ...],
+    made: tuple[type[LayoutStrategy], dict[str, Any]],
+    where: str,
+    transport: str = "auto",
 ) -> str:
     """With what a member is refused when these leave a layer out, behind one sound step."""
+    os.environ[TRANSPORT_VARIABLE] = transport
     with seeded(0):
         model = Chain()
     optimizer = SGD(model.parameters(), lr=0.05)

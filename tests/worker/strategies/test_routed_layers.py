@@ -87,3 +87,34 @@ def test_a_layer_that_one_member_leaves_out_is_refused_where_memory_is_shared(
     for refusal in run_on_gloo(world_size, refused_to, ranks, made, where):
         assert "computed with different layers" in refusal
         assert "of the layer of " in refusal
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize("where", ["drop in a step", "end in a step", "drop in an evaluation"])
+@pytest.mark.parametrize(
+    ("made", "world_size"),
+    [
+        ((FSDP, {}), 3),
+        ((Zero2, {}), 2),
+        ((FSDPTensor, {"tensor": 2, "min_split_bytes": 1 << 20}), 4),
+    ],
+    ids=["fsdp", "zero2", "fsdp-tensor"],
+)
+def test_a_layer_that_one_member_leaves_out_is_refused_over_gloo(
+    made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str
+) -> None:
+    """Regression: Gloo ended the process that was sent more than it waited for, and the others
+    trained on without it."""
+    ranks = (0, 1) if made[0] is FSDPTensor else (1,)
+    for refusal in run_on_gloo(world_size, refused_to, ranks, made, where, "tcp"):
+        assert "computed with different layers" in refusal
+        assert "of the layer of " in refusal
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_layer_that_one_copy_of_the_model_leaves_out_is_refused(transport: str) -> None:
+    """Its ranks agree with each other, and average what they sum with those of the other copy."""
+    made = (HSDP, {"shard": 2})
+    for refusal in run_on_gloo(4, refused_to, (2, 3), made, "drop in a step", transport):
+        assert "computed with different layers" in refusal

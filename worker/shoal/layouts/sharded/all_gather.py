@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.layouts.sharded.layer_order import LayerOrder, to_gather
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.torch_private.fsdp import DefaultAllGather
 
@@ -16,13 +17,15 @@ class SharedMemoryAllGather(DefaultAllGather):
     """Gathers in the slots, if there are any with room, and else as torch does."""
 
     def __init__(self, slots: SharedSlots | None, number: int = 0) -> None:
-        """`number`: of the group of parameters, among those with slots in common."""
+        """`number`: of the group of parameters, among those of the model."""
         self._slots, self._number = slots, number
+        self.order: LayerOrder | None = None
+        """Where ranks gather over Gloo."""
 
     def release(self) -> None:
         """Hold the slots no longer: modules keep this in circles, and with it the memory, until
         Python looks for those. What is gathered from here on goes as torch has it."""
-        self._slots = None
+        self._slots = self.order = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._slots is not None:
@@ -45,6 +48,8 @@ class SharedMemoryAllGather(DefaultAllGather):
         if gathering is not None:
             # torch waits for it before it copies from the output, asked to or not.
             return gathering
+        if self.order is not None:
+            self.order.check(to_gather(self._number))
         work = super().__call__(output_tensor, input_tensor, group, async_op=True)
         if async_op:
             return work

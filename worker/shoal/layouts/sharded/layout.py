@@ -27,6 +27,7 @@ from shoal.layouts.gradients import gradient_not_finite, name_of_fault
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.grouping import group_modules
+from shoal.layouts.sharded.layer_order import PASSES_END, LayerOrder
 from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingReduceScatter
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import refuse_second_derivatives
@@ -109,7 +110,10 @@ class ShardedLayout(Layout):
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)
         self._shard(model, options)
+        self._order: LayerOrder | None = None
+        """Where the ranks of a copy gather over Gloo."""
         self._slots = self._share(options)
+        self._check_copies()
         for part in fsdp_parameters(model):
             give_memory(part, torch.device("cpu") if options.cpu_offload else world.device)
         move_buffers(model, world.device)
@@ -175,19 +179,35 @@ class ShardedLayout(Layout):
             timeout_of(rows, device),
             self.world.kept_rooms,
         )
+        names = [reduction.parameter for reduction in self._reductions.values()]
         if slots is not None:
-            slots.names = [reduction.parameter for reduction in self._reductions.values()]
+            slots.names = names
+        else:
+            self._order = LayerOrder(rows, names)
         for number, head in enumerate(heads):
             gathering = SharedMemoryAllGather(slots, number)
+            gathering.order = self._order
             head.set_custom_all_gather(gathering)
             self._gatherings.append(gathering)
-        for number, reduction in enumerate(self._reductions.values()):
-            reduction.slots, reduction.number = slots, number
+        for reduction in self._reductions.values():
+            reduction.slots = slots
+            if self._order is not None:
+                reduction.orders.append(self._order)
         return slots
+
+    def _check_copies(self) -> None:
+        """Let ranks with the same rows tell each other whose gradients they average over Gloo."""
+        copies = self._groups.get("copies")
+        if copies is None or self.world.device.type != "cpu" or not is_gloo(copies):
+            return
+        order = LayerOrder(copies, [each.parameter for each in self._reductions.values()])
+        for reduction in self._reductions.values():
+            reduction.orders.append(order)
 
     def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
         if names:
             reduction = NanPropagatingReduceScatter(names[0])
+            reduction.number = len(self._reductions)
             reduction.copies = self._groups.get("copies")
             trained = (each for each in parameters_of(module) if each.sharded_param.requires_grad)
             reduction.blind = not all(each.sharded_size.numel() for each in trained)
@@ -276,6 +296,8 @@ class ShardedLayout(Layout):
     def finish_passes(self) -> None:
         if self._slots is not None:
             self._slots.finish()
+        if self._order is not None:
+            self._order.check(PASSES_END)
 
     def idle(self) -> Sequence[str]:
         # Ranks gather and reduce what they compute with, one group after the other.
@@ -317,6 +339,8 @@ class ShardedLayout(Layout):
             gathering.release()
         for reduction in self._reductions.values():
             reduction.copies = reduction.slots = None
+            reduction.orders.clear()
+        self._order = None
         self._groups.clear()
         for part in self._fsdp_parameters:
             part.mesh_info.shard_process_group = None

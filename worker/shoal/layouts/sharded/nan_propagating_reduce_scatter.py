@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.layouts.sharded.layer_order import LayerOrder, to_sum
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import bare_backward, is_finite
@@ -33,7 +34,9 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.slots: SharedSlots | None = None
         """Where all ranks have memory in common."""
         self.number = 0
-        """Of the group of parameters there."""
+        """Of the group of parameters, among those of the model."""
+        self.orders: list[LayerOrder] = []
+        """Of the ranks that it sums over by Gloo."""
         self.copies: dist.ProcessGroup | None = None
         """The ranks that hold the same rows as this one; None: there are no others."""
         self._filled: weakref.ref[Tensor] | None = None
@@ -74,6 +77,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
     ) -> Any:
         self.own = propagate_nan(input_tensor) or self.own
         work = None
+        for order in self.orders:
+            order.check(to_sum(self.number))
         if not async_op and sends_each_part_once(input_tensor, group, op):
             slots = self.slots
             if slots is None or not slots.reduce_scatter(

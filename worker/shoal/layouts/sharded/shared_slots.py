@@ -29,7 +29,8 @@ from torch import Tensor
 from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.rooms import KeptRooms
-from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal.layouts.sharded.layer_order import PASSES_END, different_layers, to_gather, to_sum
+from shoal_proto.errors import GenerationBroken
 
 log = structlog.get_logger(__name__)
 
@@ -38,12 +39,11 @@ NUM_GATHERED = 3
 NUM_SUMMED = 2
 _ELSEWHERE = NUM_GATHERED
 _LAST_BITS = 16
-"""For what was done last: twice a group's number, and one more for a sum."""
+"""For what was done last: a deed of `layer_order`."""
 _SO_FAR = (1 << 44) - 1
 """Of what was done so far, as much as goes into a word beside the last deed and slots in use."""
 _ODD = 1_000_003
 """What was done so far stays different, whatever follows, once it is."""
-PASSES_END = -1
 
 
 class SharedSlots:
@@ -108,7 +108,7 @@ class SharedSlots:
         alike: the output is not of `to_gather`, and is to be gathered in another way."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
-        self._did(2 * number, slot)
+        self._did(to_gather(number), slot)
         if slot != _ELSEWHERE:
             return Gathering(self)
         self.meet()
@@ -125,7 +125,7 @@ class SharedSlots:
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean over the ranks of their `whole`, of
         this group, added in their order. False, on all ranks alike: it is too large."""
-        self._did(2 * number + 1, 0)
+        self._did(to_sum(number), 0)
         mine = self.to_sum(whole.nbytes)
         if mine is None:
             return False
@@ -184,7 +184,8 @@ class SharedSlots:
         words = self._memory.meet(own | in_use)
         if len({word >> NUM_GATHERED for word in words}) > 1:
             self._let_all_hear()
-            raise self._refusal([word >> NUM_GATHERED & ((1 << _LAST_BITS) - 1) for word in words])
+            deeds = [_deed(word >> NUM_GATHERED) for word in words]
+            raise different_layers(range(len(deeds)), deeds, self.names)
         self._used_anywhere = 0
         for word in words:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
@@ -197,25 +198,10 @@ class SharedSlots:
             # Who came through this before has left already, so all have heard.
             log.info("last_word_ended_by_a_leaver", reason=str(error)[:200])
 
-    def _refusal(self, last: Sequence[int]) -> InvalidSpec:
-        deeds = [self._in_words(deed) for deed in last]
-        return InvalidSpec(
-            "the members computed with different layers at the same time",
-            seen="; ".join(f"rank {rank}: {deed}" for rank, deed in enumerate(deeds)),
-            expected="the same layers in the same order in each pass on every member: they gather"
-            " and reduce these together",
-            fix="Call a layer that a member's samples do not need with none of them (inputs[:0]),"
-            " and, where gradients are computed, add its sum to the loss; or use"
-            " shoal.DDP(find_unused_parameters=True) or shoal.Zero1(find_unused_parameters=True).",
-        )
 
-    def _in_words(self, deed: int) -> str:
-        """What a rank did last, as of a word of its."""
-        if deed == PASSES_END & ((1 << _LAST_BITS) - 1):
-            return "done with its forward passes"
-        number, is_sum = divmod(deed, 2)
-        name = self.names[number] if number < len(self.names) else str(number)
-        return f"at the {'gradients' if is_sum else 'weights'} of the layer of {name}"
+def _deed(said: int) -> int:
+    last = said & ((1 << _LAST_BITS) - 1)
+    return last if last != PASSES_END & ((1 << _LAST_BITS) - 1) else PASSES_END
 
 
 class Gathering(dist.Work):

@@ -1,0 +1,76 @@
+"""What ranks gather and sum, told before they do it over Gloo.
+
+Nothing in a message says whose rows it carries. Where a rank has left a layer out, the others'
+next gathering would be given rows of another one, and Gloo ends the process (SIGABRT) of whoever is
+sent more than it waits for.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shoal.backends.abortable.last_word import let_all_hear
+from shoal.backends.abortable.waiter import wait_abortable
+from shoal_proto.errors import InvalidSpec
+
+PASSES_END = -1
+"""In place of a deed: forward passes end here that nothing follows for which ranks would meet."""
+
+
+def to_gather(number: int) -> int:
+    """The deed of gathering the weights of the group of parameters with this number."""
+    return 2 * number
+
+
+def to_sum(number: int) -> int:
+    """The deed of summing the gradients of the group of parameters with this number."""
+    return 2 * number + 1
+
+
+class LayerOrder:
+    """Of one rank. All ranks of the group call the same methods in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup, names: Sequence[str]) -> None:
+        """`names`: of the groups of parameters, by their numbers."""
+        self._group, self._names = group, names
+
+    def check(self, deed: int) -> None:
+        """Collective: return if all ranks are about to do this. Raises InvalidSpec, on all ranks,
+        if they are not.
+
+        Each sends its word to each of the others, which takes one way: a ring takes as many as
+        there are ranks.
+        """
+        own = torch.full((self._group.size(),), deed, dtype=torch.int64)
+        words = torch.empty_like(own)
+        work = dist.all_to_all_single(words, own, group=self._group, async_op=True)
+        wait_abortable(work, self._group)
+        deeds = words.tolist()
+        if len(set(deeds)) > 1:
+            let_all_hear(self._group)
+            raise different_layers(dist.get_process_group_ranks(self._group), deeds, self._names)
+
+
+def different_layers(
+    ranks: Sequence[int], deeds: Sequence[int], names: Sequence[str]
+) -> InvalidSpec:
+    """The refusal of what these ranks are about to do, or did last."""
+    said = zip(ranks, deeds, strict=True)
+    return InvalidSpec(
+        "the members computed with different layers at the same time",
+        seen="; ".join(f"rank {rank}: {_in_words(deed, names)}" for rank, deed in said),
+        expected="the same layers in the same order in each pass on every member: they gather"
+        " and reduce these together",
+        fix="Call a layer that a member's samples do not need with none of them (inputs[:0]),"
+        " and, where gradients are computed, add its sum to the loss; or use"
+        " shoal.DDP(find_unused_parameters=True) or shoal.Zero1(find_unused_parameters=True).",
+    )
+
+
+def _in_words(deed: int, names: Sequence[str]) -> str:
+    if deed == PASSES_END:
+        return "done with its forward passes"
+    number, is_sum = divmod(deed, 2)
+    name = names[number] if number < len(names) else str(number)
+    return f"at the {'gradients' if is_sum else 'weights'} of the layer of {name}"
