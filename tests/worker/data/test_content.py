@@ -171,6 +171,15 @@ def test_of_what_cannot_be_known_nothing_is_said() -> None:
     assert content_of(shards) == ""
 
 
+def test_a_cache_that_fills_up_is_no_difference() -> None:
+    """Each member fills its own with the samples of its share."""
+    members = [Own(*columns()) for _ in range(2)]
+    for place, member in enumerate(members):
+        setattr(member, "cache", [None] * SIZE)  # noqa: B010 - of no class that is known
+        vars(member)["cache"][place] = member.inputs[place]
+    assert content_of(members[0]) == content_of(members[1]) == content_of(Own(*columns()))
+
+
 def test_only_rows_are_read_of_what_lies_in_a_file(tmp_path: Path) -> None:
     """A hole of the file that is read has memory from then on."""
     shape = (1 << 16, 1 << 10)

@@ -96,7 +96,8 @@ def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
             continue
         is_column = isinstance(value, Tensor | np.ndarray) and value.ndim > 0
         if is_column or type(value) in (list, tuple):
-            words = _of_dataset(value, size, depth + 1) if len(value) == size else iter(())
+            counts = len(value) == size and not _is_being_filled(value)
+            words = _of_dataset(value, size, depth + 1) if counts else iter(())
         elif isinstance(value, TorchDataset):
             words = _of_dataset(value, size, depth + 1)
         else:
@@ -105,6 +106,13 @@ def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
             if not count:
                 yield name
             yield word
+
+
+def _is_being_filled(column: Any) -> bool:
+    """Whether it lacks entries, as a cache does of samples that nobody has asked for yet."""
+    if not isinstance(column, list | tuple):
+        return False
+    return any(column[place] is None for place in _places(len(column), NUM_SAMPLES))
 
 
 def _of_indices(indices: Any) -> Iterator[Word]:

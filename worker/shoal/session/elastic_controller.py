@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 import torch
@@ -36,6 +37,16 @@ _WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
 """Out of memory, a port, a device: what may be otherwise a second later."""
 
 
+@dataclass
+class CallBetweenSteps:
+    """One that all members make together, such as `session.evaluate`."""
+
+    is_under_way: bool = False
+    """The script is in it."""
+    has_too_few: bool = False
+    """The generation has fewer members than a step needs, for the sake of the call."""
+
+
 class ElasticController:
     """One member's membership and its strategy, in step with each other.
 
@@ -56,10 +67,7 @@ class ElasticController:
         self._strategy: Strategy | None = None
         self.on_entered: Callable[[], None] = lambda: None
         """Called in each generation that the member has entered, before the script goes on."""
-        self.in_call = False
-        """The script is in a call that all members make together between two steps."""
-        self._is_for_call = False
-        """The generation has fewer members than a step needs, for the sake of such a call."""
+        self.call = CallBetweenSteps()
         self.optional_fields: Mapping[str, str] = {}
         """Of the proposal: what those members must have in common that state it."""
         self._is_ready = False
@@ -155,7 +163,7 @@ class ElasticController:
                 self._bring_up(record)
             elif not strategy.synchronous:
                 return self._follow(generation)
-            elif self._is_for_call:
+            elif self.call.has_too_few:
                 few = f"{generation.world_size} of at least {self.member.spec.min_members} members"
                 self._recover(GenerationBroken(f"a call between two steps is over, of {few}"))
             elif self.membership.is_broken(generation.number):
@@ -260,7 +268,7 @@ class ElasticController:
 
     def _settle(self) -> None:
         strategy = self.strategy
-        enough = self._enough_for_call() if self.in_call else 0
+        enough = self._enough_for_call() if self.call.is_under_way else 0
         self.membership.settle(strategy.step, has_state=strategy.has_state, enough_for_call=enough)
 
     def _enough_for_call(self) -> int:
@@ -388,7 +396,7 @@ class ElasticController:
     def _entered(self, generation: Generation) -> None:
         self.generation = generation
         is_small = generation.world_size < self.member.spec.min_members
-        self._is_for_call = self.in_call and is_small
+        self.call.has_too_few = self.call.is_under_way and is_small
         self.on_entered()
         strategy = self.strategy
         self.job_log.entered(

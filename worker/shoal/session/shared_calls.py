@@ -57,7 +57,7 @@ class SharedCalls:
         position = strategy.position
         refuse_earlier(position.form, call)
         # Until it returns nobody is taken in whose script would be elsewhere.
-        self._controller.in_call = True
+        self._controller.call.is_under_way = True
         try:
             if position.unconfirmed:
                 # A member was lost with the last one: whether all have its result is not known.
@@ -78,7 +78,7 @@ class SharedCalls:
                     position.returns(confirmed=self._confirm(group))
                     return result
         finally:
-            self._controller.in_call = position.in_call = False
+            self._controller.call.is_under_way = position.in_call = False
             position.stands("")
 
     def _confirm(self, group: dist.ProcessGroup) -> bool:

@@ -110,8 +110,6 @@ class ShardedLayout(Layout):
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)
         self._shard(model, options)
-        self._order: LayerOrder | None = None
-        """Where the ranks of a copy gather over Gloo."""
         self._slots = self._share(options)
         self._check_copies()
         for part in fsdp_parameters(model):
@@ -180,19 +178,18 @@ class ShardedLayout(Layout):
             self.world.kept_rooms,
         )
         names = [reduction.parameter for reduction in self._reductions.values()]
+        order = None if slots is not None else LayerOrder(rows, names)
         if slots is not None:
             slots.names = names
-        else:
-            self._order = LayerOrder(rows, names)
         for number, head in enumerate(heads):
             gathering = SharedMemoryAllGather(slots, number)
-            gathering.order = self._order
+            gathering.order = order
             head.set_custom_all_gather(gathering)
             self._gatherings.append(gathering)
         for reduction in self._reductions.values():
             reduction.slots = slots
-            if self._order is not None:
-                reduction.orders.append(self._order)
+            if order is not None:
+                reduction.orders.append(order)
         return slots
 
     def _check_copies(self) -> None:
@@ -296,8 +293,9 @@ class ShardedLayout(Layout):
     def finish_passes(self) -> None:
         if self._slots is not None:
             self._slots.finish()
-        if self._order is not None:
-            self._order.check(PASSES_END)
+        # All have the same, or none.
+        for order in [each.order for each in self._gatherings[:1] if each.order is not None]:
+            order.check(PASSES_END)
 
     def idle(self) -> Sequence[str]:
         # Ranks gather and reduce what they compute with, one group after the other.
@@ -340,7 +338,6 @@ class ShardedLayout(Layout):
         for reduction in self._reductions.values():
             reduction.copies = reduction.slots = None
             reduction.orders.clear()
-        self._order = None
         self._groups.clear()
         for part in self._fsdp_parameters:
             part.mesh_info.shard_process_group = None
