@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.sharded.layer_order import LayerOrder, to_gather
+from shoal.layouts.sharded.layer_order import PASSES_END, LayerOrder, to_gather
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.torch_private.fsdp import DefaultAllGather
 
@@ -26,6 +26,11 @@ class SharedMemoryAllGather(DefaultAllGather):
         """Hold the slots no longer: modules keep this in circles, and with it the memory, until
         Python looks for those. What is gathered from here on goes as torch has it."""
         self._slots = self.order = None
+
+    def finish(self) -> None:
+        """Forward passes end here. Raises, over Gloo, where another rank goes on with them."""
+        if self.order is not None:
+            self.order.check(PASSES_END)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._slots is not None:

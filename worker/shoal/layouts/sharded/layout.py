@@ -27,7 +27,7 @@ from shoal.layouts.gradients import gradient_not_finite, name_of_fault
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.grouping import group_modules
-from shoal.layouts.sharded.layer_order import PASSES_END, LayerOrder
+from shoal.layouts.sharded.layer_order import LayerOrder
 from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingReduceScatter
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import refuse_second_derivatives
@@ -178,7 +178,7 @@ class ShardedLayout(Layout):
             self.world.kept_rooms,
         )
         names = [reduction.parameter for reduction in self._reductions.values()]
-        order = None if slots is not None else LayerOrder(rows, names)
+        order = LayerOrder(rows, names) if slots is None else None
         if slots is not None:
             slots.names = names
         for number, head in enumerate(heads):
@@ -293,9 +293,8 @@ class ShardedLayout(Layout):
     def finish_passes(self) -> None:
         if self._slots is not None:
             self._slots.finish()
-        # All have the same, or none.
-        for order in [each.order for each in self._gatherings[:1] if each.order is not None]:
-            order.check(PASSES_END)
+        for gathering in self._gatherings[:1]:
+            gathering.finish()
 
     def idle(self) -> Sequence[str]:
         # Ranks gather and reduce what they compute with, one group after the other.
