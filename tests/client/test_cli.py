@@ -76,14 +76,17 @@ def test_help_shows_every_option_with_its_default(
             assert f"[default: {value}]" in shown
 
 
+def shown_by(program: str) -> str:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 def test_a_command_ends_without_a_look_at_all_its_objects() -> None:
     program = (
         "import atexit, gc; atexit.register(lambda: print('left alone', gc.get_freeze_count()));"
         "from shoal_client.cli import main; main(['--version'])"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    shown = shown_by(program)
     words, _, count = shown.splitlines()[-1].rpartition(" ")
     assert words == "left alone"
     assert int(count) > 10_000
@@ -95,9 +98,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
         "import sys; from shoal_client.cli import main; main(['--help']);"
         "print(sorted({'torch', 'grpc', 'httpx', 'fastapi', 'numpy'} & set(sys.modules)))"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    shown = shown_by(program)
     assert shown.splitlines()[-1] == "[]"
     assert all(name in shown for name in COMMANDS)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.network import http
-from support.processes.ranks import Ranks
+from support.processes.ranks import Rank, Ranks
 from support.processes.served_process import awaited
 from support.training import evaluation_bodies
 from support.training.elastic_bodies import NUM_SAMPLES, build
@@ -329,25 +329,37 @@ def test_survivors_of_a_kill_between_two_steps_go_on(
         assert seen[0] == seen[1]
 
 
-@pytest.mark.long
-def test_a_joiner_keeps_out_of_an_evaluation_that_begins_again_and_comes_in_behind_it(
-    cluster: LocalCluster, tmp_path: Path
-) -> None:
-    """It waits when a member is killed, so the next generation has it: its script is elsewhere."""
-    run = Evaluating(
+def gated(cluster: LocalCluster, gate: Path) -> Evaluating:
+    """Three members train three steps, and measure only once the gate is there."""
+    return Evaluating(
         coordinator=cluster.coordinator,
         job=f"between-{secrets.token_hex(4)}",
         member_id="",
         desired_members=3,
         batch_size=24,
         at_step=3,
-        gate=str(tmp_path / "gate"),
+        gate=str(gate),
     )
+
+
+def measuring(ranks: Ranks, run: Evaluating) -> list[Rank]:
+    """The three, amid their evaluation."""
+    body = evaluation_bodies.train_until_joined
+    crew = [ranks.start(body, replace(run, member_id=name)) for name in "abc"]
+    for member in crew:
+        member.expect("measuring")
+    return crew
+
+
+@pytest.mark.long
+def test_a_joiner_keeps_out_of_an_evaluation_that_begins_again_and_comes_in_behind_it(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """It waits when a member is killed, so the next generation has it: its script is elsewhere."""
+    run = gated(cluster, tmp_path / "gate")
     with Ranks() as ranks:
         body = evaluation_bodies.train_until_joined
-        crew = [ranks.start(body, replace(run, member_id=name)) for name in "abc"]
-        for member in crew:
-            member.expect("measuring")
+        crew = measuring(ranks, run)
         joiner = ranks.start(body, replace(run, member_id="d"))
         url = f"{cluster.http_url}/api/v1/jobs/{run.job}/members/d/why"
         awaited(lambda: http.get(url).status_code == 200 or None, WAIT_S, "d waits")
@@ -365,21 +377,10 @@ def test_one_that_is_left_of_an_evaluation_below_the_minimum_ends_it_and_trains_
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Two of three are killed in it, and two come in their place before it begins again."""
-    run = Evaluating(
-        coordinator=cluster.coordinator,
-        job=f"between-{secrets.token_hex(4)}",
-        member_id="",
-        min_members=2,
-        desired_members=3,
-        batch_size=24,
-        at_step=3,
-        gate=str(tmp_path / "gate"),
-    )
+    run = replace(gated(cluster, tmp_path / "gate"), min_members=2)
     with Ranks() as ranks:
         body = evaluation_bodies.train_until_joined
-        crew = [ranks.start(body, replace(run, member_id=name)) for name in "abc"]
-        for member in crew:
-            member.expect("measuring")
+        crew = measuring(ranks, run)
         for member in crew[1:]:
             member.send_signal(signal.SIGKILL)
         joiners = [ranks.start(body, replace(run, member_id=name)) for name in "bc"]

@@ -21,18 +21,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.abortable.last_word import meet_before_leaving
 from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.rooms import KeptRooms
 from shoal.layouts.sharded.layer_order import PASSES_END, different_layers, to_gather, to_sum
 from shoal_proto.errors import GenerationBroken
-
-log = structlog.get_logger(__name__)
 
 NUM_GATHERED = 3
 """One that is copied from, one that is gathered behind it, and one that torch keeps until then."""
@@ -183,20 +181,12 @@ class SharedSlots:
         own = (self._so_far << _LAST_BITS | self._last) << NUM_GATHERED
         words = self._memory.meet(own | in_use)
         if len({word >> NUM_GATHERED for word in words}) > 1:
-            self._let_all_hear()
+            meet_before_leaving(self._memory.meet, GenerationBroken)
             deeds = [_deed(word >> NUM_GATHERED) for word in words]
             raise different_layers(range(len(deeds)), deeds, self.names)
         self._used_anywhere = 0
         for word in words:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
-
-    def _let_all_hear(self) -> None:
-        """Whoever raises leaves, which cuts the meeting under those who have not woken up."""
-        try:
-            self._memory.meet()
-        except GenerationBroken as error:
-            # Who came through this before has left already, so all have heard.
-            log.info("last_word_ended_by_a_leaver", reason=str(error)[:200])
 
 
 def _deed(said: int) -> int:
