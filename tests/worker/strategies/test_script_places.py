@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.strategies.synchronous.script_places import LOOK_AFTER_S, Place, ScriptPlaces
 from shoal_proto.errors import InvalidSpec
 
@@ -70,3 +71,57 @@ def test_who_has_gone_on_is_not_held_to_where_it_was() -> None:
     assert not members[0].look(replace(CALL, what=""), 0.0)
     assert store.num_keys() == 0
     assert waited(members, replace(CALL, what=""), CALL, CALL) == [False] * 3
+
+
+def splitting(store: dist.Store, deeds: list[list[int]]) -> list[ScriptPlaces]:
+    """Members that split layers and have met for these in one step; -1 ends their passes."""
+    found = []
+    for rank, own in enumerate(deeds):
+        exchanges = LayerExchanges()
+        exchanges.among(range(len(deeds)))
+        sites = [exchanges.site(name) for name in ("first", "second", "third")]
+        exchanges.begin()
+        for deed in own:
+            sites[deed].value() if deed >= 0 else exchanges.end()
+        found.append(ScriptPlaces(store, GENERATION, rank, MEMBERS, exchanges, heard_within_s=0.0))
+    return found
+
+
+def stood(members: list[ScriptPlaces]) -> list[bool]:
+    """Who finds its wait in vain, while no limit runs, as somebody is paused."""
+    found = [False] * len(members)
+    for stood_s in LONG_S:
+        for rank, each in enumerate(members):
+            found[rank] |= each.look(STEP, 0.0, stood_s)
+    assert found == [each.refusal(GENERATION) is not None for each in members]
+    return found
+
+
+def test_a_layer_that_one_member_leaves_out_is_found_by_all() -> None:
+    """Each member waits for the others in the same step; its passes have ended for one of them."""
+    members = splitting(dist.HashStore(), [[0, 1, 2], [0, 2, -1], [0, 1, 2]])
+    assert stood(members) == [True] * 3
+    for each in members:
+        with pytest.raises(InvalidSpec, match="a: at the outputs of second; b: at the outputs of"):
+            raise each.refusal(GENERATION) or AssertionError
+
+
+@pytest.mark.parametrize(
+    "deeds",
+    [
+        pytest.param([[0, 1], [0, 1], [0, 1]], id="the same layer"),
+        pytest.param([[0, 1, 2], [0], [0, 1]], id="what is sent is lost on the way"),
+        pytest.param([[0, 1, 2, -1], [0, 1, 2], [0, 1, 2, -1]], id="lost before the passes end"),
+        pytest.param([[], [0, 1], [0]], id="one that did not come to any"),
+    ],
+)
+def test_members_that_a_network_holds_up_are_not_refused(deeds: list[list[int]]) -> None:
+    """However long it does."""
+    assert stood(splitting(dist.HashStore(), deeds)) == [False] * 3
+
+
+def test_who_waits_shortly_tells_nothing_of_layers() -> None:
+    store = dist.HashStore()
+    for each in splitting(store, [[0], [0, 1], [1]]):
+        assert not each.look(STEP, 0.0, LOOK_AFTER_S / 2)
+    assert store.num_keys() == 0

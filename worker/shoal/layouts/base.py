@@ -11,7 +11,7 @@ It is dropped as a whole when the group is. Errors of a collective are the group
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.rooms import KeptRooms
 from shoal.layouts.gradients import name_of_fault
+from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.model.gradients import watch_parameters
 from shoal.model.local_parts import local_part
@@ -48,6 +49,8 @@ class World:
     generation: int = 0
     kept_rooms: KeptRooms | None = None
     """Memory that this rank had in common with others in the generation before."""
+    exchanges: LayerExchanges = field(default_factory=LayerExchanges)
+    """Where it is noted for which layers this rank has met others."""
 
     def axis(self, name: str) -> str:
         """The name for a dimension of a DeviceMesh, another one in each generation.
@@ -235,9 +238,10 @@ class Layout(ABC):
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Called right behind `optimizer.step()`. May communicate."""
 
-    def finish_passes(self) -> None:  # noqa: B027 - most layouts leave members out of step alone
+    def finish_passes(self) -> None:
         """Called behind forward passes of all ranks, outside of a step: raise on all of them where
-        they have not computed with the same layers."""
+        they had to compute with the same layers and have not."""
+        self.world.exchanges.finish(self.world.group)
 
     def idle(self) -> Sequence[str]:
         """Trained parameters to which the step's passes have given no gradient on this rank, where

@@ -13,10 +13,11 @@ from shoal.backends.abortable.waiter import add_subgroup, wait_abortable
 from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.hybrid.mesh import MeshShape
+from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.pipeline.layout import PipelineLayout, ScheduleSpec
 from shoal.layouts.pipeline.outline import Outline
-from shoal.layouts.tensor.layout import parallelise
+from shoal.layouts.tensor.layout import note_exchanges, parallelise
 from shoal.layouts.tensor.plan import MASK, TensorPlan
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.tied_tensors import persistent_buffers
@@ -58,7 +59,7 @@ class HybridLayout(Layout):
         self.data_index, self.data_count = self._at["data"], plan.mesh.data
         self.elementwise = plan.mesh.tensor > 1
         self._inner: _OneStage | PipelineLayout
-        split = _splitter(mesh["tensor"], plan.tensor)
+        split = _splitter(mesh["tensor"], plan.tensor, world.exchanges)
         if plan.cut is None:
             self._inner = _OneStage(model, world, split)
         else:
@@ -66,6 +67,8 @@ class HybridLayout(Layout):
                 model, world, plan.cut, plan.schedule, group=self._groups["pipeline"], prepare=split
             )
         self.module = self._inner.module
+        if plan.mesh.tensor > 1:
+            world.exchanges.align(self._inner.parameters)
         self.non_finite_check = self._inner.non_finite_check
 
     @property
@@ -166,11 +169,14 @@ class _OneStage(Layout):
         return True
 
 
-def _splitter(mesh: DeviceMesh, plan: TensorPlan) -> Callable[[nn.Module], None]:
+def _splitter(
+    mesh: DeviceMesh, plan: TensorPlan, exchanges: LayerExchanges
+) -> Callable[[nn.Module], None]:
     """Splits what a stage has of the model as the plan for the whole model says."""
 
     def split(stage: nn.Module) -> None:
         parallelise(stage, mesh, plan_of_stage(stage, plan))
+        note_exchanges(stage, {}, exchanges, mesh.get_group())
 
     return split
 

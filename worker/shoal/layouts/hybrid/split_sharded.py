@@ -19,7 +19,7 @@ from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.hybrid.layout import buckets
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
-from shoal.layouts.tensor.layout import parallelise
+from shoal.layouts.tensor.layout import note_exchanges, parallelise
 from shoal.layouts.tensor.parts import Cut
 from shoal.layouts.tensor.plan import TensorPlan
 from shoal.layouts.tensor.sequence import (
@@ -73,6 +73,7 @@ class SplitShardedLayout(ShardedLayout):
         group = self._groups["tensor"]
         self._summed = summed_parameters(model, self.plan.sequence)
         self._positions = spread_positions(model, self.plan.sequence, group)
+        note_exchanges(model, self._positions, self.world.exchanges, group)
         parameters = dict(model.named_parameters())
         self._split = frozenset(n for n, p in parameters.items() if isinstance(p, DTensor))
         self._chunks_of = {name: self._chunk_of(each) for name, each in parameters.items()}
@@ -141,7 +142,7 @@ class SplitShardedLayout(ShardedLayout):
 
     def release(self) -> None:
         meshes = [mesh_of_rows(part) for part in self._fsdp_parameters]
-        for positions in self._positions:
+        for positions in self._positions.values():
             positions.release()
         super().release()
         for mesh in (self._tensor_mesh, *meshes):

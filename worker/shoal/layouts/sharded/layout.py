@@ -291,6 +291,7 @@ class ShardedLayout(Layout):
             reset_pass(root, self._fsdp_parameters)
 
     def finish_passes(self) -> None:
+        super().finish_passes()
         if self._slots is not None:
             self._slots.finish()
         for gathering in self._gatherings[:1]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -79,7 +80,7 @@ class SplitAttention(nn.MultiheadAttention):
         ]
         sizes = tuple(max(0, stop - start) for start, stop in spans)
         rank = self.rows.rank
-        cut = Cut(group=self.rows.group, rank=rank, sizes=sizes)
+        cut = replace(self.rows, sizes=sizes)
         first = spans[rank][0] - starts[rank] if sizes[rank] else 0
         return cut, slice(first, first + sizes[rank])
 

@@ -1,6 +1,7 @@
 """Tensor parallel: modules are split over the ranks, which all work on the same samples."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.base import Layout, World, materialise
+from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.tensor.attention import SplitAttention
 from shoal.layouts.tensor.parts import (
@@ -24,6 +26,7 @@ from shoal.layouts.tensor.parts import (
 )
 from shoal.layouts.tensor.plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, PlanEntry, TensorPlan
 from shoal.layouts.tensor.sequence import (
+    Positions,
     gradients_of,
     spread_positions,
     sum_packed,
@@ -55,6 +58,22 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
             part.activation_relu_or_gelu = 0
         elif isinstance(part, nn.TransformerEncoder) and _is_split(part):
             part.use_nested_tensor = False
+
+
+def note_exchanges(
+    module: nn.Module,
+    positions: Mapping[str, Positions],
+    exchanges: LayerExchanges,
+    group: dist.ProcessGroup,
+) -> None:
+    """Let what was split over this group note there for which layers its ranks meet."""
+    exchanges.among(dist.get_process_group_ranks(group))
+    for name, part in module.named_modules():
+        for key, value in list(vars(part).items()):
+            if isinstance(value, Cut):
+                part.__dict__[key] = replace(value, site=exchanges.site(name))
+    for name, spread in positions.items():
+        spread.site = exchanges.site(name)
 
 
 def _is_split(module: nn.Module) -> bool:
@@ -175,8 +194,10 @@ class TensorLayout(Layout):
         self._positions = spread_positions(module, plan.sequence, world.group)
         if isinstance(module, SplitsItself):
             module.split_over(mesh)
+        note_exchanges(module, self._positions, world.exchanges, world.group)
         materialise(module, world.device)
         self._parameters = dict(module.named_parameters())
+        world.exchanges.align(self._parameters)
         self.non_finite_check = NonFiniteCheck(world.group, world.device)
         self.faults_are_own = not self._summed
 
@@ -215,7 +236,7 @@ class TensorLayout(Layout):
                 gradient.copy_(part.view_as(gradient))
 
     def release(self) -> None:
-        for positions in self._positions:
+        for positions in self._positions.values():
             positions.release()
 
     def _whole_gradients(self) -> Iterator[list[Tensor]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.layouts.layer_exchanges import Site
 from shoal.layouts.tensor.plan import part_sizes
 from shoal.randomness.dropout import draw
 from shoal.torch_private.compiling import eager
@@ -32,6 +33,8 @@ class Cut:
     rank: int
     sizes: tuple[int, ...]
     """Of each rank's part; zeros at the end where there are fewer elements than ranks."""
+    site: Site | None = None
+    """Whose values these are, for what is noted of where ranks meet."""
 
     @classmethod
     def of(cls, size: int, group: dist.ProcessGroup) -> "Cut":
@@ -49,19 +52,31 @@ class Cut:
     def own(self, whole: Tensor, dim: int = -1) -> Tensor:
         return whole.narrow(dim, self.start, self.size)
 
+    def meets_for_value(self) -> None:
+        """The ranks of the group are about to meet in a forward pass."""
+        if self.site is not None:
+            self.site.value()
+
+    def meets_for_gradient(self) -> None:
+        """The same, in a backward pass."""
+        if self.site is not None:
+            self.site.gradient()
+
 
 class _Enter(torch.autograd.Function):
     """The same value; its gradient is the sum over the ranks' parts."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, value: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        cut: Cut = ctx.cut
+        cut.meets_for_gradient()
         total = gradients[0].clone(memory_format=torch.contiguous_format)
-        wait_abortable(dist.all_reduce(total, group=ctx.group, async_op=True), ctx.group)
+        wait_abortable(dist.all_reduce(total, group=cut.group, async_op=True), cut.group)
         return total, None
 
 
@@ -69,9 +84,10 @@ class _Sum(torch.autograd.Function):
     """The sum of the ranks' values, on all of them."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, value: Tensor, cut: Cut) -> Tensor:
+        cut.meets_for_value()
         total = value.clone(memory_format=torch.contiguous_format)
-        wait_abortable(dist.all_reduce(total, group=group, async_op=True), group)
+        wait_abortable(dist.all_reduce(total, group=cut.group, async_op=True), cut.group)
         return total
 
     @staticmethod
@@ -85,6 +101,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
+        cut.meets_for_value()
         # Equal sizes: not every backend gathers parts of different ones.
         widest = max(cut.sizes)
         padded = part.new_zeros((*part.shape[:-1], widest))
@@ -100,13 +117,13 @@ class _Gather(torch.autograd.Function):
 
 def enter(value: Tensor, cut: Cut) -> Tensor:
     """Take a value that is the same on all ranks into a region where each computes a part."""
-    entered: Tensor = _Enter.apply(value, cut.group)  # type: ignore[no-untyped-call]
+    entered: Tensor = _Enter.apply(value, cut)  # type: ignore[no-untyped-call]
     return entered
 
 
 def summed(value: Tensor, cut: Cut) -> Tensor:
     """Leave a region: the sum over the ranks."""
-    total: Tensor = _Sum.apply(value, cut.group)  # type: ignore[no-untyped-call]
+    total: Tensor = _Sum.apply(value, cut)  # type: ignore[no-untyped-call]
     return total
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.layouts.layer_exchanges import Site
 from shoal.layouts.tensor.parts import ColumnLinear, Cut, RowLinear, local, whole_mask
 from shoal.layouts.tensor.plan import Role, SequenceEntry, part_sizes
 from shoal.model.local_parts import local_part
@@ -36,6 +37,8 @@ class Positions:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
         self._length = 0
+        self.site: Site | None = None
+        """The block, for what is noted of where ranks meet."""
 
     def begin(self, whole: Tensor) -> None:
         """A whole value comes in."""
@@ -49,10 +52,14 @@ class Positions:
 
     @property
     def cut(self) -> Cut:
+        return self.cut_for(self.site)
+
+    def cut_for(self, site: Site | None) -> Cut:
+        """The same, for a layer within the block."""
         group = self._group
         assert group is not None, "no pass is computed behind the generation"
         sizes = part_sizes(self._length, group.size())
-        return Cut(group=group, rank=group.rank(), sizes=sizes)
+        return Cut(group=group, rank=group.rank(), sizes=sizes, site=site)
 
     def release(self) -> None:
         """Let go of the group."""
@@ -112,6 +119,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.cut.meets_for_gradient()
         return _gather(gradients[0], ctx.cut), None
 
 
@@ -121,6 +129,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
+        cut.meets_for_value()
         return _gather(own, cut)
 
     @staticmethod
@@ -134,10 +143,12 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
+        cut.meets_for_value()
         return _gather(own, cut)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.cut.meets_for_gradient()
         return _sum_and_scatter(gradients[0], ctx.cut), None
 
 
@@ -147,15 +158,23 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
+        cut.meets_for_value()
         return _sum_and_scatter(summand, cut)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.cut.meets_for_gradient()
         return _gather(gradients[0], ctx.cut), None
 
 
-def _apply(function: Any, value: Tensor, positions: Positions) -> Tensor:
-    found: Tensor = function.apply(value, positions.cut)
+def _apply(
+    function: Any,
+    value: Tensor,
+    positions: Positions,
+    layer: "ColumnLinear | RowLinear | None" = None,
+) -> Tensor:
+    cut = positions.cut if layer is None else positions.cut_for(layer.cut.site)
+    found: Tensor = function.apply(value, cut)
     return found
 
 
@@ -167,7 +186,7 @@ class SequenceColumnLinear(ColumnLinear):
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         bias = None if self.bias is None else local(self.bias)
-        return F.linear(_apply(_Enter, input, self.positions), local(self.weight), bias)
+        return F.linear(_apply(_Enter, input, self.positions, self), local(self.weight), bias)
 
 
 class SequenceRowLinear(RowLinear):
@@ -177,7 +196,7 @@ class SequenceRowLinear(RowLinear):
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
-        total = _apply(_Leave, F.linear(input, local(self.weight)), self.positions)
+        total = _apply(_Leave, F.linear(input, local(self.weight)), self.positions, self)
         return total if self.bias is None else total + self.bias
 
 
@@ -204,16 +223,16 @@ class SequenceDropout(nn.Dropout):
 
 def spread_positions(
     model: nn.Module, entries: Sequence[SequenceEntry], group: dist.ProcessGroup
-) -> list["Positions"]:
+) -> dict[str, Positions]:
     """Let the modules compute so, behind `parallelise`; outside of the blocks all is as it was.
 
-    Returns what holds the group, to let go of it.
+    Returns what holds the group, to let go of it, by block.
     """
     by_block: dict[str, Positions] = {}
     for entry in entries:
         positions = by_block.setdefault(entry.block, Positions(group))
         _ROLES[entry.role](model.get_submodule(entry.module), entry, positions)
-    return list(by_block.values())
+    return by_block
 
 
 def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> frozenset[str]:

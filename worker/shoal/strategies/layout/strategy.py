@@ -63,8 +63,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._filling: Layout | None = None
         """While a generation is brought up."""
         self._attributes = ScriptAttributes()
-        self._begun = False
-        self._reduced = False
+        self._begun = self._reduced = False
         self._whole = True
         self._copy_due = False
 
@@ -141,6 +140,7 @@ class LayoutStrategy(SynchronousStrategy):
             group=group,
             generation=generation.number,
             kept_rooms=self._generation_group.kept_rooms,
+            exchanges=self.position.exchanges,
         )
         # What DTensor has derived for the meshes of old generations is of no use any more.
         clear_sharding_cache()  # type: ignore[no-untyped-call]

@@ -65,9 +65,9 @@ class HangWatchConfig:
     """Takes what the trainer does, for the heartbeats."""
     hung: Callable[[int], None]
     """Cuts the group of the generation."""
-    stands: Callable[[float], None] = lambda waited_s: None
+    stands: Callable[[float, float], None] = lambda waited_s, stood_s: None
     """The trainer waits for others in a step or between two, and has for so many seconds in which
-    a limit ran; 0: it does not wait. Called at each look."""
+    a limit ran, and for so many in all; 0: it does not wait. Called at each look."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class HangWatch:
             return
         held_until_s = self._config.held_until_s()
         waited_s = 0.0 if since_s is None else now_s - max(since_s, held_until_s)
-        self._config.stands(max(waited_s, 0.0))
+        self._config.stands(max(waited_s, 0.0), 0.0 if since_s is None else now_s - since_s)
         if waited_s > self._config.limit_s:
             self._pending.clear()
             self._blocked = None

@@ -14,6 +14,13 @@ from dataclasses import dataclass
 
 import structlog
 
+from shoal.layouts.layer_exchanges import (
+    LayerExchanges,
+    Told,
+    difference,
+    different_layers,
+    in_words,
+)
 from shoal.torch_private.c10d import Store
 from shoal_proto.errors import InvalidSpec, ShoalError
 
@@ -27,6 +34,7 @@ HEARD_WITHIN_S = 10.0
 """A member is given so long to hear what the others know already."""
 _HEARD_EVERY_S = 0.1
 _PLACE, _VERDICT, _HEARD = "script/place/{}", "script/verdict", "script/heard"
+_EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +60,27 @@ class ScriptPlaces:
         generation: int,
         rank: int,
         members: Sequence[str],
+        exchanges: LayerExchanges | None = None,
         *,
         heard_within_s: float = HEARD_WITHIN_S,
     ) -> None:
-        """`members` by rank."""
+        """`members` by rank. `exchanges`: of this one."""
+        self._exchanges = exchanges
         self._heard_within_s = heard_within_s
         self._store = store
         self._generation = generation
         self._rank = rank
         self._members = members
         self._told: Place | None = None
-        self._next_look_s = 0.0
+        self._next_look_s = self._next_exchange_look_s = 0.0
         self._read: list[Place] = []
         self._found = ""
+        self._of_layers = False
+        """Whether what was found is of the layers within a pass."""
 
-    def look(self, place: Place, waited_s: float) -> bool:
-        """The trainer has waited there for so long: whether its wait is in vain, which all members
-        know then."""
+    def look(self, place: Place, waited_s: float, stood_s: float = 0.0) -> bool:
+        """The trainer has waited there for so long, but for pauses, and for so long in all: whether
+        its wait is in vain, which all members know then."""
         if self._found:
             return False
         try:
@@ -79,6 +91,8 @@ class ScriptPlaces:
             elif waited_s >= self._next_look_s:
                 self._next_look_s = waited_s * NEXT_LOOK
                 self._compare(place)
+            if not self._found:
+                self._look_at_exchanges(stood_s)
         except ShoalError as error:
             # No coordinator, or the generation is over: whatever is wrong is found otherwise.
             log.debug("script_places_unknown", reason=str(error)[:200])
@@ -88,6 +102,8 @@ class ScriptPlaces:
         """What the script is told of a wait in that generation that was in vain. Any thread."""
         if not self._found or generation != self._generation:
             return None
+        if self._of_layers:
+            return different_layers(self._found)
         return InvalidSpec(
             "the members' scripts wait for each other in different places",
             seen=self._found,
@@ -107,10 +123,43 @@ class ScriptPlaces:
             self._told = place
         if place.is_call:
             self._look_around()
+        self._hear()
+
+    def _hear(self) -> None:
+        """Take what anybody has found, if somebody has."""
         if self._store.check([_VERDICT]):
+            self._of_layers = self._store.check([_OF_LAYERS])
             # First: the others may have gone before all is said.
             self._found = self._store.get(_VERDICT).decode()
             self._await_all()
+
+    def _look_at_exchanges(self, stood_s: float) -> None:
+        """Who splits layers tells where it has met the others for them. No limit has to run for
+        that: where scripts do the same, what one member has met others for is where another is or
+        has been, however slow they are and whatever is lost between them."""
+        exchanges = self._exchanges
+        if exchanges is None or not exchanges.peers or stood_s < LOOK_AFTER_S:
+            self._next_exchange_look_s = 0.0
+            return
+        if stood_s < self._next_exchange_look_s:
+            return
+        self._next_exchange_look_s = stood_s * NEXT_LOOK
+        told = exchanges.told()
+        if told is not None:
+            self._store.set(_EXCHANGES.format(self._rank), json.dumps(vars(told)))
+            self._compare_exchanges(exchanges.peers)
+        self._hear()
+
+    def _compare_exchanges(self, peers: Sequence[int]) -> None:
+        keys = [_EXCHANGES.format(rank) for rank in peers]
+        if not self._store.check(keys):
+            return
+        words = [Told(**json.loads(word)) for word in self._store.multi_get(keys)]
+        names = [self._members[rank] for rank in peers]
+        found = difference(dict(zip(names, words, strict=True)))
+        if found is not None:
+            self._store.set(_OF_LAYERS, "1")
+            self._store.set(_VERDICT, in_words(found))
 
     def _look_around(self) -> None:
         keys = [_PLACE.format(rank) for rank in range(len(self._members))]

@@ -9,12 +9,13 @@ A script that wishes to stop says so in the agreement on the next step, or when 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.membership.step_messages import StepMessages
 from shoal.strategies.synchronous.script_places import Place
 
@@ -52,6 +53,8 @@ class ScriptPosition:
     """Whether the generation began with all members behind the same step, with its state."""
     form: StepMessages = StepMessages.PRESENT
     """In which form the members of the generation tell each other of a step."""
+    exchanges: LayerExchanges = field(default_factory=LayerExchanges)
+    """Where members that split layers have met for them, in the present generation."""
     _place: Place | None = None
     """Where the script waits for others, but for the step."""
 
@@ -100,6 +103,7 @@ class ScriptPosition:
         step in the earlier form do not meet.
         """
         self.is_shared = False
+        self.exchanges = LayerExchanges()
         if self.form is StepMessages.EARLIER:
             return
         message = torch.zeros(group.size(), NUM_WORDS, dtype=torch.int64)

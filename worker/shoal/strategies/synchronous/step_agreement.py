@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.shared_memory.words import Words
+from shoal.layouts.layer_exchanges import compare
 from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.hyperparameters import (
@@ -103,6 +104,8 @@ _SHARES = StepMessages.PRESENT
 """Members of one machine that know this form tell each other in memory that they share."""
 _CONFLICT, _STOP_BEFORE, _STOP_BEHIND, _FAULT = 1, 2, 4, 8
 """In the third word."""
+_FLAG_BITS = 8
+"""Behind so many bits the third word says for which layers a member has met its peers."""
 
 
 class StepAgreement:
@@ -142,6 +145,7 @@ class StepAgreement:
         self._passes = 0
         self._cut.begin()
         self.weights.begin()
+        self._position.exchanges.begin()
         self._announced = False
         self._words.forget()
         self._settled = False
@@ -215,7 +219,9 @@ class StepAgreement:
         if not self._words.is_told and not self._settled:
             self._conflict = self._hyper.conflict(self._step)
             word = 2 * self._passes + 1
-            more = self._stop(self._step) | _FAULT * is_faulty
+            self._position.exchanges.end()
+            exchanged = self._position.exchanges.word() << _FLAG_BITS
+            more = self._stop(self._step) | _FAULT * is_faulty | exchanged
             self._idle = idle
             digest = self._hyper.digest() ^ (digest_of(idle) if idle else 0)
             self._send(word, digest, conflict=bool(self._conflict), more=more)
@@ -241,6 +247,8 @@ class StepAgreement:
         self._settled = True
         self.faults = [bool(row[2] & _FAULT) for row in rows]
         self._compare_passes(rows)
+        words = [row[2] >> _FLAG_BITS for row in rows]
+        compare(self._position.exchanges, words, self._group, self._members)
         if any(row[2] & _STOP_BEFORE for row in rows):
             self._position.agree_to_stop(self._step)
             raise Stopped(f"behind {self._step} steps")

@@ -116,10 +116,9 @@ class SynchronousStrategy(Strategy):
         """Counts what moves between members beside the group's collectives. Any thread."""
         return 0
 
-    def _stands(self, waited_s: float) -> None:
-        """On the watch's thread: the trainer waits for others, and has for so long."""
+    def _stands(self, waited_s: float, stood_s: float) -> None:
         places = self._places
-        if places is not None and places.look(self.position.place(self._step), waited_s):
+        if places is not None and places.look(self.position.place(self._step), waited_s, stood_s):
             self.cut(self._generation_group.number)
 
     def hang_in(self, generation: int) -> str:
@@ -164,8 +163,7 @@ class SynchronousStrategy(Strategy):
         except RuntimeError as error:
             if self._generation_group.has_cut(generation.number):
                 raise GenerationBroken(
-                    f"generation {generation.number} ended while it was brought up",
-                    seen=str(error),
+                    f"generation {generation.number} ended while it was brought up", seen=str(error)
                 ) from None
             raise
         self._registered.keep()
@@ -205,7 +203,9 @@ class SynchronousStrategy(Strategy):
         store = self._store(generation)
         if self._watch is None or store is None or len(members) == 1:
             return None
-        return ScriptPlaces(store, generation.number, generation.rank, members)
+        return ScriptPlaces(
+            store, generation.number, generation.rank, members, self.position.exchanges
+        )
 
     def _store(self, generation: Generation) -> RendezvousStore | None:
         if self._coordinators is None:

@@ -1,0 +1,117 @@
+"""Ranks that split layers find out whether they computed with different ones."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.layouts.layer_exchanges import (
+    MAX_KEPT,
+    MAX_TOLD,
+    WORD_BITS,
+    LayerExchanges,
+    Told,
+    difference,
+    ranks_that_differ,
+)
+
+LAYERS = ["inner", "first", "second", "outer"]
+
+
+def after(deeds: Sequence[int], *, peers: Sequence[int] = (0, 1)) -> LayerExchanges:
+    """A rank that has met its peers for these since its step began."""
+    exchanges = LayerExchanges()
+    exchanges.among(peers)
+    sites = [exchanges.site(name) for name in LAYERS]
+    exchanges.begin()
+    for deed in deeds:
+        sites[deed].value()
+    return exchanges
+
+
+def told(exchanges: LayerExchanges) -> Told:
+    found = exchanges.told()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_does_the_same_is_never_taken_to_differ_however_far_it_came(seed: int) -> None:
+    """What is lost between ranks, or late, leaves one of them behind the others: whoever is cut off
+    from its peers for minutes is not refused when its network is there again."""
+    drawn = random.Random(seed)
+    deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(1, 3 * MAX_TOLD))
+    counts = [drawn.randrange(1, len(deeds) + 1) for _ in range(3)]
+    assert difference({str(n): told(after(deeds[:n])) for n in counts}) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_waits_in_another_place_of_the_same_pass_differs(seed: int) -> None:
+    """Ranks meet one by one, whatever for: who has done with fewer layers waits at the end of its
+    passes while the others wait for it in one more."""
+    drawn = random.Random(seed)
+    deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(2, 3 * MAX_TOLD))
+    without = [*deeds]
+    del without[drawn.randrange(len(deeds))]
+    shorter = after(without)
+    shorter.end()
+    found = difference({"a": told(after(deeds)), "b": told(shorter)})
+    assert found is not None
+    assert found["a"] != found["b"]
+
+
+def test_the_first_difference_is_told_by_the_names_of_layers() -> None:
+    shorter = after([0, 1, 3])
+    shorter.end()
+    found = difference({"a": told(after([0, 1, 2, 3])), "b": told(shorter)})
+    assert found == {"a": "at the outputs of second", "b": "at the outputs of outer"}
+
+
+def test_steps_are_not_compared_with_earlier_ones() -> None:
+    """What a rank told in a wait that ended well says nothing of the next one."""
+    later = after([0])
+    later.begin()
+    later.note(2)
+    assert difference({"a": told(after([0, 1])), "b": told(later)}) is None
+
+
+def test_what_is_kept_no_longer_counts_in_the_word_of_a_step() -> None:
+    many = [number % len(LAYERS) for number in range(2 * MAX_KEPT)]
+    words = [after(deeds).word() for deeds in (many, many, [1, *many[1:]], many[:-1])]
+    assert words[0] == words[1]
+    assert len(set(words)) == 3
+    assert max(words).bit_length() == WORD_BITS
+    assert ranks_that_differ(words[:2]) == ()
+
+
+def test_ranks_are_compared_with_those_that_they_split_layers_with() -> None:
+    """Two groups, each with samples of its own, and one rank of an earlier version, which says
+    nothing."""
+    first = [after([0, 1], peers=(0, 1)).word() for _ in range(2)]
+    second = [after([0, 2], peers=(2, 3)).word() for _ in range(2)]
+    assert ranks_that_differ([*first, *second, 0]) == ()
+    differs = after([1, 0], peers=(2, 3)).word()
+    assert ranks_that_differ([*first, second[0], differs]) == [2, 3]
+
+
+def test_where_models_are_split_among_different_ranks_nothing_is_told() -> None:
+    exchanges = after([0], peers=(0, 1))
+    exchanges.among((0, 1))
+    assert exchanges.told() is not None
+    exchanges.among((0, 1, 2, 3))
+    assert exchanges.told() is None
+    assert exchanges.word() == 0
+
+
+def test_a_whole_parameter_without_a_gradient_is_told_by_its_name() -> None:
+    """Frozen ones have none anywhere."""
+    parameters = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in "ab"})
+    parameters["frozen"] = nn.Parameter(torch.zeros(2), requires_grad=False)
+    parameters["a"].grad = torch.zeros(2)
+    exchanges = after([0])
+    exchanges.align(dict(parameters.items()))
+    exchanges.end()
+    last = told(exchanges).last
+    assert last == ["at the outputs of inner", "without a gradient of b", "done with its passes"]

@@ -1,0 +1,229 @@
+"""Where ranks that split layers have met for them, in order: ranks that compute with different
+layers find out.
+
+Nothing in a message says of which layer it is. Where the script of one rank leaves a layer out, or
+takes another one, its next message is added to that of another layer, without an error to anybody,
+until a rank waits for one that never comes. To tell before each message of which layer it is would
+double what a layer costs. So each rank notes it for itself, and it is compared where nothing waits
+for that: in the message that ends a step, and by whoever has waited for long.
+"""
+
+import json
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shoal.backends.abortable.last_word import let_all_hear
+from shoal.state.resharding import gather
+from shoal_proto.errors import InvalidSpec
+
+PASSES_END = -1
+"""In place of a layer: the rank is done with its passes, and tells the others so."""
+MAX_KEPT = 4096
+"""So many of the last ones are kept one by one."""
+MAX_TOLD = 64
+"""So many of the last ones are told."""
+MAX_WORD_CHARS = 120
+DIGEST_BITS, FIRST_BITS = 38, 16
+WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What one rank has met the others for in a step, the last of which it may still wait for."""
+
+    step: int
+    """Steps that were begun in the generation."""
+    count: int
+    last: Sequence[str]
+    """The newest ones, in order, in words."""
+
+    def at(self, place: int) -> str | None:
+        """What it did in this place; None: not yet, or too long ago."""
+        index = place - (self.count - len(self.last))
+        return self.last[index] if 0 <= index < len(self.last) else None
+
+
+class Site:
+    """A layer for which ranks meet."""
+
+    __slots__ = ("_gradient", "_note", "_value")
+
+    def __init__(self, exchanges: "LayerExchanges", number: int) -> None:
+        self._note = exchanges.note
+        self._value, self._gradient = 2 * number, 2 * number + 1
+
+    def value(self) -> None:
+        """They are about to meet for what it computes."""
+        self._note(self._value)
+
+    def gradient(self) -> None:
+        """They are about to meet for gradients."""
+        self._note(self._gradient)
+
+
+class LayerExchanges:
+    """Of one rank in one generation. For the trainer's thread, but for `told`, which finds what
+    holds while that waits."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._done: list[int] = []
+        self._forgotten, self._digest = 0, 0
+        """How many are kept no longer, and what they were."""
+        self._steps = 0
+        self._whole: dict[int, nn.Parameter] = {}
+        """What the ranks have whole, by the deed of leaving it without a gradient."""
+        self.peers: Sequence[int] = ()
+        """The ranks that have to do the same, this one too; none: nobody splits layers."""
+
+    def among(self, peers: Sequence[int]) -> None:
+        """These split layers with this rank. Where models of a script are split among different
+        ones, nobody is held to do the same."""
+        differ = self._names and tuple(peers) != self.peers
+        self.peers = () if differ else tuple(peers)
+
+    def site(self, name: str) -> Site:
+        """That of the layer of this name; all ranks ask for the same ones in the same order."""
+        self._names.append(name)
+        return Site(self, len(self._names) - 1)
+
+    def align(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Behind the passes the ranks meet for the gradients of those of these that each of them
+        has whole: it has to be the same ones that have none."""
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                self._names.append(name)
+                self._whole[2 * (len(self._names) - 1)] = parameter
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._steps += 1
+        self._forgotten = self._digest = 0
+        self._done = []
+
+    def note(self, deed: int) -> None:
+        """The ranks are about to meet for this."""
+        self._done.append(deed)
+        if len(self._done) > MAX_KEPT:
+            self._forget(MAX_KEPT // 2)
+
+    def end(self) -> None:
+        """This rank is done with the passes of a step."""
+        if self._names:
+            self._done += [deed for deed, each in self._whole.items() if each.grad is None]
+            self.note(PASSES_END)
+
+    def _digest_of_all(self) -> int:
+        count = self._forgotten + len(self._done)
+        found = zlib.crc32(array("i", self._done).tobytes(), self._digest)
+        return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | found
+
+    def finish(self, group: dist.ProcessGroup) -> None:
+        """Collective, of all ranks: passes end here outside of a step. Raises as `compare`."""
+        if self._names:
+            self.note(PASSES_END)
+            words = [int(word) for word in gather(str(self.word()).encode(), group)]
+            compare(self, words, group)
+
+    def told(self) -> Told | None:
+        """What the others may compare with theirs; None: there is nothing."""
+        done = self._done
+        if not self.peers or not done:
+            return None
+        count = self._forgotten + len(done)
+        last = [self._in_words(deed) for deed in done[-MAX_TOLD:]]
+        return Told(step=self._steps, count=count, last=last)
+
+    def word(self) -> int:
+        """What the others are told of it when the passes end, of `WORD_BITS` bits; 0: nothing."""
+        if not self.peers:
+            return 0
+        return (1 << FIRST_BITS | min(self.peers)) << DIGEST_BITS | self._digest_of_all()
+
+    def _forget(self, num: int) -> None:
+        first = self._done[:num]
+        self._digest = zlib.crc32(array("i", first).tobytes(), self._digest)
+        self._forgotten += num
+        self._done = self._done[num:]
+
+    def _in_words(self, deed: int) -> str:
+        if deed == PASSES_END:
+            return "done with its passes"
+        number, is_gradient = divmod(deed, 2)
+        name = self._names[number] if number < len(self._names) else str(number)
+        if deed in self._whole:
+            return f"without a gradient of {name}"[:MAX_WORD_CHARS]
+        where = f"at the {'gradients' if is_gradient else 'outputs'} of {name or 'the model'}"
+        return where[:MAX_WORD_CHARS]
+
+
+def compare(
+    exchanges: LayerExchanges,
+    words: Sequence[int],
+    group: dist.ProcessGroup,
+    members: Sequence[str] = (),
+) -> None:
+    """Return if ranks that split layers with each other have met for the same ones, after the
+    `LayerExchanges.word` of each rank. Collective where they have not: raises InvalidSpec, on all
+    ranks. `members`: their names, by rank."""
+    ranks = ranks_that_differ(words)
+    if not ranks:
+        return
+    told = exchanges.told()
+    said = gather(json.dumps(told and vars(told)).encode(), group)
+    let_all_hear(group)
+    names = members or [f"rank {rank}" for rank in range(len(words))]
+    by_name = {names[rank]: Told(**json.loads(said[rank])) for rank in ranks}
+    found = difference(by_name)
+    counts = {name: f"{each.count - 1} meetings for layers" for name, each in by_name.items()}
+    raise different_layers(in_words(counts if found is None else found))
+
+
+def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
+    """Ranks that split layers with each other and have not met for the same ones, after what
+    `LayerExchanges.word` says of each rank; those of one such group."""
+    if words.count(words[0]) == len(words):
+        return ()
+    groups: dict[int, list[int]] = {}
+    for rank, word in enumerate(words):
+        if word:
+            groups.setdefault(word >> DIGEST_BITS, []).append(rank)
+    differ = (group for group in groups.values() if len({words[rank] for rank in group}) > 1)
+    return next(differ, ())
+
+
+def difference(told: Mapping[str, Told]) -> Mapping[str, str] | None:
+    """Of members in the same step, what each did in the first known place in which they did not do
+    the same; of those that were there. A member that is behind the others has done nothing else.
+    """
+    newest = max((each.step for each in told.values()), default=0)
+    same = {name: each for name, each in told.items() if each.step == newest}
+    ends = [(each.count - len(each.last), each.count) for each in same.values()]
+    for place in range(min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=0)):
+        at = {name: each.at(place) for name, each in same.items()}
+        found = {name: deed for name, deed in at.items() if deed is not None}
+        if len(set(found.values())) > 1:
+            return found
+    return None
+
+
+def in_words(found: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {where}" for name, where in found.items())
+
+
+def different_layers(seen: str) -> InvalidSpec:
+    """The refusal of members that have met for different layers: where each was."""
+    return InvalidSpec(
+        "members that split layers among them computed with different layers at the same time",
+        seen=seen,
+        expected="the same layers in the same order in each pass on every one of them: they compute"
+        " each layer together, of the same samples",
+        fix="Let which layers a pass takes depend on nothing that differs between members, such as"
+        " session.rank or a random number of Python's own.",
+    )
