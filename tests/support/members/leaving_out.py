@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from support.network.namespaces import Host
 from support.processes.ranks import Report
 from support.training import elastic_bodies, evaluation_bodies
 from support.training.elastic_bodies import EPOCHS, Elastic
@@ -46,6 +47,12 @@ class Blocks(nn.Module):
         return outputs
 
 
+def train_on(report: Report, host: Host, run: LeavingOut) -> None:
+    """The same on a host of its own."""
+    host.enter()
+    train(report, run)
+
+
 def train(report: Report, run: LeavingOut) -> None:
     """All blocks in all steps but one; an evaluation behind that, if it is to be there."""
     torch.manual_seed(3)
@@ -61,6 +68,7 @@ def train(report: Report, run: LeavingOut) -> None:
                 Blocks.left_out = run.left_out if differs and not run.in_evaluation else frozenset()
                 with session.step():
                     session.backward(cross_entropy(model(batch.inputs), batch.targets))
+                report("stepped", step=batch.step, generation=session.generation)
                 if differs and run.in_evaluation:
                     Blocks.left_out = run.left_out
                     session.evaluate(

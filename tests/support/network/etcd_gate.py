@@ -91,11 +91,13 @@ class Gate:
 
 
 @asynccontextmanager
-async def open_gate(target: str, *, delay_s: float = 0.0) -> AsyncIterator[Gate]:
+async def open_gate(
+    target: str, *, delay_s: float = 0.0, address: str = "127.0.0.1"
+) -> AsyncIterator[Gate]:
     """A gate in front of `target` (host:port), at `gate.endpoint`; `delay_s` each way."""
     gate = Gate(target, delay_s)
-    server = await asyncio.start_server(gate.accept, "127.0.0.1", 0)
-    gate.endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(gate.accept, address, 0)
+    gate.endpoint = f"{address}:{server.sockets[0].getsockname()[1]}"
     try:
         yield gate
     finally:

@@ -44,15 +44,15 @@ class Network:
         self._loop = LoopThread("network")
         self._open = AsyncExitStack()
 
-    def wire(self, *targets: str) -> Wire:
+    def wire(self, *targets: str, address: str = "127.0.0.1") -> Wire:
         """A wire to these (host:port), each behind an endpoint of the wire's own."""
-        return Wire(self, [self.run(self._gate(target)) for target in targets])
+        return Wire(self, [self.run(self._gate(target, address)) for target in targets])
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return self._loop.run(work)
 
-    async def _gate(self, target: str) -> Gate:
-        return await self._open.enter_async_context(open_gate(target))
+    async def _gate(self, target: str, address: str) -> Gate:
+        return await self._open.enter_async_context(open_gate(target, address=address))
 
     def __enter__(self) -> Self:
         self._loop.start()

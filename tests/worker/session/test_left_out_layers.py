@@ -2,18 +2,23 @@
 told of which layer each is, at once, and not by a limit after which all of it comes again."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
 from support.members import leaving_out
 from support.members.leaving_out import LeavingOut
+from support.network import http
+from support.network.gates import Network
+from support.network.namespaces import Cut, Loss, RoutedHosts, why_unavailable
 from support.processes.ranks import Ranks
+from support.processes.served_process import awaited
 
 from shoal_client.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.long
 
+WAIT_S = 60.0
 TENSOR = {"min_split_bytes": 0}
 HYBRID = {"pipeline": 1, "tensor": 2, "min_split_bytes": 0}
 
@@ -60,3 +65,50 @@ def test_a_layer_that_one_member_leaves_out_is_refused_by_all_of_them(
             assert "a: at the outputs of blocks.1.2" in each["text"]
             other = "outer" if 2 in left_out else "blocks.2.2"
             assert f"b: at the outputs of {other}" in each["text"]
+
+
+@pytest.fixture
+def hosts() -> Iterator[RoutedHosts]:
+    if why := why_unavailable():
+        pytest.skip(why)
+    with RoutedHosts() as hosts:
+        yield hosts
+
+
+@pytest.mark.parametrize("directions", [1, 2], ids=["one way", "both ways"])
+def test_members_that_are_cut_off_from_each_other_are_not_refused(
+    quick: LocalCluster, hosts: RoutedHosts, directions: int
+) -> None:
+    """For longer than a collective may take, while both reach the coordinator: whoever waits
+    tells for which layers it has met the other. They train on once they reach each other again."""
+    job = f"cut-off-{secrets.token_hex(4)}"
+    run = LeavingOut(
+        coordinator="",
+        job=job,
+        member_id="",
+        strategy="tensor",
+        options=TENSOR,
+        min_members=2,
+        desired_members=2,
+        batch_size=24,
+    )
+    with Network() as network, Ranks() as ranks:
+        # Without TLS a coordinator is on loopback only.
+        (coordinator,) = network.wire(quick.coordinator, address=hosts.here.address).endpoints
+        members = []
+        for name in "ab":
+            host = hosts.add(name)
+            where = {"host": name, "address": host.address, "coordinator": coordinator}
+            own = replace(run, member_id=name, **where)
+            members.append(ranks.start(leaving_out.train_on, host, own))
+        for member in members:
+            member.expect("stepped")
+        ways = [("a", "b"), ("b", "a")][:directions]
+        hosts.cut([Cut(source=a, target=b, loss=Loss.DROPPED) for a, b in ways])
+        events = f"{quick.http_url}/api/v1/jobs/{job}/events"
+        awaited(lambda: "a collective did not finish" in http.get(events).text, WAIT_S, "a hang")
+        hosts.restore()
+        for member in members:
+            while member.expect_any("stepped", "refused")[1]["generation"] == 1:
+                pass
+            assert "refused" not in member.kinds()
