@@ -83,7 +83,9 @@ def splitting(store: dist.Store, deeds: list[list[int]]) -> list[ScriptPlaces]:
         exchanges.begin()
         for deed in own:
             sites[deed].value() if deed >= 0 else exchanges.end()
-        found.append(ScriptPlaces(store, GENERATION, rank, MEMBERS, exchanges, heard_within_s=0.0))
+        found.append(
+            ScriptPlaces(store, GENERATION, rank, MEMBERS, exchanges=exchanges, heard_within_s=0.0)
+        )
     return found
 
 
@@ -125,3 +127,18 @@ def test_who_waits_shortly_tells_nothing_of_layers() -> None:
     for each in splitting(store, [[0], [0, 1], [1]]):
         assert not each.look(STEP, 0.0, LOOK_AFTER_S / 2)
     assert store.num_keys() == 0
+
+
+def test_it_is_found_before_a_short_limit_ends_the_generation() -> None:
+    """Regression: with a limit of 4 s some members heard of it, and others began anew without."""
+    store, limit_s = dist.HashStore(), 4.0
+    members = [
+        ScriptPlaces(store, GENERATION, rank, MEMBERS, limit_s=limit_s, heard_within_s=0.0)
+        for rank in range(len(MEMBERS))
+    ]
+    found = [False] * len(members)
+    for look in range(1, 11):
+        for rank, (each, place) in enumerate(zip(members, (STEP, CALL, STEP), strict=True)):
+            # They look a few times a second, and did not all come at the same time.
+            found[rank] |= each.look(place, look * limit_s / 20 + rank * 0.1)
+    assert found == [True] * 3

@@ -8,6 +8,7 @@ the others do. Where they agree nobody writes anything: most waits are far short
 """
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 LOOK_AFTER_S = 2.0
 """A wait that lasts longer is looked into."""
+LOOKS_WITHIN_LIMIT = 6
+"""Where a limit is short, a wait is looked into in time for all to hear of it."""
 NEXT_LOOK = 1.25
 """Looks into one wait grow apart by this."""
 HEARD_WITHIN_S = 10.0
@@ -60,11 +63,14 @@ class ScriptPlaces:
         generation: int,
         rank: int,
         members: Sequence[str],
-        exchanges: LayerExchanges | None = None,
         *,
+        exchanges: LayerExchanges | None = None,
+        limit_s: float = math.inf,
         heard_within_s: float = HEARD_WITHIN_S,
     ) -> None:
-        """`members` by rank. `exchanges`: of this one."""
+        """`members` by rank. `exchanges`: of this one. `limit_s`: a wait for longer ends the
+        generation, and with it what could be found."""
+        self._look_after_s = min(LOOK_AFTER_S, limit_s / LOOKS_WITHIN_LIMIT)
         self._exchanges = exchanges
         self._heard_within_s = heard_within_s
         self._store = store
@@ -86,7 +92,7 @@ class ScriptPlaces:
         try:
             if self._told not in (None, place):
                 self._withdraw()
-            if not place.what or waited_s < LOOK_AFTER_S:
+            if not place.what or waited_s < self._look_after_s:
                 self._next_look_s = 0.0
             elif waited_s >= self._next_look_s:
                 self._next_look_s = waited_s * NEXT_LOOK
@@ -138,7 +144,7 @@ class ScriptPlaces:
         that: where scripts do the same, what one member has met others for is where another is or
         has been, however slow they are and whatever is lost between them."""
         exchanges = self._exchanges
-        if exchanges is None or not exchanges.peers or stood_s < LOOK_AFTER_S:
+        if exchanges is None or not exchanges.peers or stood_s < self._look_after_s:
             self._next_exchange_look_s = 0.0
             return
         if stood_s < self._next_exchange_look_s:

@@ -204,7 +204,9 @@ class SynchronousStrategy(Strategy):
         if self._watch is None or store is None or len(members) == 1:
             return None
         return ScriptPlaces(
-            store, generation.number, generation.rank, members, self.position.exchanges
+            *(store, generation.number, generation.rank, members),
+            exchanges=self.position.exchanges,
+            limit_s=self.context.limits.collective_s,
         )
 
     def _store(self, generation: Generation) -> RendezvousStore | None:
@@ -492,9 +494,5 @@ def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
     entries = generation.entries
     source_id = generation.record.roster.source_member_id or entries[0].member_id
     source = next(entry.rank for entry in entries if entry.member_id == source_id)
-    receivers = [
-        entry.rank
-        for entry in entries
-        if entry.rank != source and entry.state != pb.STATE_ACTION_KEEP
-    ]
+    receivers = [e.rank for e in entries if e.rank != source and e.state != pb.STATE_ACTION_KEEP]
     return source, receivers
