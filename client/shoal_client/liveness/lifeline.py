@@ -56,6 +56,12 @@ class Lifeline:
         self._holder = os.getpid()
         return True
 
+    @property
+    def other_holder(self) -> int:
+        """The id of another process that lives and holds it; 0: none."""
+        holder = self._holder
+        return holder if holder != os.getpid() and Path(f"/proc/{holder}").exists() else 0
+
     def let_go(self) -> None:
         """What comes is no death. From another thread than the main one it stays held."""
         if self._holder != os.getpid():

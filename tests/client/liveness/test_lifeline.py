@@ -178,3 +178,17 @@ def test_a_lifeline_lies_anywhere_in_shared_memory(tmp_path: Path) -> None:
     worker.let_go()
     assert launcher.hold()
     launcher.let_go()
+
+
+def test_who_else_holds_it_is_told_while_that_lives(board: BeatBoard, start: Start) -> None:
+    mine = BeatSlot.open(board.address(0)).lifeline
+    assert not mine.other_holder
+    process = start("sys.stdin.readline()")
+    assert not mine.hold()
+    assert mine.other_holder == process.pid
+    process.kill()
+    process.wait()
+    assert not mine.other_holder
+    assert mine.hold()
+    assert not mine.other_holder
+    mine.let_go()

@@ -270,7 +270,14 @@ def _beat_slot(address: str) -> BeatSlot | None:
         # A variable that came to another host, or to another user: this member beats by itself.
         log.info("beat_slot_not_used", address=address, reason=str(error))
         return None
-    slot.lifeline.hold()
+    if not slot.lifeline.hold() and (holder := slot.lifeline.other_holder):
+        raise InvalidSpec(
+            "two processes of one worker would join as the same member",
+            seen=f"process {holder}, which has joined already, and process {os.getpid()}",
+            expected="one process that calls shoal.join in each worker",
+            fix="Leave torch.multiprocessing.spawn out, and call what it started: `shoal run -n 3`"
+            " starts three workers by itself.",
+        )
     return slot
 
 

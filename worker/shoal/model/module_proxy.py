@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shoal.torch_private.compiling import (
     call_compiling,
@@ -13,6 +14,7 @@ from shoal.torch_private.compiling import (
     routing,
 )
 from shoal.torch_private.modules import share_tables
+from shoal_proto.errors import InvalidSpec
 
 
 class ModuleProxy(nn.Module):
@@ -20,6 +22,7 @@ class ModuleProxy(nn.Module):
 
     It shares the model's own tables, so names, `state_dict` keys, `to`, `train`, optimizers and
     attributes are those of the model; nothing is prefixed. A copy or pickle of it is the model's.
+    Where a member has a part of the model, state dicts, copies and pickles are refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
@@ -27,6 +30,7 @@ class ModuleProxy(nn.Module):
         nn.Module.__init__(self)
         own = self.__dict__
         own["_route"] = route
+        own["_names"] = _names(module)
         retarget(self, module)
         # From here on the model's own flag answers.
         del own["training"]
@@ -60,12 +64,14 @@ class ModuleProxy(nn.Module):
             setattr(module, name, value)
 
     def state_dict(self, *positional: Any, **options: Any) -> Any:
+        _refuse_parts(self, "model.state_dict()")
         return self.__dict__["_module"].state_dict(*positional, **options)
 
     def load_state_dict(self, *positional: Any, **options: Any) -> Any:
         return self.__dict__["_module"].load_state_dict(*positional, **options)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        _refuse_parts(self, "a copy or pickle of the model")
         return (_same, (self.__dict__["_module"],))
 
 
@@ -114,3 +120,26 @@ def take_modes(held: nn.Module, module: nn.Module) -> None:
 
 def _same(module: nn.Module) -> nn.Module:
     return module
+
+
+def _names(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+
+
+def _refuse_parts(proxy: ModuleProxy, what: str) -> None:
+    """Raises InvalidSpec where what stands behind it now is a part of the model.
+
+    A script that saves it on one member, as those for DDP do, would keep that part alone.
+    """
+    module = proxy.__dict__["_module"]
+    elsewhere = sorted(proxy.__dict__["_names"] - _names(module))
+    cut = [name for name, each in module.named_parameters() if isinstance(each, DTensor)]
+    if not elsewhere and not cut:
+        return
+    raise InvalidSpec(
+        f"{what} would be a part of the model",
+        seen=f"{(elsewhere or cut)[0]}, which {'another member has' if elsewhere else 'is cut'}",
+        expected="a strategy whose members have the whole model, such as ddp or zero1",
+        fix="Call session.state_dict() on every member, without a session shoal.state_dict(model): "
+        "it gathers the whole model, which one member may then save.",
+    )
