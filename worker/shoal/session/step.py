@@ -101,6 +101,7 @@ class Step:
             else:
                 self.committed = True
             return True
+        self.guard.modes.take_back()
         if mixes_parts_and_wholes(error):
             refusal = _parts_and_wholes(self._controller.strategy.name)
             self._leave(reason=reason_of(refusal))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.model.other_parameters import OtherParameters, References
+from shoal.model.script_attributes import ScriptModes
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters, are_same
 from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.base import Strategy
@@ -79,6 +80,7 @@ class StepGuard:
         self._held: list[list[Tensor]] = []
         """Of each group the parameters, and what stood behind the model then."""
         self._behind: list[nn.Module] = []
+        self.modes = ScriptModes()
         self._emptied: list[tuple[Optimizer, bool]] = []
         """Whose gradients the script has dropped, all of them, since the pass that gave them; and
         whether they are None since, or zeros."""
@@ -107,12 +109,14 @@ class StepGuard:
         behind = self._trained.behind()
         if not are_same(behind, self._behind):
             self._held, self._behind = list(map(list, groups)), behind
+            self.modes.look_at(behind)
         elif len(groups) != len(self._held) or not all(map(are_same, groups, self._held)):
             raise self._refusal("other parameters in param_groups")
 
     def open(self) -> None:
         """A step of the session begins on this thread."""
         self._emptied.clear()
+        self.modes.note()
         _here.guard = self
 
     def close(self) -> None:

@@ -1,0 +1,58 @@
+"""A step that is taken again is taken in the modes in which it began."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import shoal
+from shoal.strategies.synchronous.script_position import Stopped
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.head = nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.frozen(inputs))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
+def test_a_block_that_is_left_while_the_script_evaluates_leaves_no_mode_behind(
+    strategy: str,
+) -> None:
+    """Regression: a member was lost while a script sampled from its model between `eval()` and
+    `train()`; the others took that step again without dropout, on statistics of other batches."""
+    inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    model = Net()
+    model.frozen.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.join() as session:
+        trained, optimizer = session.distribute(model, optimizer, strategy)
+        for batch in session.batches((inputs, inputs[:, :1]), global_batch_size=4, epochs=1):
+            with session.step() as step:
+                session.backward(mse_loss(trained(batch.inputs), batch.targets))
+                if batch.step == 1:
+                    trained.eval()
+                    raise Stopped("as a lost member ends the block")
+            assert step.committed == (batch.step != 1)
+            assert trained.training
+            assert not trained.get_submodule("frozen").training
+            assert trained.get_submodule("head").training
+            if batch.step == 1:
+                break
+
+
+def test_what_a_whole_block_sets_stays() -> None:
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.join() as session:
+        model, optimizer = session.distribute(model, optimizer)
+        for batch in session.batches((inputs, inputs[:, :1]), global_batch_size=4, epochs=1):
+            with session.step():
+                session.backward(mse_loss(model(batch.inputs), batch.targets))
+                model.frozen.eval()
+            assert model.training
+            assert not model.frozen.training
