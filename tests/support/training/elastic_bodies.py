@@ -1,5 +1,8 @@
 """Training under a strategy while members are killed, join and drain: what one of them does."""
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +17,7 @@ from torch import Tensor, fx, nn
 import shoal
 from shoal.data.batches import Loader, Order
 from shoal.layouts.base import LossFunction
+from shoal.state.peer_copies import PeerCopies
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 
@@ -233,3 +237,48 @@ def one_process(run: Elastic, num_steps: int) -> dict[str, Tensor]:
         task.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+ENDING_EPOCHS = 2
+
+
+def copy_when_waited_for() -> None:
+    """Let this process give nothing of its state to others before its trainer waits for that."""
+    waited = threading.Event()
+    copy, flush = PeerCopies._copy, PeerCopies.flush
+
+    def late(copies: PeerCopies, *arguments: Any) -> None:
+        waited.wait()
+        copy(copies, *arguments)
+
+    def waiting(copies: PeerCopies) -> None:
+        if copies._busy:
+            waited.set()
+        flush(copies)
+
+    PeerCopies._copy = late  # type: ignore[method-assign]
+    PeerCopies.flush = waiting  # type: ignore[method-assign]
+
+
+def train_to_the_end(report: Report, run: Elastic) -> None:
+    """All batches of two epochs, then the whole model. `fault`: where this member is killed."""
+    model, optimizer = build(run.optimizer, run.model)
+    task = MODELS[run.model]
+    if run.fault == "in the first step":
+        copy_when_waited_for()
+    with session_of(run) as session:
+        model, optimizer = session.distribute(
+            model, optimizer, strategy=strategy_of(run), checkpoints=checkpoints_of(run)
+        )
+        batches = session.batches(
+            task.data(), global_batch_size=run.batch_size, epochs=ENDING_EPOCHS
+        )
+        for batch in batches:
+            if run.fault == "in the first step":
+                os.kill(os.getpid(), signal.SIGKILL)
+            with session.step():
+                session.forward_backward(batch, task.loss)
+        if run.fault == "behind the last batch":
+            os.kill(os.getpid(), signal.SIGKILL)
+        weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
+        report("finished", step=session.step_number, weights=weights)

@@ -112,7 +112,7 @@ class SynchronousBatches(BatchSource):
                 if controller.strategy.step < self._end():
                     raise
                 break
-        self.all_trained = True
+        self._is_over()
 
     def _loaded(self, generation: Generation) -> Batch:
         strategy = self._controller.strategy
@@ -139,8 +139,12 @@ class SynchronousBatches(BatchSource):
         with suppress(JobFinished):
             while not self._finish():
                 self._controller.ensure_generation(self._fields)
-        self.all_trained = True
+        self._is_over()
         return True
+
+    def _is_over(self) -> None:
+        self.all_trained = True
+        self._controller.call.end_step = self._controller.strategy.step
 
     def _finish(self) -> bool:
         try:

@@ -45,6 +45,8 @@ class CallBetweenSteps:
     """The script is in it."""
     has_too_few: bool = False
     """The generation has fewer members than a step needs, for the sake of the call."""
+    end_step: int = 0
+    """Where the batches have ended: so many steps are behind the call, and none can come again."""
 
 
 class ElasticController:

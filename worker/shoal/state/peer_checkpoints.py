@@ -86,7 +86,9 @@ class PeerCheckpoints:
         # stand still wait for their next step first of all.
         self._uncopied = bool(state_shard.step)
         if self._copies is not None and not self._uncopied:
+            # There is no copy from before: without this one, a loss in the first step ends the job.
             self._copies.offer(state_shard)
+            self._copies.flush()
 
     def due(self, step: int) -> bool:
         """Whether a copy is to be offered of the state after so many steps."""

@@ -232,6 +232,7 @@ class SynchronousStrategy(Strategy):
             self._set_stage(TrainerStage.BRINGING_UP, self._generation_group.number, group)
             members = self._agreement.members if self._agreement is not None else ()
             self._hand_over([rank for rank, each in enumerate(members) if each in leaving])
+            self._set_stage(TrainerStage.TRAINING, self._generation_group.number, group)
 
     def _hand_over(self, leaving: Collection[int]) -> None:
         """See `Strategy.hand_over`; by rank."""
@@ -451,9 +452,7 @@ class SynchronousStrategy(Strategy):
         self._passes.check_whole(self._step)
 
     def finish(self) -> None:
-        if self._process_group is None:
-            raise GenerationBroken("the last step was taken in a generation that is over")
-        group = self._process_group
+        group = self.group
         self.position.stands("the end of its batches")
         if self.position.stop_at is not None:
             reasons = [word.decode() for word in gather(self.position.reason.encode(), group)]
@@ -461,8 +460,9 @@ class SynchronousStrategy(Strategy):
         self._registered.restore()
         self._check_registered()
         self.between_steps()
-        # Before anybody leaves: each writes its part.
+        # Before anybody leaves: each writes its part, and leaves it with others for what comes yet.
         self._checkpoints.conclude()
+        self.hand_over()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
     def is_failure(self, error: BaseException) -> bool:
