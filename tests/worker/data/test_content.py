@@ -171,6 +171,32 @@ def test_of_what_cannot_be_known_nothing_is_said() -> None:
     assert content_of(shards) == ""
 
 
+def test_of_a_path_its_name_counts_and_not_where_it_lies() -> None:
+    """A string is one, and so is what pathlib makes; torchvision has both, also in attributes
+    that begin with _."""
+    names = [f"{index}.png" for index in drawn(1)]
+    for kind in (str, Path):
+        here, there, other = (
+            Own([kind(f"{root}/{name}") for name in own], 0)
+            for root, own in (("/a", names), ("/mnt/b", names), ("/a", names[::-1]))
+        )
+        assert content_of(here) == content_of(there) != content_of(other) != ""
+        assert content_of(vars(here)["inputs"]) != content_of(vars(other)["inputs"])
+
+
+def test_torchvisions_own_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(names: list[str]) -> Any:
+        data = Wrapped(range(len(names)))  # type: ignore[arg-type]
+        data._image_files = [Path("/a", name) for name in names]  # type: ignore[attr-defined]
+        return data
+
+    members = [made(names) for names in (["a", "b"], ["a", "b"], ["b", "a"])]
+    assert [content_of(member) for member in members] == ["", "", ""]
+    monkeypatch.setattr(Wrapped, "__module__", "torchvision.datasets.food101")
+    digests = [content_of(member) for member in members]
+    assert digests[0] == digests[1] != digests[2] != ""
+
+
 def test_a_cache_that_fills_up_is_no_difference() -> None:
     """Each member fills its own with the samples of its share."""
     members = [Own(*columns()) for _ in range(2)]

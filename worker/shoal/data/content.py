@@ -3,13 +3,18 @@
 Each member makes its data set itself: with a split or a sampler that is not seeded they have the
 same type, size and dtypes, and other samples. The digest is of few values at positions that depend
 on sizes alone. No data set is asked for an item: that may be slow, random, or leave traces. torch's
-own are looked into, and of other classes the public attributes that have one entry for each sample.
+own are looked into, and Hugging Face's, and of other classes the public attributes that have one
+entry for each sample.
+
+Of a path the name counts, and nothing of where it lies: hosts may have one data set in different
+places, or over different disks.
 
 Floating-point values count by their magnitude only, in steps of about a factor e: what members
 compute on their own (a normalised column) may differ in its last bits from host to host.
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import islice
@@ -21,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
+from shoal.data.arrow_columns import columns_at, is_arrow, rows_taken
 from shoal.data.batches import Dataset, dataset_size
 from shoal.data.shards import Shards
 
@@ -29,7 +35,9 @@ NUM_SAMPLES = 64
 """So many are looked at, in each data set that this one is made of."""
 NUM_EXACT, NUM_ROUGH = 16, 4
 """Elements of each sample's part: of integers, and of floating-point numbers."""
-NUM_INDICES = 1 << 13
+NUM_ROWS, NUM_ROWS_TAKEN = 32, 256
+"""Of an Arrow table, and of the numbers of those rows of it that are samples."""
+NUM_INDICES = 1 << 12
 """Of a Subset: all of as many, else as many of them."""
 MAX_TEXT = 4096
 MAX_PARTS = 64
@@ -74,11 +82,10 @@ def _of_dataset(dataset: Any, size: int | None, depth: int) -> Iterator[Word]:
         parts: Any = dataset.datasets
         for each in list(parts.values() if isinstance(parts, Mapping) else parts)[:MAX_PARTS]:
             yield from _of_dataset(each, None, depth + 1)
-    elif isinstance(dataset, TensorDataset):
-        for column in dataset.tensors[:MAX_PARTS]:
-            yield from _of_array(column)
-    elif isinstance(dataset, tuple) and all(isinstance(each, Tensor) for each in dataset):
-        for column in dataset[:MAX_PARTS]:
+    elif is_arrow(dataset):
+        yield from _of_arrow(dataset)
+    elif isinstance(dataset, TensorDataset) or _are_tensors(dataset):
+        for column in getattr(dataset, "tensors", dataset)[:MAX_PARTS]:
             yield from _of_array(column)
     elif isinstance(dataset, Tensor | np.ndarray):
         yield from _of_array(dataset)
@@ -89,16 +96,20 @@ def _of_dataset(dataset: Any, size: int | None, depth: int) -> Iterator[Word]:
         yield from _of_attributes(dataset, size, depth)
 
 
+def _are_tensors(dataset: object) -> bool:
+    return isinstance(dataset, tuple) and all(isinstance(each, Tensor) for each in dataset)
+
+
 def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
     """Of what a class of the script's own holds: one entry for each sample, or another data set."""
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        if name.startswith("_"):
+        if name.startswith("_") and not _keeps_no_caches(dataset):
             continue
         is_column = isinstance(value, Tensor | np.ndarray) and value.ndim > 0
         if is_column or type(value) in (list, tuple):
             counts = len(value) == size and not _is_being_filled(value)
             words = _of_dataset(value, size, depth + 1) if counts else iter(())
-        elif isinstance(value, TorchDataset):
+        elif isinstance(value, TorchDataset) or is_arrow(value):
             words = _of_dataset(value, size, depth + 1)
         else:
             continue
@@ -106,6 +117,23 @@ def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
             if not count:
                 yield name
             yield word
+
+
+def _keeps_no_caches(dataset: object) -> bool:
+    """torchvision's own keep names of files and labels in attributes that begin with _, too."""
+    return type(dataset).__module__.startswith("torchvision.datasets.")
+
+
+def _of_arrow(dataset: Any) -> Iterator[Word]:
+    yield len(dataset)
+    taken = rows_taken(dataset, lambda size: _places(size, NUM_ROWS_TAKEN))
+    if taken is not None:
+        yield sha256(repr(taken).encode()).hexdigest()
+    rows = _places(dataset.data.num_rows, NUM_ROWS)
+    for name, values in islice(columns_at(dataset, rows), MAX_PARTS) if len(rows) else ():
+        yield name
+        for value in values:
+            yield from _of_value(value, 0)
 
 
 def _is_being_filled(column: Any) -> bool:
@@ -121,6 +149,8 @@ def _of_indices(indices: Any) -> Iterator[Word]:
     places = _places(len(indices), NUM_INDICES)
     if isinstance(indices, Tensor | np.ndarray):
         found = np.asarray(_elements(indices, [places]))
+    elif len(places) == len(indices):
+        found = np.asarray(indices)
     else:
         found = np.asarray([indices[place] for place in places])
     yield len(indices)
@@ -156,9 +186,10 @@ def _of_scalar(value: object) -> Iterator[Word]:
         yield _rough(value)
     elif isinstance(value, complex):
         yield from (_rough(value.real), _rough(value.imag))
-    elif isinstance(value, str):
+    elif isinstance(value, str | os.PathLike):
         # Of a path the name: where data lie may differ from host to host.
-        yield value[-MAX_TEXT:].rsplit("/", 1)[-1]
+        path = value if isinstance(value, str) else os.fsdecode(value)
+        yield path[-MAX_TEXT:].rsplit("/", 1)[-1]
     elif isinstance(value, bytes):
         yield sha256(value[:MAX_TEXT]).hexdigest()
     else:
