@@ -4,10 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from structlog.testing import capture_logs
 from support.members.elastic_schedule import Schedule, check_same_weights, elastic, lose_all
 from support.processes.ranks import Ranks
 from support.training.elastic_bodies import CHECKPOINT_STEPS
 
+import shoal
 from shoal.checkpoint.directory import complete
 from shoal_client.local.cluster import LocalCluster
 
@@ -63,3 +66,23 @@ def test_training_goes_on_where_checkpoints_cannot_be_written(
             assert finished["step"] > 2 * CHECKPOINT_STEPS
             check_same_weights(finished, run, TOLERANCE)
             assert rank.expect("raised")["error"] == "CheckpointFailed"
+
+
+def test_a_checkpoint_that_is_read_is_told_of_once(tmp_path: Path) -> None:
+    def trained(strategy: str, num_epochs: int) -> None:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpoints = shoal.Checkpoints(tmp_path / strategy, every_steps=1)
+        with shoal.join() as session:
+            model, _ = session.distribute(model, optimizer, strategy, checkpoints=checkpoints)
+            data = (torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
+            for batch in session.batches(data, global_batch_size=2, epochs=num_epochs):
+                with session.step():
+                    outputs = model(batch.inputs)
+                    session.backward(torch.nn.functional.cross_entropy(outputs, batch.targets))
+
+    for strategy in ("ddp", "zero1", "local-sgd"):
+        trained(strategy, 1)
+        with capture_logs() as logs:
+            trained(strategy, 2)
+        assert [each["step"] for each in logs if each["event"] == "checkpoint_read"] == [2]

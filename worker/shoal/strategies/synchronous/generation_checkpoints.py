@@ -76,7 +76,6 @@ class GenerationCheckpoints:
         words = gather(json.dumps(sorted(own)).encode(), group)
         common = set.intersection(*(set(json.loads(word)) for word in words))
         if common:
-            log.info("checkpoint_read", path=str(own[max(common)]), step=max(common))
             return own[max(common)]
         if needed:
             raise StateLost(
