@@ -20,6 +20,7 @@ from torch.optim import SGD, Optimizer
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader
+from shoal.model.local_parts import local_part
 from shoal.model.several import SeveralModels, joined
 from shoal.session.session import Session
 from shoal.strategies import find_strategy
@@ -117,6 +118,55 @@ def _undone(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     behind = {key: tensor.clone() for key, tensor in strategy.state_dict().items()}
     strategy.close()
     return before, behind
+
+
+def _undone_writes(name: str, write: str) -> bool:
+    """Whether momentum is as before a step that was given up: one in which the script had written
+    to it, before one optimizer was updated or behind that."""
+    strategy, pair, share = entered(name)
+    loader = Loader(gan_bodies.data(), elastic_bodies.order(BATCH))
+    optimizers = [pair.of_discriminator, pair.of_generator]
+
+    def decay() -> None:
+        for state in [state for each in optimizers for state in each.state.values()]:
+            for key, value in list(state.items()):
+                if write == "replace":
+                    state[key] = value * 0.5
+                else:
+                    value.mul_(0.5)
+
+    for step in range(NUM_STEPS):
+        before = _state_of(optimizers)
+        strategy.begin_step()
+        do = deeds_of(strategy, pair, loader.synchronous(step, *share).weight)
+        # The first time, when peers have their copies: nothing is known of it before.
+        is_early = step > 1 and write != "behind"
+        if is_early:
+            decay()
+        gan_bodies.learn(pair, loader.synchronous(step, *share), "in turn", do)
+        if step and not is_early:
+            decay()
+        if step < NUM_STEPS - 1:
+            strategy.end_step(lambda: None)
+    strategy.withdraw_step()
+    behind = _state_of(optimizers)
+    whole = strategy._passes.is_whole
+    strategy.close()
+    return whole and len(before) > 3 and all(map(torch.equal, before, behind))
+
+
+@pytest.mark.parametrize("write", ["in place", "replace", "behind"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_writes_to_state_are_taken_back_with_the_step_of_an_update(
+    strategy: str, write: str
+) -> None:
+    """Regression: those in place before an update left a member without state."""
+    assert run_in_memory(_undone_writes, 2, strategy, write) == [True, True]
+
+
+def _state_of(optimizers: list[Optimizer]) -> list[Tensor]:
+    states = [state for each in optimizers for state in each.state.values()]
+    return [local_part(value).clone() for state in states for value in state.values()]
 
 
 def _momentum(optimizer: Optimizer) -> list[Tensor]:

@@ -37,7 +37,9 @@ class EarlyUpdates:
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        """By identity: what is held, and what was in it."""
         self._states: dict[Optimizer, dict[Tensor, dict[str, Any]]] = {}
+        self._state_tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def keep(self, optimizers: Iterable[Optimizer], held: Iterable[Tensor]) -> None:
@@ -45,9 +47,12 @@ class EarlyUpdates:
         for optimizer in optimizers:
             if optimizer not in self._states:
                 self._states[optimizer] = {
-                    parameter: {key: _copy(value) for key, value in state.items()}
-                    for parameter, state in optimizer.state.items()
+                    parameter: dict(state) for parameter, state in optimizer.state.items()
                 }
+                for state in self._states[optimizer].values():
+                    for value in state.values():
+                        if isinstance(value, Tensor):
+                            self._state_tensors[id(value)] = (value, value.clone())
         for tensor in held:
             if id(tensor) not in self._tensors:
                 own = local_part(tensor)
@@ -56,7 +61,7 @@ class EarlyUpdates:
     @torch.no_grad()
     def restore(self) -> None:
         """The step does not happen."""
-        for own, before in self._tensors.values():
+        for own, before in (*self._tensors.values(), *self._state_tensors.values()):
             own.copy_(before)
         for optimizer, states in self._states.items():
             optimizer.state.clear()
@@ -64,18 +69,15 @@ class EarlyUpdates:
         self.forget()
 
     @property
-    def optimizers(self) -> Collection[Optimizer]:
-        """Those that have stepped."""
-        return self._states.keys()
+    def of_state(self) -> Collection[int]:
+        """The tensors that the optimizers had as state when they stepped, by identity."""
+        return self._state_tensors.keys()
 
     def forget(self) -> None:
         """The step is committed, or begins."""
         self._tensors.clear()
         self._states.clear()
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+        self._state_tensors.clear()
 
 
 class ScriptWrites:
@@ -229,7 +231,9 @@ class StateWrites:
         """By identity: a tensor, and what was in it."""
         self._written: set[str] = set()
         """What the script has written to in place. Over all generations."""
-        self._is_open = self._is_updated = self._are_counted = False
+        self._is_open = self._are_counted = False
+        self._kept: Collection[int] = ()
+        """What has been copied within the step, by identity: before an optimizer stepped."""
         self.is_lost = False
         """Whether a tensor was written to in this step of which there is no copy."""
 
@@ -250,7 +254,7 @@ class StateWrites:
         self._names, self._tensors = [name for name, _ in found], [each for _, each in found]
         copied = [each for name, each in found if name in self._written] if self._written else []
         self._copies = {id(each): (each, each.clone()) for each in copied}
-        self._is_open, self._is_updated, self.is_lost = True, False, False
+        self._is_open, self._kept, self.is_lost = True, (), False
         self._are_counted = not any(each.is_inference() for each in self._tensors)
         self._num_writes = self._counts()
 
@@ -261,7 +265,7 @@ class StateWrites:
 
     def note(self) -> None:
         """What has changed by now the script has written."""
-        if not self._is_open or self._is_updated:
+        if not self._is_open:
             return
         now = self._counts()
         if now == self._num_writes:
@@ -270,13 +274,14 @@ class StateWrites:
         for name, tensor, count, before in counts:
             if count != before:
                 self._written.add(name)
-                self.is_lost = self.is_lost or id(tensor) not in self._copies
+                has_copy = id(tensor) in self._copies or id(tensor) in self._kept
+                self.is_lost = self.is_lost or not has_copy
 
-    def updating(self) -> None:
-        """One of the optimizers is about to step within the step. What the script had written to
-        its state by then cannot be told from that any more."""
-        self.note()
-        self._is_updated = True
+    def updated(self, kept: Collection[int]) -> None:
+        """Behind `note`, an optimizer has stepped within the step. `kept`: the tensors of its state
+        that were copied before, by identity."""
+        self._kept = kept
+        self._num_writes = self._counts()
 
     def settle(self) -> None:
         """From here on the session changes the state, with a step that is then committed."""
@@ -294,16 +299,16 @@ class StateWrites:
             self._put(present, {})
 
     @torch.no_grad()
-    def restore(self, updated: Collection[Optimizer]) -> bool:
-        """The step does not happen, and `note` has seen that; whether the state is as it was. That
-        of the optimizers that were `updated` is so already."""
+    def restore(self) -> bool:
+        """The step does not happen, and `note` has seen that; whether the state is as it was.
+        Updates within the step are taken back already."""
         if not self._is_open:
             return True
         self._is_open = False
         for tensor, before in self._copies.values():
             tensor.copy_(before)
-        self._put([each for each in self._begun if each[0] not in updated], {})
-        return not self.is_lost and not (self._is_updated and self._copies)
+        self._put(self._begun, {})
+        return not self.is_lost
 
     @staticmethod
     def _put(

@@ -68,9 +68,10 @@ class StepPasses:
         assert isinstance(optimizer, SeveralOptimizers), "one that is alone is not updated early"
         optimizer.due = names
         self._writes.updating()
-        self._state_writes.updating()
+        self._state_writes.note()
         self.updates.keep(parts_due(optimizer), held)
         local_step.step(optimizer)
+        self._state_writes.updated(self.updates.of_state)
         for each in parts_due(optimizer):
             each.zero_grad(set_to_none=True)
         self.due -= names
@@ -171,10 +172,9 @@ class StepPasses:
             # is to write to weights.
             self._writes.note(closely=True)
             self._state_writes.note()
-            updated = set(self.updates.optimizers)
             self.updates.restore()
             self._buffers.restore()
-            has_state = self._state_writes.restore(updated)
+            has_state = self._state_writes.restore()
             self.is_whole = self._writes.restore() and has_state
         return was_in_step
 
