@@ -17,7 +17,7 @@ from support.processes.ranks import Ranks
 from support.processes.served_process import awaited
 from support.training import loading_bodies
 from support.training.loading_bodies import Augmented, LoadingRun
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from shoal.data.batches import Loader, Order
 from shoal.data.loading import Loading
@@ -133,6 +133,21 @@ def test_the_generators_of_the_training_are_left_as_they_are() -> None:
             found = draw()
             seed_all()
             assert found == draw()
+
+
+def test_a_share_of_which_collate_leaves_nothing_is_named() -> None:
+    """By its step and its samples, and not by an index that is out of range alone."""
+    order = Order(num_samples=12, global_batch_size=6, shuffle=False)
+
+    def sound(samples: list[int]) -> Any:
+        return default_collate([each for each in samples if each < 9])
+
+    loader = Loader(list(range(12)), order, sound)  # type: ignore[arg-type]
+    assert loader.synchronous(1, 0, 2).indices == [6, 7, 8]
+    with pytest.raises(SampleFailed, match=r"step 1 .*IndexError.* samples 9, 10, 11;") as raised:
+        loader.synchronous(1, 1, 2)
+    assert "before session.batches" in raised.value.fix
+    assert "in sound" in "".join(raised.value.__notes__)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

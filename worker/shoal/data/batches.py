@@ -19,10 +19,12 @@ from shoal.data.parts import of_step
 from shoal.data.permutation import KeyedPermutation
 from shoal.data.samples import Collate, MapDataset, Samples
 from shoal.data.shards import Shards
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, SampleFailed
 
 LARGEST_KEPT_ORDER = 1 << 20
 """Of more samples no array of all indices is made."""
+MAX_SAMPLES_NAMED = 8
+"""Of a batch that could not be made."""
 BLOCK = 8192
 """So many indices are computed at a time then."""
 
@@ -264,7 +266,10 @@ class Loader:
 
         own = Span(epoch, own_start, own_stop)
         indices = self._indices(own.epoch, own.start, own.stop)
-        inputs, targets = self._load(own, indices, after)
+        try:
+            inputs, targets = self._load(own, indices, after)
+        except SampleFailed as failed:
+            raise _not_collated(failed, step, indices.tolist()) from failed
         return Batch(
             inputs=inputs,
             targets=targets,
@@ -327,6 +332,26 @@ class Loader:
                 fix="Give a dataset that stays as long as it is. To train on more data, begin a new"
                 " job with the weights of this one.",
             )
+
+
+def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> SampleFailed:
+    """The failure by its step and its samples, where it is one of all of them together."""
+    if "index" in failed.details:
+        return failed
+    named = ", ".join(map(str, indices[:MAX_SAMPLES_NAMED]))
+    more = ", ..." if len(indices) > MAX_SAMPLES_NAMED else ""
+    named_so = SampleFailed(
+        f"the samples of this member's share of step {step} could not be collated",
+        seen=f"{failed.seen}, for the samples {named}{more}",
+        expected="a batch of every share, also where it is of one sample",
+        fix="The traceback is of the script's own code. A collate function that leaves samples out"
+        " may be left with none of a share: leave them out before session.batches instead, with a"
+        " Subset of those that are right (docs/data.md).",
+        details={"step": str(step)},
+    )
+    for note in getattr(failed, "__notes__", ()):
+        named_so.add_note(note)
+    return named_so
 
 
 def _rows(column: Tensor, indices: Tensor) -> Tensor:
