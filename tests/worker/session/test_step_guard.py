@@ -399,6 +399,52 @@ def test_layers_that_scale_down_the_rows_that_a_pass_uses_are_refused_at_once(
         find_strategy(strategy).distribute(model, optimizer)
 
 
+class Limited(nn.Module):
+    """Looks up rows of a weight of its own, by a function of torch's."""
+
+    def __init__(self, look_up: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 4))
+        self._look_up = look_up
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self._look_up(rows, self.weight, max_norm=0.1).flatten(1)
+
+
+def trained_with_limits(
+    cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor]
+) -> int:
+    """How many steps were committed of a model that limits the norms of rows in its forward."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Limited(look_up), nn.LazyLinear(2))
+    rows = torch.arange(24).view(12, 2) % 9
+    model(rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = f"limits-{secrets.token_hex(4)}"
+    with shoal.join(job, coordinator=cluster.coordinator) as session:
+        model, _ = session.distribute(model, optimizer, strategy=strategy)
+        for batch in session.batches((rows, rows[:, 0] % 2), global_batch_size=6):
+            with session.step():
+                session.backward(loss_of(session, model, batch))
+        return session.step_number
+
+
+@pytest.mark.parametrize("look_up", [nn.functional.embedding, nn.functional.embedding_bag])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "tensor", "fsdp"])
+def test_functions_that_scale_down_the_rows_that_a_pass_uses_are_refused_at_once(
+    cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor]
+) -> None:
+    """As layers are: members would train other weights, each by its own samples."""
+    with pytest.raises(InvalidSpec, match=r"max_norm of a parameter|writes to 0\.weight"):
+        trained_with_limits(cluster, strategy, look_up)
+
+
+def test_functions_that_scale_down_rows_are_a_members_own_where_members_train_apart(
+    cluster: LocalCluster,
+) -> None:
+    assert trained_with_limits(cluster, "local-sgd", nn.functional.embedding) == 2
+
+
 def test_an_error_without_a_text_is_told_by_its_name_alone() -> None:
     """What the others are told of a member that Ctrl-C ended has no colon before nothing."""
     assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
@@ -514,7 +560,7 @@ def widen(model: nn.Module) -> None:
 
 @pytest.mark.sampled("change")
 @pytest.mark.parametrize("change", [halve, widen])
-@pytest.mark.parametrize("strategy", ["zero1", "ddp", "async-sgd"])
+@pytest.mark.parametrize("strategy", ["zero1", "ddp", "local-sgd", "diloco", "async-sgd"])
 def test_parameters_of_another_dtype_or_shape_are_refused(
     cluster: LocalCluster, strategy: str, change: Callable[[nn.Module], None]
 ) -> None:

@@ -58,14 +58,19 @@ def refuse_layers(strategy: str, model: nn.Module) -> None:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
     ]
     if found:
-        raise InvalidSpec(
-            f"{strategy} does not train layers that scale down rows of their weights in a pass",
-            seen=f"max_norm of {', '.join(found[:5])}",
-            expected="weights that do not depend on which member has which samples: each scales"
-            " down the rows that its own samples use",
-            fix="Make the layer without max_norm, and scale all rows down between two steps, on"
-            " every member: with torch.no_grad(): weight.copy_(weight.renorm(2, 0, max_norm)).",
-        )
+        raise scaled_down(strategy, ", ".join(found[:5]))
+
+
+def scaled_down(strategy: str, name: str) -> InvalidSpec:
+    """What is told of layers, or of a function, that write to weights by the samples of a pass."""
+    return InvalidSpec(
+        f"{strategy} does not train layers that scale down rows of their weights in a pass",
+        seen=f"max_norm of {name}",
+        expected="weights that do not depend on which member has which samples: each scales"
+        " down the rows that its own samples use",
+        fix="Look rows up without max_norm, and scale all rows down between two steps, on"
+        " every member: with torch.no_grad(): weight.copy_(weight.renorm(2, 0, max_norm)).",
+    )
 
 
 def sparse_gradient(strategy: str, name: str) -> InvalidSpec:

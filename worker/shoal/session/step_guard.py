@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.model.gradients import scaled_down
 from shoal.model.other_parameters import OtherParameters, References
 from shoal.model.script_attributes import ScriptModes
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters, are_same
 from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.base import Strategy
-from shoal.torch_private.tensors import pytree, watch_clipping
+from shoal.torch_private.tensors import pytree, watch_clipping, watch_scaling_down
 from shoal_proto.errors import InvalidSpec
 
 EARLY_STEPS = 10
@@ -94,6 +95,7 @@ class StepGuard:
         _watch_scalers()
         _watch_zeroing()
         watch_clipping(_look_at_clipping)
+        watch_scaling_down(_look_at_scaling_down)
 
     def check(self) -> None:
         """Raise InvalidSpec where the next step would train something else than the last."""
@@ -197,6 +199,13 @@ class StepGuard:
                     " nothing in this step on purpose, set each parameter's grad to None.",
                 )
 
+    def look_at_scaling_down(self, weight: Tensor) -> None:
+        """A pass scales down those rows of a weight that its samples use. Raises InvalidSpec where
+        that leaves another weight on each member, as `refuse_layers` does of layers."""
+        strategy = self._strategy
+        if strategy.synchronous and strategy.passes_meet and self._trained.has_any([weight]):
+            raise scaled_down(strategy.name, f"a parameter of shape {tuple(weight.shape)}")
+
     def clipping(self) -> AbstractContextManager[None]:
         """Within, the session clips gradients, by whatever means."""
         return _Within(self._set_clips)
@@ -282,6 +291,11 @@ def _look_at_clipping(parameters: Sequence[Tensor]) -> None:
     guard = _here.committing or _here.guard
     if guard is not None:
         guard.look_at_clipping(parameters)
+
+
+def _look_at_scaling_down(weight: Tensor) -> None:
+    if _here.guard is not None:
+        _here.guard.look_at_scaling_down(weight)
 
 
 def _with_gradient(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 
@@ -50,14 +51,14 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or behind)
 
 
-_CLIPS = "_shoal_watched"
+_WATCHED = "_shoal_watched"
 
 
 def watch_clipping(look: Callable[[Sequence[Tensor]], None]) -> None:
     """Call this with the parameters whose gradients torch's `clip_grad_norm_` is about to scale, by
     a norm that it has taken of them, from now on. The first call counts."""
     plain: Any = clip_grad._clip_grads_with_norm_
-    if hasattr(plain, _CLIPS):
+    if hasattr(plain, _WATCHED):
         return
 
     @functools.wraps(plain)
@@ -66,8 +67,25 @@ def watch_clipping(look: Callable[[Sequence[Tensor]], None]) -> None:
         look(each)
         plain(each, *args, **kwargs)
 
-    setattr(watched, _CLIPS, True)
+    setattr(watched, _WATCHED, True)
     clip_grad._clip_grads_with_norm_ = watched
+
+
+def watch_scaling_down(look: Callable[[Tensor], None]) -> None:
+    """Call this with the weight of which an embedding's `max_norm` is about to scale rows down: of
+    layers, and of torch's functions. From now on; the first call counts."""
+    functions: Any = functional
+    plain: Any = functions._no_grad_embedding_renorm_
+    if hasattr(plain, _WATCHED):
+        return
+
+    @functools.wraps(plain)
+    def watched(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        look(weight)
+        return plain(weight, *args, **kwargs)
+
+    setattr(watched, _WATCHED, True)
+    functions._no_grad_embedding_renorm_ = watched
 
 
 def mixes_parts_and_wholes(error: BaseException) -> bool:
