@@ -221,7 +221,12 @@ def test_where_such_calls_stand_is_told(cluster: LocalCluster) -> None:
         replica, optimizer = session.distribute(model, optimizer)
         with pytest.raises(InvalidSpec, match=r"session\.all_reduce before the first batch"):
             session.all_reduce(1)
-        for batch in session.batches(data(), global_batch_size=101):
+        batches = session.batches(data(), global_batch_size=101)
+        # To know its rank is not to be where the others are.
+        assert session.rank == 0
+        with pytest.raises(InvalidSpec, match=r"session\.all_reduce before the first batch"):
+            session.all_reduce(1)
+        for batch in batches:
             with session.step():
                 with pytest.raises(InvalidSpec, match=r"session\.all_reduce within a step"):
                     session.all_reduce(1)

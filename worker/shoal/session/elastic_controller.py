@@ -41,6 +41,9 @@ _WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
 class CallBetweenSteps:
     """One that all members make together, such as `session.evaluate`."""
 
+    may_be_made: bool = False
+    """The script has asked for a batch, or begun a step: who has asked for its rank alone need not
+    be where the others are."""
     is_under_way: bool = False
     """The script is in it."""
     has_too_few: bool = False
@@ -148,6 +151,7 @@ class ElasticController:
             raise InvalidSpec("the session is over", expected="a new shoal.join")
         if self._is_ready:
             self._end_of_script(strategy)
+        self.call.may_be_made = True
         while True:
             if not self._is_ready:
                 self._form(fields)

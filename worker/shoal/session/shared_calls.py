@@ -141,10 +141,10 @@ class SharedCalls:
                 seen=f"strategy {strategy.name}",
                 expected="a synchronous strategy; under others each member does it alone",
             )
-        if not self._controller.has_proposed:
+        if not self._controller.call.may_be_made:
             raise InvalidSpec(
                 f"{call} before the first batch",
-                seen="no step that all members have committed",
+                seen="no batch that this member's script has asked for",
                 expected="the call after a step: members that join later come in there",
             )
         return strategy
