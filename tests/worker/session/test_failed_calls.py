@@ -1,0 +1,120 @@
+"""A call between two steps fails on the last member that is left in it."""
+
+import secrets
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from support.network import http
+from support.processes.served_process import awaited
+from support.training.elastic_bodies import build
+from support.training.elastic_bodies import numbers as data
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal.data.batches import Batch
+from shoal.session.session import Session
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import StateLost
+
+WAIT_S = 60.0
+AT_STEP = 2
+
+
+class Killed(Exception):
+    """Ends a member where a signal would."""
+
+
+class Failing:
+    """A job of two, one of which is lost in an evaluation, which then fails on the other."""
+
+    def __init__(self, cluster: LocalCluster, error: Exception, *, caught: bool) -> None:
+        self._cluster = cluster
+        self._error = error
+        self._caught = caught
+        self.job = f"failing-{secrets.token_hex(4)}"
+        self.alone = threading.Event()
+        """Set when one is left, in the call that is about to fail."""
+        self.joins = threading.Event()
+
+    def train(self, name: str) -> int:
+        model, optimizer = build("sgd", "layers")
+        with shoal.join(
+            self.job,
+            member_id=name,
+            coordinator=self._cluster.coordinator,
+            backend="in-memory",
+            desired_members=2,
+        ) as session:
+            model, optimizer = session.distribute(model, optimizer)
+            for batch in session.batches(data(), global_batch_size=24):
+                with session.step() as step:
+                    session.backward(cross_entropy(model(batch.inputs), batch.targets))
+                if step.committed and batch.step == AT_STEP:
+                    self._evaluate(session, name)
+            return session.step_number
+
+    def _evaluate(self, session: Session, name: str) -> None:
+        def measure(batch: Batch) -> dict[str, Any]:
+            if name == "b":
+                raise Killed
+            if name == "a" and session.world_size == 1:
+                self.alone.set()
+                assert self.joins.wait(WAIT_S)
+                raise self._error
+            return {"n": len(batch.inputs)}
+
+        try:
+            session.evaluate(data(), measure, batch_size=5)
+        except type(self._error):
+            if not self._caught:
+                raise
+
+    def await_joiner(self, name: str) -> None:
+        url = f"{self._cluster.http_url}/api/v1/jobs/{self.job}/events?limit=1000"
+
+        def is_ready() -> bool:
+            told = http.get(url).json()["events"]
+            return ("member_proposed", name) in [(e["kind"], e["member_id"]) for e in told]
+
+        awaited(lambda: is_ready() or None, WAIT_S, f"{name} is ready to train")
+
+
+ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("of the script"), KeyError(7)]
+
+
+def failed(
+    cluster: LocalCluster, error: Exception, *, caught: bool
+) -> tuple[Future[int], Future[int]]:
+    """What the one that is left, and one that waits to join, come to."""
+    job = Failing(cluster, error, caught=caught)
+    with ThreadPoolExecutor(3) as threads:
+        left, lost = (threads.submit(job.train, name) for name in "ab")
+        assert isinstance(lost.exception(WAIT_S), Killed)
+        assert job.alone.wait(WAIT_S)
+        joiner = threads.submit(job.train, "c")
+        job.await_joiner("c")
+        job.joins.set()
+        left.exception(WAIT_S)
+        joiner.exception(WAIT_S)
+    return left, joiner
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
+def test_a_script_that_goes_on_behind_a_failed_call_trains_on_with_joiners(
+    cluster: LocalCluster, error: Exception
+) -> None:
+    left, joiner = failed(cluster, error, caught=True)
+    assert left.result() == joiner.result() > AT_STEP
+
+
+@pytest.mark.long
+def test_one_that_ends_with_the_error_takes_the_state_with_it_and_joiners_are_told(
+    cluster: LocalCluster,
+) -> None:
+    left, joiner = failed(cluster, ERRORS[0], caught=False)
+    assert left.exception() is ERRORS[0]
+    with pytest.raises(StateLost, match="had reached step 3"):
+        joiner.result()
