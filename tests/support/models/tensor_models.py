@@ -43,6 +43,23 @@ def mlp() -> nn.Module:
     )
 
 
+class Residual(nn.Module):
+    """A linear module that is added to what it is given, both ahead of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        outputs: Tensor = self.last(torch.tanh(hidden + self.inner(hidden)))
+        return outputs
+
+
+def residual() -> nn.Module:
+    return Residual()
+
+
 def uneven_mlp() -> nn.Module:
     """No size divides by anything, and four ranks are as many as one dimension has elements."""
     return nn.Sequential(

@@ -123,15 +123,19 @@ class LaidOutTraining:
 
 def train_rank(training: Training, lay_out: LayOut) -> StateShard:
     """The body of a rank whose torch.distributed stands."""
+    return LaidOutTraining(training, lay_out, this_world()).run()
+
+
+def this_world() -> World:
+    """Of the rank whose torch.distributed stands."""
     group = dist.group.WORLD
     assert group is not None
-    world = World(
+    return World(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         device=torch.device("cpu"),
         group=group,
     )
-    return LaidOutTraining(training, lay_out, world).run()
 
 
 def assemble(state_shards: Sequence[StateShard]) -> dict[str, Tensor]:

@@ -16,9 +16,16 @@ from worker.strategies import test_equality as equality
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2
 from shoal.strategies.layout.fsdp_tensor import FSDPTensor
+from shoal.strategies.layout.hybrid import Hybrid
 from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.tensor import TensorParallel
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
+
+REFUSAL = (
+    r"different parameters in step 0.*experts\.1.*by m0"
+    r"|different layers at the same time.*m0: at the outputs of experts\.0; m1: .* of experts\.1"
+)
 
 
 class Routed(nn.Module):
@@ -48,7 +55,7 @@ def one_step(strategy_name: str, by_rank: bool) -> None:
     share = entered(Run(build=build, loader=equality.loader, loss=equality.loss), strategy)
     batch = equality.loader().synchronous(0, *share)
     if by_rank:
-        with pytest.raises(InvalidSpec, match=r"different parameters in step 0.*experts\.1.*by m0"):
+        with pytest.raises(InvalidSpec, match=REFUSAL):
             take_step(strategy, batch, equality.loss)
     else:
         take_step(strategy, batch, equality.loss)
@@ -57,7 +64,7 @@ def one_step(strategy_name: str, by_rank: bool) -> None:
 
 
 @pytest.mark.parametrize("by_rank", [True, False], ids=["one left out by each", "one by all"])
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", "tensor", "hybrid"])
 def test_layers_that_some_members_leave_out_are_refused(strategy: str, by_rank: bool) -> None:
     """On all of them, before any takes the step. One that all leave out is no fault."""
     run_in_memory(one_step, 2, strategy, by_rank)
@@ -87,6 +94,27 @@ def test_a_layer_that_one_member_leaves_out_is_refused_where_memory_is_shared(
     for refusal in run_on_gloo(world_size, refused_to, ranks, made, where):
         assert "computed with different layers" in refusal
         assert "of the layer of " in refusal
+
+
+@pytest.mark.sampled("made", "where")
+@pytest.mark.parametrize(
+    "where", ["drop in a step", "drop in an evaluation", "end in an evaluation"]
+)
+@pytest.mark.parametrize(
+    ("made", "world_size"),
+    [
+        ((TensorParallel, {"min_split_bytes": 0}), 2),
+        ((Hybrid, {"tensor": 2, "min_split_bytes": 0, "pipeline": 1}), 2),
+    ],
+    ids=["tensor", "hybrid"],
+)
+def test_a_split_layer_that_one_member_leaves_out_is_refused_where_memory_is_shared(
+    made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str
+) -> None:
+    """On all of the ranks that compute it together. Regression: they added up values of different
+    layers, or the step hung, and hung again in each generation, without end."""
+    for refusal in run_on_gloo(world_size, refused_to, (1,), made, where):
+        assert "computed with different layers at the same time" in refusal
 
 
 @pytest.mark.sampled()

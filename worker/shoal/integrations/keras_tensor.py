@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.integrations.keras_sharded import check_elementwise
+from shoal.layouts.tensor.layer_group import TensorGroup
 from shoal.layouts.tensor.parts import Cut, enter, gathered, summed
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
@@ -147,7 +148,8 @@ class _Split:
     def begin(self, group: dist.ProcessGroup) -> None:
         layer, own = self.layer, type(self.layer)
         layer.__class__ = type(own.__name__, (self._part, own), {"__module__": own.__module__})
-        layer.__dict__["shoal_cut"] = Cut.of(self._size, group)
+        ranks = TensorGroup(group, torch.device("cpu"))
+        layer.__dict__["shoal_cut"] = Cut.of(self._size, ranks.of_layer(layer.name))
         layer.__dict__["shoal_paired"] = self._paired
         if self._part is _RowDense:
             layer.input_spec = None  # it asks for the whole width

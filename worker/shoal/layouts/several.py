@@ -148,6 +148,10 @@ class SeveralLayouts(Layout):
         for each in self.layouts.values():
             each.cut(reason)
 
+    @property
+    def num_moved(self) -> int:
+        return sum(each.num_moved for each in self.layouts.values())
+
     def groups(self) -> Iterator[dist.ProcessGroup]:
         for each in self.layouts.values():
             yield from each.groups()

@@ -11,6 +11,7 @@ from shoal.data.batches import share
 from shoal.layouts.hybrid.layout import HybridPlan, buckets, plan_of_stage
 from shoal.layouts.pipeline.schedules import StepInputs, num_microbatches
 from shoal.layouts.pipeline.stages import Stage
+from shoal.layouts.tensor.layer_group import TensorGroup
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.planning.figures import (
     BACKWARD,
@@ -89,7 +90,8 @@ class MeshFigures:
         group = SilentGroup(split, self._mesh.tensor)
         cut: frozenset[int] = frozenset()
         if self._mesh.tensor > 1:
-            cut = split_alone(model, plan_of_stage(model, self._plan.tensor), group)
+            ranks = TensorGroup(group, torch.device("meta"))
+            cut = split_alone(model, plan_of_stage(model, self._plan.tensor), ranks)
         parameters = dict(model.named_parameters()) if stage is None else stage.parameters
         return _Part(module=model, parameters=parameters, cut=cut, stage=stage, group=group)
 

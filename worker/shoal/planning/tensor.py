@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from shoal.layouts.tensor.layer_group import TensorGroup
 from shoal.layouts.tensor.layout import take_part
 from shoal.layouts.tensor.plan import WHOLE, TensorPlan, part_sizes
 from shoal.layouts.tensor.sequence import spread_positions, summed_parameters
@@ -58,8 +59,8 @@ def non_finite_message(world_size: int) -> Collective:
     return Collective(kind="all_reduce", when=UPDATE, calls=1, num_bytes=num_bytes)
 
 
-def split_alone(module: nn.Module, plan: TensorPlan, group: SilentGroup) -> frozenset[int]:
-    """Make the module, which is on the meta device, the part that the group's rank has of it.
+def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> frozenset[int]:
+    """Make the module, which is on the meta device, the part that this rank has of it.
 
     As `shoal.layouts.tensor.layout.parallelise`, but for a group without peers, and parameters
     are the rank's own parts as plain tensors. Returns the ids of those that were cut.
@@ -70,19 +71,19 @@ def split_alone(module: nn.Module, plan: TensorPlan, group: SilentGroup) -> froz
         if entry.style == WHOLE:
             continue
         owner = module.get_submodule(entry.module)
-        for path, dim in take_part(owner, entry, group).items():
+        for path, dim in take_part(owner, entry, ranks).items():
             where, _, key = path.rpartition(".")
             held = parameter_table(owner.get_submodule(where))
             whole = held[key]
             if whole is not None:
-                cut.setdefault(id(whole), (whole, _part(whole, dim, group)))
+                cut.setdefault(id(whole), (whole, _part(whole, dim, ranks)))
                 held[key] = cut[id(whole)][1]
     return frozenset(id(part) for _, part in cut.values())
 
 
-def _part(whole: nn.Parameter, dim: int, group: SilentGroup) -> nn.Parameter:
+def _part(whole: nn.Parameter, dim: int, ranks: TensorGroup) -> nn.Parameter:
     shape = list(whole.shape)
-    shape[dim] = part_sizes(shape[dim], group.size())[group.rank()]
+    shape[dim] = part_sizes(shape[dim], ranks.size)[ranks.rank]
     empty = torch.empty(shape, dtype=whole.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=whole.requires_grad)
 
@@ -120,8 +121,9 @@ def _collectives(
     if subject.inputs is not None:
         group = SilentGroup(rank, subject.world_size)
         model = on_meta(subject.model)
-        split_alone(model, tensor_plan, group)
-        spread_positions(model, tensor_plan.sequence, group)
+        ranks = TensorGroup(group, torch.device("meta"))
+        split_alone(model, tensor_plan, ranks)
+        spread_positions(model, tensor_plan.sequence, ranks)
         inputs = to_meta(subject.inputs)
         moved = Rehearsed(group, lambda: model(inputs)).collectives()
     # Gradients of whole parameters are taken from the first rank, those of a dtype together.

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models import tensor_models as models
 from support.processes.worlds import (
     LaidOutTraining,
@@ -14,6 +13,7 @@ from support.processes.worlds import (
     largest_difference,
     one_process,
     run_on_gloo,
+    this_world,
     train_rank,
 )
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ import shoal
 from shoal import randomness
 from shoal.layouts.base import Layout, World
 from shoal.layouts.tensor.derivation import derive
+from shoal.layouts.tensor.layer_group import TensorGroup
 from shoal.layouts.tensor.layout import TensorLayout, parallelise
 from shoal.layouts.tensor.plan import TensorPlan
 from shoal.randomness.dropout import key_dropout
@@ -33,6 +34,7 @@ TOLERANCE = 1e-5
 DATA = {
     models.mlp: (models.numbers, models.squared),
     models.uneven_mlp: (models.numbers, models.squared),
+    models.residual: (models.numbers, models.squared),
     models.encoder_layer: (models.sequences, models.squared),
     models.decoder: (models.sequences, models.squared),
     models.dropping_encoder: (models.sequences, models.squared),
@@ -73,6 +75,7 @@ def check_equal(done: Training, state_shards: list[StateShard]) -> None:
     [
         models.mlp,
         models.uneven_mlp,
+        models.residual,
         models.encoder_layer,
         models.decoder,
         models.gpt,
@@ -117,17 +120,6 @@ def held_bytes(done: Training) -> tuple[int, int, TensorPlan]:
     return sum(sizes.values()), counted, layout.plan
 
 
-def this_world() -> World:
-    group = dist.group.WORLD
-    assert group is not None
-    return World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=torch.device("cpu"),
-        group=group,
-    )
-
-
 @pytest.mark.sampled("model", "world_size")
 @pytest.mark.parametrize("model", DATA)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -145,7 +137,8 @@ def attend(whole: nn.MultiheadAttention, options: dict[str, Any]) -> None:
     """Compare the outputs, weights and input gradients of split attention with those of whole."""
     parts = copy.deepcopy(whole)
     mesh = DeviceMesh.from_group(this_world().group, "cpu")
-    parallelise(parts, mesh, derive(parts, mesh.size(), min_split_bytes=0))
+    ranks = TensorGroup(this_world().group, torch.device("cpu"))
+    parallelise(parts, mesh, derive(parts, mesh.size(), min_split_bytes=0), ranks)
     query, key, value = options.pop("inputs")
     for shown in (True, False):
         results = []
@@ -192,7 +185,8 @@ def test_attention_answers_as_a_whole_one(case, batch_first):
 def evaluate(whole: nn.Module, inputs: Tensor, padding: Tensor) -> Tensor:
     parts = copy.deepcopy(whole).eval()
     mesh = DeviceMesh.from_group(this_world().group, "cpu")
-    parallelise(parts, mesh, derive(parts, mesh.size(), min_split_bytes=0))
+    ranks = TensorGroup(this_world().group, torch.device("cpu"))
+    parallelise(parts, mesh, derive(parts, mesh.size(), min_split_bytes=0), ranks)
     with torch.no_grad():
         out: Tensor = parts(inputs, src_key_padding_mask=padding)
         return out
@@ -214,7 +208,7 @@ def answer(whole: nn.Module, inputs: Tensor) -> Tensor:
     parts = copy.deepcopy(whole)
     mesh = DeviceMesh.from_group(this_world().group, "cpu")
     plan = derive(parts, mesh.size(), min_split_bytes=0)
-    parallelise(parts, mesh, plan)
+    parallelise(parts, mesh, plan, TensorGroup(this_world().group, torch.device("cpu")))
     assert plan.entry("1").style == "mask"
     with randomness.at(seed=1, step=2, first=0, count=len(inputs)):
         out: Tensor = parts(inputs).detach()

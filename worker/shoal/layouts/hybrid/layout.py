@@ -13,11 +13,11 @@ from shoal.backends.abortable.waiter import add_subgroup, wait_abortable
 from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.hybrid.mesh import MeshShape
-from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.pipeline.layout import PipelineLayout, ScheduleSpec
 from shoal.layouts.pipeline.outline import Outline
-from shoal.layouts.tensor.layout import note_exchanges, parallelise
+from shoal.layouts.tensor.layer_group import TensorGroup
+from shoal.layouts.tensor.layout import parallelise
 from shoal.layouts.tensor.plan import MASK, TensorPlan
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.tied_tensors import persistent_buffers
@@ -59,7 +59,9 @@ class HybridLayout(Layout):
         self.data_index, self.data_count = self._at["data"], plan.mesh.data
         self.elementwise = plan.mesh.tensor > 1
         self._inner: _OneStage | PipelineLayout
-        split = _splitter(mesh["tensor"], plan.tensor, world.exchanges)
+        world.exchanges.among(dist.get_process_group_ranks(self._groups["tensor"]))
+        self._ranks = TensorGroup(self._groups["tensor"], world.device, world.exchanges)
+        split = _splitter(mesh["tensor"], plan.tensor, self._ranks)
         if plan.cut is None:
             self._inner = _OneStage(model, world, split)
         else:
@@ -95,6 +97,7 @@ class HybridLayout(Layout):
         self._inner.watch(ours)
 
     def begin(self) -> None:
+        self._ranks.begin()
         self._inner.begin()
 
     def backward(self, loss: Tensor, weight: float) -> None:
@@ -112,7 +115,7 @@ class HybridLayout(Layout):
         if self.plan.mesh.data > 1:
             average(list(self.parameters.values()), self._groups["data"])
         if self.plan.mesh.tensor > 1:
-            align(list(self.parameters.values()), self._groups["tensor"])
+            align(list(self.parameters.values()), self._ranks)
 
     @torch.no_grad()
     def stepped(self) -> None:
@@ -126,12 +129,18 @@ class HybridLayout(Layout):
 
     @property
     def num_moved(self) -> int:
-        return self._inner.num_moved
+        return self._inner.num_moved + self._ranks.num_met
+
+    def finish_passes(self) -> None:
+        self._ranks.finish()
+        super().finish_passes()
 
     def cut(self, reason: str) -> None:
+        self._ranks.cut(reason)
         self._inner.cut(reason)
 
     def release(self) -> None:
+        self._ranks.release()
         self._inner.release()
         self._groups.clear()
         forget_groups(self._mesh)
@@ -170,13 +179,12 @@ class _OneStage(Layout):
 
 
 def _splitter(
-    mesh: DeviceMesh, plan: TensorPlan, exchanges: LayerExchanges
+    mesh: DeviceMesh, plan: TensorPlan, ranks: TensorGroup
 ) -> Callable[[nn.Module], None]:
     """Splits what a stage has of the model as the plan for the whole model says."""
 
     def split(stage: nn.Module) -> None:
-        parallelise(stage, mesh, plan_of_stage(stage, plan))
-        note_exchanges(stage, {}, exchanges, mesh.get_group())
+        parallelise(stage, mesh, plan_of_stage(stage, plan), ranks)
 
     return split
 
@@ -212,7 +220,7 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
                 _set_gradient(parameter, gradient)
 
 
-def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def align(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
     """Give all ranks of a tensor group the first one's gradients of what is not split.
 
     They differ at most by kernels that add in no fixed order, or by machines of two kinds; that is
@@ -220,7 +228,7 @@ def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """
     whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     for bucket in buckets(whole):
-        broadcast_packed([_local_gradient(parameter) for parameter in bucket], group)
+        ranks.broadcast([_local_gradient(parameter) for parameter in bucket])
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

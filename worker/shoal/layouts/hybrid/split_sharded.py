@@ -15,17 +15,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shoal.backends.abortable.waiter import add_subgroup
 from shoal.layouts.base import World
-from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.hybrid.layout import buckets
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
-from shoal.layouts.tensor.layout import note_exchanges, parallelise
-from shoal.layouts.tensor.parts import Cut
+from shoal.layouts.tensor.layer_group import TensorGroup
+from shoal.layouts.tensor.layout import parallelise
 from shoal.layouts.tensor.plan import TensorPlan
 from shoal.layouts.tensor.sequence import (
     gradients_of,
     spread_positions,
-    sum_packed,
     summed_parameters,
 )
 from shoal.model.local_parts import local_part
@@ -69,11 +67,12 @@ class SplitShardedLayout(ShardedLayout):
         return (group for group in self._groups.values() if group is not self.world.group)
 
     def _shard(self, model: nn.Module, options: ShardedOptions) -> None:
-        parallelise(model, self._tensor_mesh, self.plan)
-        group = self._groups["tensor"]
+        group, exchanges = self._groups["tensor"], self.world.exchanges
+        exchanges.among(dist.get_process_group_ranks(group))
+        self._ranks = TensorGroup(group, self.world.device, exchanges)
+        parallelise(model, self._tensor_mesh, self.plan, self._ranks)
         self._summed = summed_parameters(model, self.plan.sequence)
-        self._positions = spread_positions(model, self.plan.sequence, group)
-        note_exchanges(model, self._positions, self.world.exchanges, group)
+        spread_positions(model, self.plan.sequence, self._ranks)
         parameters = dict(model.named_parameters())
         self._split = frozenset(n for n, p in parameters.items() if isinstance(p, DTensor))
         self._chunks_of = {name: self._chunk_of(each) for name, each in parameters.items()}
@@ -109,6 +108,7 @@ class SplitShardedLayout(ShardedLayout):
     # --- a step ---
 
     def begin(self) -> None:
+        self._ranks.begin()
         super().begin()
         self.non_finite_check.begin()
 
@@ -126,31 +126,37 @@ class SplitShardedLayout(ShardedLayout):
         )
         if self.plan.degree == 1:
             return
-        sum_packed(gradients_of(self._parameters, self._summed), self._groups["tensor"])
+        self._ranks.sum_packed(gradients_of(self._parameters, self._summed))
         whole = [
             parameter
             for name, parameter in self._parameters.items()
             if name not in self._split and parameter.grad is not None
         ]
         for bucket in buckets(whole):
-            gradients = [local_part(p.grad) for p in bucket if p.grad is not None]
-            broadcast_packed(gradients, self._groups["tensor"])
+            self._ranks.broadcast([local_part(p.grad) for p in bucket if p.grad is not None])
 
     def check(self) -> None:
         """As `NonFiniteCheck` has it: what is not finite may concern one tensor group alone."""
         self.non_finite_check.check(self._parameters, self.step)
 
+    def finish_passes(self) -> None:
+        self._ranks.finish()
+        super().finish_passes()
+
+    @property
+    def num_moved(self) -> int:
+        return self._ranks.num_met
+
+    def cut(self, reason: str) -> None:
+        self._ranks.cut(reason)
+        super().cut(reason)
+
     def release(self) -> None:
         meshes = [mesh_of_rows(part) for part in self._fsdp_parameters]
-        for positions in self._positions.values():
-            positions.release()
+        self._ranks.release()
         super().release()
         for mesh in (self._tensor_mesh, *meshes):
             forget_groups(mesh)
-        # Modules that torch ties into circles would hold the group until Python looks for those.
-        for module in self.module.modules():
-            for key in [key for key, value in vars(module).items() if isinstance(value, Cut)]:
-                delattr(module, key)
 
 
 def _narrow(offsets: list[int], sizes: list[int], dim: int, part: int, num_parts: int) -> None:

@@ -5,17 +5,15 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.base import Layout, World, materialise
-from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.tensor.attention import SplitAttention
+from shoal.layouts.tensor.layer_group import LayerGroup, TensorGroup
 from shoal.layouts.tensor.parts import (
     ColumnEmbedding,
     ColumnLinear,
@@ -26,10 +24,8 @@ from shoal.layouts.tensor.parts import (
 )
 from shoal.layouts.tensor.plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, PlanEntry, TensorPlan
 from shoal.layouts.tensor.sequence import (
-    Positions,
     gradients_of,
     spread_positions,
-    sum_packed,
     summed_parameters,
 )
 from shoal.layouts.tensor.styles import CUT_DIMS
@@ -39,8 +35,9 @@ from shoal.torch_private.modules import parameter_table
 _Known = dict[int, nn.Parameter]
 
 
-def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
-    """Split the module in place over a mesh of one dimension, as the plan for its size says.
+def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: TensorGroup) -> None:
+    """Split the module in place over a mesh of one dimension, whose ranks these are, as the plan
+    for its size says.
 
     Nothing is communicated, and the parameters may be on the meta device; real ones must be the
     same on all ranks. Split parameters become DTensors, all else stays as it is. Afterwards a
@@ -51,7 +48,8 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
     known: _Known = {}
     for entry in plan.entries:
         if entry.style != WHOLE:
-            parallelize_module(module.get_submodule(entry.module), mesh, _Split(entry, known))
+            style = _Split(entry, known, ranks)
+            parallelize_module(module.get_submodule(entry.module), mesh, style)
     # For evaluation torch's encoder has kernels that take whole weights; these flags rule them out.
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoderLayer) and _is_split(part):
@@ -60,20 +58,12 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
             part.use_nested_tensor = False
 
 
-def note_exchanges(
-    module: nn.Module,
-    positions: Mapping[str, Positions],
-    exchanges: LayerExchanges,
-    group: dist.ProcessGroup,
-) -> None:
-    """Let what was split over this group note there for which layers its ranks meet."""
-    exchanges.among(dist.get_process_group_ranks(group))
+def _meet_among(ranks: TensorGroup, module: nn.Module) -> None:
+    """Let what has split itself meet as what was split here does."""
     for name, part in module.named_modules():
         for key, value in list(vars(part).items()):
             if isinstance(value, Cut):
-                part.__dict__[key] = replace(value, site=exchanges.site(name))
-    for name, spread in positions.items():
-        spread.site = exchanges.site(name)
+                part.__dict__[key] = replace(value, group=ranks.of_layer(name))
 
 
 def _is_split(module: nn.Module) -> bool:
@@ -83,13 +73,14 @@ def _is_split(module: nn.Module) -> bool:
 class _Split(ParallelStyle):
     """Splits one module as its entry in the plan says."""
 
-    def __init__(self, entry: PlanEntry, known: _Known) -> None:
+    def __init__(self, entry: PlanEntry, known: _Known, ranks: TensorGroup) -> None:
         super().__init__()
         self._entry = entry
         self._known = known
+        self._ranks = ranks
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for key, dim in take_part(module, self._entry, device_mesh.get_group()).items():
+        for key, dim in take_part(module, self._entry, self._ranks).items():
             self._cut(module, key, dim, device_mesh)
         return module
 
@@ -106,7 +97,7 @@ class _Split(ParallelStyle):
         parameter_table(owner)[key] = self._known[id(whole)]
 
 
-def take_part(module: nn.Module, entry: PlanEntry, group: dist.ProcessGroup) -> Mapping[str, int]:
+def take_part(module: nn.Module, entry: PlanEntry, ranks: TensorGroup) -> Mapping[str, int]:
     """Let the module compute this rank's part; its parameters are still whole.
 
     Returns along which dimension each of them is to be cut, by name.
@@ -114,47 +105,45 @@ def take_part(module: nn.Module, entry: PlanEntry, group: dist.ProcessGroup) -> 
     # A dropout may have been keyed, which its class tells.
     made = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
     kind = made, entry.style
-    _APPLY[kind](module, group, entry)
+    _APPLY[kind](module, ranks.of_layer(entry.module), entry)
     return CUT_DIMS[kind]
 
 
-def _column(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
+def _column(module: Any, group: LayerGroup, entry: PlanEntry) -> None:
     module.__class__ = ColumnLinear
     module.cut = Cut.of(module.out_features, group)
     module.gathers = not entry.paired
 
 
-def _row(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
+def _row(module: Any, group: LayerGroup, entry: PlanEntry) -> None:
     module.__class__ = RowLinear
     module.cut = Cut.of(module.in_features, group)
     module.takes_part = entry.paired
 
 
-def _vocab(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
+def _vocab(module: Any, group: LayerGroup, entry: PlanEntry) -> None:
     module.__class__ = VocabEmbedding
     module.cut = Cut.of(module.num_embeddings, group)
 
 
-def _embedding_column(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
+def _embedding_column(module: Any, group: LayerGroup, entry: PlanEntry) -> None:
     module.__class__ = ColumnEmbedding
     module.cut = Cut.of(module.embedding_dim, group)
 
 
-def _heads(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
+def _heads(module: Any, group: LayerGroup, entry: PlanEntry) -> None:
     module.__class__ = SplitAttention
     module.rows = Cut.of(3 * module.embed_dim, group)
     module.heads = Cut.of(module.num_heads, group)
     module.columns = Cut.of(module.embed_dim, group)
 
 
-def _mask(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
+def _mask(module: Any, group: LayerGroup, entry: PlanEntry) -> None:
     module.__class__ = CutDropout
     module.cut = Cut.of(entry.width, group)
 
 
-_APPLY: Mapping[
-    tuple[type[nn.Module], str], Callable[[Any, dist.ProcessGroup, PlanEntry], None]
-] = {
+_APPLY: Mapping[tuple[type[nn.Module], str], Callable[[Any, LayerGroup, PlanEntry], None]] = {
     (nn.Linear, COLUMN): _column,
     (nn.Linear, ROW): _row,
     (nn.Embedding, VOCAB): _vocab,
@@ -188,13 +177,15 @@ class TensorLayout(Layout):
         mesh = DeviceMesh.from_group(
             world.group, world.device.type, mesh_dim_names=(world.axis("tensor"),)
         )
-        parallelise(module, mesh, plan)
+        world.exchanges.among(range(world.world_size))
+        self._ranks = TensorGroup(world.group, world.device, world.exchanges)
+        parallelise(module, mesh, plan, self._ranks)
         # Computed with this rank's positions: their gradients are summands.
         self._summed = summed_parameters(module, plan.sequence)
-        self._positions = spread_positions(module, plan.sequence, world.group)
+        spread_positions(module, plan.sequence, self._ranks)
         if isinstance(module, SplitsItself):
             module.split_over(mesh)
-        note_exchanges(module, self._positions, world.exchanges, world.group)
+            _meet_among(self._ranks, module)
         materialise(module, world.device)
         self._parameters = dict(module.named_parameters())
         world.exchanges.align(self._parameters)
@@ -215,6 +206,7 @@ class TensorLayout(Layout):
         return isinstance(self._parameters.get(owner), DTensor)
 
     def begin(self) -> None:
+        self._ranks.begin()
         self.non_finite_check.begin()
 
     def reduce(self) -> None:
@@ -226,18 +218,23 @@ class TensorLayout(Layout):
         self.non_finite_check.look(self._parameters)
         if self.world.world_size == 1:
             return
-        sum_packed(gradients_of(self._parameters, self._summed), self.world.group)
+        self._ranks.sum_packed(gradients_of(self._parameters, self._summed))
         for gradients in self._whole_gradients():
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            message = dist.broadcast(flat, group_src=0, group=self.world.group, async_op=True)
-            wait_abortable(message, self.world.group)
-            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            self._ranks.broadcast(gradients)
+
+    def finish_passes(self) -> None:
+        self._ranks.finish()
+        super().finish_passes()
+
+    @property
+    def num_moved(self) -> int:
+        return self._ranks.num_met
+
+    def cut(self, reason: str) -> None:
+        self._ranks.cut(reason)
 
     def release(self) -> None:
-        for positions in self._positions.values():
-            positions.release()
+        self._ranks.release()
 
     def _whole_gradients(self) -> Iterator[list[Tensor]]:
         """By dtype, in the order of the parameters."""

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.layer_exchanges import Site
+from shoal.layouts.tensor.layer_group import LayerGroup
 from shoal.layouts.tensor.plan import part_sizes
 from shoal.randomness.dropout import draw
 from shoal.torch_private.compiling import eager
@@ -29,16 +27,15 @@ from shoal.torch_private.compiling import eager
 class Cut:
     """How one dimension lies over the ranks of a group."""
 
-    group: dist.ProcessGroup
+    group: LayerGroup
     rank: int
     sizes: tuple[int, ...]
     """Of each rank's part; zeros at the end where there are fewer elements than ranks."""
-    site: Site | None = None
-    """Whose values these are, for what is noted of where ranks meet."""
 
     @classmethod
-    def of(cls, size: int, group: dist.ProcessGroup) -> "Cut":
-        return cls(group=group, rank=group.rank(), sizes=part_sizes(size, group.size()))
+    def of(cls, size: int, group: LayerGroup) -> "Cut":
+        ranks = group.ranks
+        return cls(group=group, rank=ranks.rank, sizes=part_sizes(size, ranks.size))
 
     @property
     def start(self) -> int:
@@ -52,43 +49,26 @@ class Cut:
     def own(self, whole: Tensor, dim: int = -1) -> Tensor:
         return whole.narrow(dim, self.start, self.size)
 
-    def meets_for_value(self) -> None:
-        """The ranks of the group are about to meet in a forward pass."""
-        if self.site is not None:
-            self.site.value()
-
-    def meets_for_gradient(self) -> None:
-        """The same, in a backward pass."""
-        if self.site is not None:
-            self.site.gradient()
-
 
 class _Enter(torch.autograd.Function):
     """The same value; its gradient is the sum over the ranks' parts."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, cut: Cut) -> Tensor:
-        ctx.cut = cut
+    def forward(ctx: Any, value: Tensor, group: LayerGroup) -> Tensor:
+        ctx.group = group
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        cut: Cut = ctx.cut
-        cut.meets_for_gradient()
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        wait_abortable(dist.all_reduce(total, group=cut.group, async_op=True), cut.group)
-        return total, None
+        return ctx.group.all_reduce(gradients[0], backward=True), None
 
 
 class _Sum(torch.autograd.Function):
     """The sum of the ranks' values, on all of them."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, cut: Cut) -> Tensor:
-        cut.meets_for_value()
-        total = value.clone(memory_format=torch.contiguous_format)
-        wait_abortable(dist.all_reduce(total, group=cut.group, async_op=True), cut.group)
-        return total
+    def forward(ctx: Any, value: Tensor, group: LayerGroup) -> Tensor:
+        return group.all_reduce(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -101,13 +81,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        cut.meets_for_value()
         # Equal sizes: not every backend gathers parts of different ones.
         widest = max(cut.sizes)
         padded = part.new_zeros((*part.shape[:-1], widest))
         padded.narrow(-1, 0, cut.size).copy_(part)
-        parts = [torch.empty_like(padded) for _ in cut.sizes]
-        wait_abortable(dist.all_gather(parts, padded, group=cut.group, async_op=True), cut.group)
+        parts = cut.group.all_gather(padded)
         return torch.cat([p.narrow(-1, 0, s) for p, s in zip(parts, cut.sizes, strict=True)], -1)
 
     @staticmethod
@@ -117,13 +95,13 @@ class _Gather(torch.autograd.Function):
 
 def enter(value: Tensor, cut: Cut) -> Tensor:
     """Take a value that is the same on all ranks into a region where each computes a part."""
-    entered: Tensor = _Enter.apply(value, cut)  # type: ignore[no-untyped-call]
+    entered: Tensor = _Enter.apply(value, cut.group)  # type: ignore[no-untyped-call]
     return entered
 
 
 def summed(value: Tensor, cut: Cut) -> Tensor:
     """Leave a region: the sum over the ranks."""
-    total: Tensor = _Sum.apply(value, cut)  # type: ignore[no-untyped-call]
+    total: Tensor = _Sum.apply(value, cut.group)  # type: ignore[no-untyped-call]
     return total
 
 

@@ -194,6 +194,7 @@ def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
         return None
     inside: dict[fx.Node, None] = {}
     columns: list[str] = []
+    entered: set[fx.Node] = set()
     dropouts: list[str] = []
     ahead = [row.args[0]]
     while ahead:
@@ -204,12 +205,15 @@ def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
         module = once.get(str(node.target)) if node.op == "call_module" else None
         if type(module) is nn.Linear:
             columns.append(str(node.target))
+            entered |= set(node.all_input_nodes)
         elif is_elementwise_node(node, module):
             ahead += node.all_input_nodes
             dropouts += [str(node.target)] if type(module) in DROPOUTS else []
         else:
             return None
     stays = all(user is row or user in inside for node in inside for user in node.users)
+    # A column needs all of what it is given, and inside there is a part.
+    stays = stays and entered.isdisjoint(inside)
     widths = {once[name].out_features for name in columns} | {once[str(row.target)].in_features}
     if not columns or not stays or len(widths) != 1:
         return None

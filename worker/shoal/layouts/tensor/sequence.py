@@ -11,21 +11,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
-from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.layer_exchanges import Site
+from shoal.layouts.tensor.layer_group import LayerGroup, TensorGroup
 from shoal.layouts.tensor.parts import ColumnLinear, Cut, RowLinear, local, whole_mask
-from shoal.layouts.tensor.plan import Role, SequenceEntry, part_sizes
+from shoal.layouts.tensor.plan import Role, SequenceEntry
 from shoal.model.local_parts import local_part
 from shoal.randomness.dropout import draw
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 DIM = -2
 """Of the sequence, or of whatever stands before the features: what is computed of one does not
 depend on the others."""
@@ -34,11 +31,9 @@ depend on the others."""
 class Positions:
     """How the sequence of the present pass lies over the ranks; one for all modules of a block."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group: dist.ProcessGroup | None = group
+    def __init__(self, group: LayerGroup) -> None:
+        self._group = group
         self._length = 0
-        self.site: Site | None = None
-        """The block, for what is noted of where ranks meet."""
 
     def begin(self, whole: Tensor) -> None:
         """A whole value comes in."""
@@ -52,21 +47,10 @@ class Positions:
 
     @property
     def cut(self) -> Cut:
-        return self.cut_for(self.site)
-
-    def cut_for(self, site: Site | None) -> Cut:
-        """The same, for a layer within the block."""
-        group = self._group
-        assert group is not None, "no pass is computed behind the generation"
-        sizes = part_sizes(self._length, group.size())
-        return Cut(group=group, rank=group.rank(), sizes=sizes, site=site)
-
-    def release(self) -> None:
-        """Let go of the group."""
-        self._group = None
+        return Cut.of(self._length, self._group)
 
 
-def _gather(own: Tensor, cut: Cut) -> Tensor:
+def _gather(own: Tensor, cut: Cut, *, backward: bool = False) -> Tensor:
     if own.shape[DIM] != cut.size:
         raise InvalidSpec(
             "positions of one pass came into another",
@@ -78,29 +62,18 @@ def _gather(own: Tensor, cut: Cut) -> Tensor:
     rows = own.movedim(DIM, 0)
     padded = rows.new_zeros((widest, *rows.shape[1:]))
     padded[: cut.size].copy_(rows)
-    parts = [torch.empty_like(padded) for _ in cut.sizes]
-    wait_abortable(dist.all_gather(parts, padded, group=cut.group, async_op=True), cut.group)
+    parts = cut.group.all_gather(padded, backward=backward)
     found = torch.cat([p[:size] for p, size in zip(parts, cut.sizes, strict=True)])
     return found.movedim(0, DIM).contiguous()
 
 
-def _sum_and_scatter(summand: Tensor, cut: Cut) -> Tensor:
+def _sum_and_scatter(summand: Tensor, cut: Cut, *, backward: bool = False) -> Tensor:
     widest, n = max(cut.sizes), len(cut.sizes)
     rows = summand.movedim(DIM, 0)
     padded = rows.new_zeros((n, widest, *rows.shape[1:]))
     for place, part in zip(padded, torch.split(rows, list(cut.sizes)), strict=True):
         place[: len(part)].copy_(part)
-    whole = padded.flatten(0, 1)
-    if whole.device.type == "cpu":
-        # Gloo's own sums up a copy of the whole on every rank, and cannot be waited for abortably.
-        parts = torch.empty_like(whole)
-        wait_abortable(
-            dist.all_to_all_single(parts, whole, group=cut.group, async_op=True), cut.group
-        )
-        own = parts.view_as(padded).sum(0)
-    else:
-        own = torch.empty_like(padded[0])
-        wait_abortable(_reduce_scatter(own, whole, group=cut.group, async_op=True), cut.group)
+    own = cut.group.reduce_scatter(padded, backward=backward)
     return own[: cut.size].movedim(0, DIM).contiguous()
 
 
@@ -119,8 +92,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.cut.meets_for_gradient()
-        return _gather(gradients[0], ctx.cut), None
+        return _gather(gradients[0], ctx.cut, backward=True), None
 
 
 class _Whole(torch.autograd.Function):
@@ -129,7 +101,6 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        cut.meets_for_value()
         return _gather(own, cut)
 
     @staticmethod
@@ -143,13 +114,11 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        cut.meets_for_value()
         return _gather(own, cut)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.cut.meets_for_gradient()
-        return _sum_and_scatter(gradients[0], ctx.cut), None
+        return _sum_and_scatter(gradients[0], ctx.cut, backward=True), None
 
 
 class _Leave(torch.autograd.Function):
@@ -158,23 +127,15 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        cut.meets_for_value()
         return _sum_and_scatter(summand, cut)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.cut.meets_for_gradient()
-        return _gather(gradients[0], ctx.cut), None
+        return _gather(gradients[0], ctx.cut, backward=True), None
 
 
-def _apply(
-    function: Any,
-    value: Tensor,
-    positions: Positions,
-    layer: "ColumnLinear | RowLinear | None" = None,
-) -> Tensor:
-    cut = positions.cut if layer is None else positions.cut_for(layer.cut.site)
-    found: Tensor = function.apply(value, cut)
+def _apply(function: Any, value: Tensor, positions: Positions) -> Tensor:
+    found: Tensor = function.apply(value, positions.cut)
     return found
 
 
@@ -186,7 +147,7 @@ class SequenceColumnLinear(ColumnLinear):
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         bias = None if self.bias is None else local(self.bias)
-        return F.linear(_apply(_Enter, input, self.positions, self), local(self.weight), bias)
+        return F.linear(_apply(_Enter, input, self.positions), local(self.weight), bias)
 
 
 class SequenceRowLinear(RowLinear):
@@ -196,7 +157,7 @@ class SequenceRowLinear(RowLinear):
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
-        total = _apply(_Leave, F.linear(input, local(self.weight)), self.positions, self)
+        total = _apply(_Leave, F.linear(input, local(self.weight)), self.positions)
         return total if self.bias is None else total + self.bias
 
 
@@ -222,17 +183,14 @@ class SequenceDropout(nn.Dropout):
 
 
 def spread_positions(
-    model: nn.Module, entries: Sequence[SequenceEntry], group: dist.ProcessGroup
-) -> dict[str, Positions]:
-    """Let the modules compute so, behind `parallelise`; outside of the blocks all is as it was.
-
-    Returns what holds the group, to let go of it, by block.
-    """
+    model: nn.Module, entries: Sequence[SequenceEntry], ranks: TensorGroup
+) -> None:
+    """Let the modules compute so, behind `parallelise`; outside of the blocks all is as it was."""
     by_block: dict[str, Positions] = {}
     for entry in entries:
-        positions = by_block.setdefault(entry.block, Positions(group))
-        _ROLES[entry.role](model.get_submodule(entry.module), entry, positions)
-    return by_block
+        if entry.block not in by_block:
+            by_block[entry.block] = Positions(ranks.of_layer(entry.block))
+        _ROLES[entry.role](model.get_submodule(entry.module), entry, by_block[entry.block])
 
 
 def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> frozenset[str]:
@@ -254,19 +212,6 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], names: Collection[str])
         for name, parameter in parameters.items()
         if name in names and parameter.grad is not None
     ]
-
-
-@torch.no_grad()
-def sum_packed(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Make each the sum over the ranks, in one message for each dtype."""
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        flat = torch.cat([gradient.reshape(-1) for gradient in alike])
-        wait_abortable(dist.all_reduce(flat, group=group, async_op=True), group)
-        for gradient, part in zip(
-            alike, torch.split(flat, [g.numel() for g in alike]), strict=True
-        ):
-            gradient.copy_(part.view_as(gradient))
 
 
 def _block(module: nn.Module, entry: SequenceEntry, positions: Positions) -> None:

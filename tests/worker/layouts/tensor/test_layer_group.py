@@ -1,0 +1,60 @@
+"""What ranks that compute layers together tell each other, in memory that they share."""
+
+import re
+
+import pytest
+import torch
+from support.collectives import layer_group_bodies as bodies
+from support.processes.worlds import assemble, largest_difference, one_process, run_on_gloo
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
+def test_collectives_in_memory_give_what_gloo_gives(dtype: torch.dtype) -> None:
+    """Over and over in the same places, also of values that do not lie in the order of memory."""
+    for alike, num_met in run_on_gloo(3, bodies.collectives, dtype, 4096, 6):
+        assert alike
+        assert num_met == 6 * 4
+
+
+def test_values_that_are_too_large_for_a_place_go_over_gloo() -> None:
+    """On all ranks alike: they have met before, and know it of each other."""
+    for alike, num_met in run_on_gloo(2, bodies.collectives, torch.float32, 32, 3):
+        assert alike
+        assert num_met == 3 * 4
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "by positions"])
+def test_training_in_memory_equals_one_process(sequence: bool) -> None:
+    found = run_on_gloo(2, bodies.trained, sequence)
+    assert all(num_met for _, num_met in found)
+    ours, theirs = assemble([state for state, _ in found]), one_process(bodies.TRAINING)
+    assert largest_difference(ours, {name: theirs[name] for name in ours}) <= 1e-5
+
+
+def test_ranks_that_must_not_share_memory_train_over_gloo() -> None:
+    found = run_on_gloo(2, bodies.trained, False, "tcp")
+    assert not any(num_met for _, num_met in found)
+    ours, theirs = assemble([state for state, _ in found]), one_process(bodies.TRAINING)
+    assert largest_difference(ours, {name: theirs[name] for name in ours}) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("what", "seen"),
+    [
+        ("another layer", r"rank 0: at the outputs of one, .*; rank 2: at the outputs of other"),
+        ("another size", r"rank 0: .* of one, 6 numbers; .*rank 2: .* of one, 5 numbers"),
+        ("backward", r"rank 0: at the outputs of one, 6 .*rank 2: at the gradients of one"),
+        ("the end", r"rank 0: at the outputs of other.*rank 2: done with its passes"),
+    ],
+)
+def test_ranks_that_do_different_things_are_refused_by_name(what: str, seen: str) -> None:
+    """On all of them: they would compute with each other's values of other layers."""
+    for refusal in run_on_gloo(3, bodies.refused, what):
+        assert "computed with different layers at the same time" in refusal
+        assert re.search(seen, refusal)
+
+
+def test_a_cut_ends_a_wait_and_nobody_computes_behind_the_generation() -> None:
+    waited, left = run_on_gloo(2, bodies.cut_amid_a_collective)
+    assert "the test is over" in waited
+    assert "a generation that is over" in left
