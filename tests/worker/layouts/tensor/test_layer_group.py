@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support.collectives import layer_group_bodies as bodies
+from support.processes import layer_group_bodies as bodies
 from support.processes.worlds import assemble, largest_difference, one_process, run_on_gloo
 
 
