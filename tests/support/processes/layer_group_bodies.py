@@ -11,6 +11,7 @@ from support.processes.worlds import LaidOutTraining, Training, this_world
 from torch import Tensor, nn
 
 from shoal.layouts.base import Layout, World
+from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.layouts.tensor import layer_group
 from shoal.layouts.tensor.derivation import derive
 from shoal.layouts.tensor.layer_group import LayerGroup, TensorGroup
@@ -33,9 +34,9 @@ def split(model: nn.Module, world: World, *, sequence: bool = False) -> Layout:
     return TensorLayout(model, world, plan)
 
 
-def opened() -> TensorGroup:
+def opened(exchanges: LayerExchanges | None = None) -> TensorGroup:
     """Of all ranks, which meet in memory if they can."""
-    ranks = TensorGroup(this_world().group, torch.device("cpu"))
+    ranks = TensorGroup(this_world().group, torch.device("cpu"), exchanges)
     ranks.begin()
     assert not ranks.num_met
     ranks.begin()
@@ -87,24 +88,17 @@ def trained(sequence: bool, transport: str = "auto") -> tuple[StateShard, int]:
     return state, done.layout.num_moved
 
 
-def refused(what: str) -> str:
-    """What is raised where the last rank does something else than the others."""
-    ranks = opened()
-    one, other = ranks.of_layer("one"), ranks.of_layer("other")
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    value = torch.ones(6)
-    one.all_reduce(value)
+def different_sizes() -> str:
+    """What is raised behind a pass in which the last rank had a smaller value than the first."""
+    world = this_world()
+    exchanges = LayerExchanges()
+    exchanges.among(range(world.world_size))
+    ranks = opened(exchanges)
+    layer = ranks.of_layer("one")
+    exchanges.begin()
+    layer.all_reduce(torch.ones(6 - world.rank))
     try:
-        if what == "another layer":
-            (other if is_last else one).all_reduce(value)
-        elif what == "another size":
-            one.all_reduce(value[: 5 if is_last else 6])
-        elif what == "backward":
-            one.all_reduce(value, backward=is_last)
-        elif is_last:
-            ranks.finish()
-        else:
-            other.all_reduce(value)
+        exchanges.finish(world.group)
     except InvalidSpec as error:
         return str(error)
     return ""

@@ -16,9 +16,7 @@ from worker.strategies import test_equality as equality
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2
 from shoal.strategies.layout.fsdp_tensor import FSDPTensor
-from shoal.strategies.layout.hybrid import Hybrid
 from shoal.strategies.layout.strategy import LayoutStrategy
-from shoal.strategies.layout.tensor import TensorParallel
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
 
@@ -94,27 +92,6 @@ def test_a_layer_that_one_member_leaves_out_is_refused_where_memory_is_shared(
     for refusal in run_on_gloo(world_size, refused_to, ranks, made, where):
         assert "computed with different layers" in refusal
         assert "of the layer of " in refusal
-
-
-@pytest.mark.sampled("made", "where")
-@pytest.mark.parametrize(
-    "where", ["drop in a step", "drop in an evaluation", "end in an evaluation"]
-)
-@pytest.mark.parametrize(
-    ("made", "world_size"),
-    [
-        ((TensorParallel, {"min_split_bytes": 0}), 2),
-        ((Hybrid, {"tensor": 2, "min_split_bytes": 0, "pipeline": 1}), 2),
-    ],
-    ids=["tensor", "hybrid"],
-)
-def test_a_split_layer_that_one_member_leaves_out_is_refused_where_memory_is_shared(
-    made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str
-) -> None:
-    """On all of the ranks that compute it together. Regression: they added up values of different
-    layers, or the step hung, and hung again in each generation, without end."""
-    for refusal in run_on_gloo(world_size, refused_to, (1,), made, where):
-        assert "computed with different layers at the same time" in refusal
 
 
 @pytest.mark.sampled()

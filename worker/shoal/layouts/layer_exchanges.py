@@ -24,6 +24,8 @@ from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
 """In place of a layer: the rank is done with its passes, and tells the others so."""
+_SIZES, _SIZES_END = -2, -(1 << 31)
+"""From here down, in place of a layer: how many numbers a value had."""
 MAX_KEPT = 4096
 """So many of the last ones are kept one by one."""
 MAX_TOLD = 64
@@ -113,6 +115,11 @@ class LayerExchanges:
         if len(self._done) > MAX_KEPT:
             self._forget(MAX_KEPT // 2)
 
+    def note_size(self, size: int) -> None:
+        """The ranks have met for that with values of different sizes: this rank's had so many
+        numbers."""
+        self.note(_SIZES - min(size, -_SIZES_END + _SIZES))
+
     def end(self) -> None:
         """This rank is done with the passes of a step."""
         if self._names:
@@ -155,6 +162,8 @@ class LayerExchanges:
     def _in_words(self, deed: int) -> str:
         if deed == PASSES_END:
             return "done with its passes"
+        if deed <= _SIZES:
+            return f"with {_SIZES - deed} numbers"
         number, is_gradient = divmod(deed, 2)
         name = self._names[number] if number < len(self._names) else str(number)
         if deed in self._whole:

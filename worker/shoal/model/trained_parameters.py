@@ -8,7 +8,7 @@ another, and with parameters that an optimizer is given on the way.
 """
 
 from collections.abc import Iterable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.model.module_proxy import shown
 from shoal.model.several import models_of
 from shoal.torch_private.fsdp import gathered_parameters
-from shoal.torch_private.modules import child_table, parameter_table
+from shoal.torch_private.modules import contents_of, parameter_table
 from shoal_proto.errors import InvalidSpec
 
 Kind = tuple[torch.dtype, torch.Size]
@@ -50,7 +50,8 @@ class TrainedParameters:
         """All of the model's that were last found to be right, and what was in them."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
-        self._kinds_seen: list[Kind] = []
+        self._looks: list[object] = []
+        """Of these, whether they are trained, and their dtypes and shapes."""
         self.note()
 
     def note(self) -> None:
@@ -83,7 +84,7 @@ class TrainedParameters:
         self._modules = list(self._model.modules())
         self._contents = self._contents_now()
         self._parameters = [one for one in self._contents if isinstance(one, Tensor)]
-        self._kinds_seen = list(map(_kind_of, self._parameters))
+        self._looks = list(map(_LOOK, self._parameters))
 
     def _is_as_ever(self) -> bool:
         """Whether nothing has changed since the last step. To go through a model's modules by their
@@ -91,17 +92,12 @@ class TrainedParameters:
         return (
             bool(self._modules)
             and are_same(self._contents_now(), self._contents)
-            and [each.requires_grad for each in self._parameters] == self._as_ever
-            and list(map(_kind_of, self._parameters)) == self._kinds_seen
+            and list(map(_LOOK, self._parameters)) == self._looks
         )
 
     def _contents_now(self) -> list[object]:
         """What stands behind the model, and what the modules found last have in them."""
-        contents: list[object] = [*self.behind()]
-        for module in self._modules:
-            contents += child_table(module).values()
-            contents += parameter_table(module).values()
-        return contents
+        return [*self.behind(), *contents_of(self._modules)]
 
     def _check(self, step: int) -> None:
         self.note()
@@ -193,6 +189,9 @@ class TrainedParameters:
             expected="requires_grad as it was at session.distribute, in each step",
             fix=TRAINED_LATER,
         )
+
+
+_LOOK = attrgetter("requires_grad", "dtype", "shape")
 
 
 def _kind_of(tensor: Tensor) -> Kind:

@@ -1,7 +1,5 @@
 """What ranks that compute layers together tell each other, in memory that they share."""
 
-import re
-
 import pytest
 import torch
 from support.processes import layer_group_bodies as bodies
@@ -38,20 +36,12 @@ def test_ranks_that_must_not_share_memory_train_over_gloo() -> None:
     assert largest_difference(ours, {name: theirs[name] for name in ours}) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("what", "seen"),
-    [
-        ("another layer", r"rank 0: at the outputs of one, .*; rank 2: at the outputs of other"),
-        ("another size", r"rank 0: .* of one, 6 numbers; .*rank 2: .* of one, 5 numbers"),
-        ("backward", r"rank 0: at the outputs of one, 6 .*rank 2: at the gradients of one"),
-        ("the end", r"rank 0: at the outputs of other.*rank 2: done with its passes"),
-    ],
-)
-def test_ranks_that_do_different_things_are_refused_by_name(what: str, seen: str) -> None:
-    """On all of them: they would compute with each other's values of other layers."""
-    for refusal in run_on_gloo(3, bodies.refused, what):
+def test_values_of_different_sizes_are_told_of() -> None:
+    """Over Gloo the process that is sent more than it waits for ends; in memory a rank would add up
+    what it finds."""
+    for refusal in run_on_gloo(2, bodies.different_sizes):
         assert "computed with different layers at the same time" in refusal
-        assert re.search(seen, refusal)
+        assert "rank 0: with 6 numbers; rank 1: with 5 numbers" in refusal
 
 
 def test_a_cut_ends_a_wait_and_nobody_computes_behind_the_generation() -> None:

@@ -131,10 +131,6 @@ class HybridLayout(Layout):
     def num_moved(self) -> int:
         return self._inner.num_moved + self._ranks.num_met
 
-    def finish_passes(self) -> None:
-        self._ranks.finish()
-        super().finish_passes()
-
     def cut(self, reason: str) -> None:
         self._ranks.cut(reason)
         self._inner.cut(reason)

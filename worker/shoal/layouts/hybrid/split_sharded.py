@@ -139,10 +139,6 @@ class SplitShardedLayout(ShardedLayout):
         """As `NonFiniteCheck` has it: what is not finite may concern one tensor group alone."""
         self.non_finite_check.check(self._parameters, self.step)
 
-    def finish_passes(self) -> None:
-        self._ranks.finish()
-        super().finish_passes()
-
     @property
     def num_moved(self) -> int:
         return self._ranks.num_met

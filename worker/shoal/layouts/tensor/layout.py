@@ -222,10 +222,6 @@ class TensorLayout(Layout):
         for gradients in self._whole_gradients():
             self._ranks.broadcast(gradients)
 
-    def finish_passes(self) -> None:
-        self._ranks.finish()
-        super().finish_passes()
-
     @property
     def num_moved(self) -> int:
         return self._ranks.num_met

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from shoal.model.gradients import is_on_host
 from shoal.model.local_parts import local_part
+from shoal.model.trained_parameters import are_same
 from shoal.torch_private.dtensor import all_local
 from shoal.torch_private.tensors import all_writes, foreach_copy_, num_writes
 
@@ -223,6 +224,8 @@ class StateWrites:
     def __init__(self) -> None:
         self._begun: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
         """What stood there when the step began."""
+        self._contents: list[object] = []
+        """All of that, one after the other."""
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
         self._num_writes: list[int] = []
@@ -237,9 +240,23 @@ class StateWrites:
         self.is_lost = False
         """Whether a tensor was written to in this step of which there is no copy."""
 
-    @torch.no_grad()
-    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+    def begin(self, optimizers: Collection[Optimizer]) -> None:
         """A step begins."""
+        contents = _contents_of(optimizers)
+        if not are_same(contents, self._contents):
+            self._look(optimizers)
+            self._contents = contents
+        self._copies = self._copied() if self._written else {}
+        self._is_open, self._kept, self.is_lost = True, (), False
+        self._num_writes = self._counts()
+
+    @torch.no_grad()
+    def _copied(self) -> dict[int, tuple[Tensor, Tensor]]:
+        pairs = zip(self._names, self._tensors, strict=True)
+        return {id(each): (each, each.clone()) for name, each in pairs if name in self._written}
+
+    def _look(self, optimizers: Iterable[Optimizer]) -> None:
+        """Something else stands there than at the step before."""
         self._begun = [
             (each, {parameter: dict(state) for parameter, state in each.state.items()})
             for each in optimizers
@@ -252,11 +269,7 @@ class StateWrites:
             if isinstance(value, Tensor)
         ]
         self._names, self._tensors = [name for name, _ in found], [each for _, each in found]
-        copied = [each for name, each in found if name in self._written] if self._written else []
-        self._copies = {id(each): (each, each.clone()) for each in copied}
-        self._is_open, self._kept, self.is_lost = True, (), False
         self._are_counted = not any(each.is_inference() for each in self._tensors)
-        self._num_writes = self._counts()
 
     def _counts(self) -> list[int]:
         if self._are_counted:
@@ -286,13 +299,14 @@ class StateWrites:
     def settle(self) -> None:
         """From here on the session changes the state, with a step that is then committed."""
         self.note()
-        self.forget()
+        self._copies, self._is_open = {}, False
 
     @contextmanager
     def as_begun(self) -> Iterator[None]:
         """Within, the state is that which the step began with, unless it `is_lost`."""
-        present = [(each, dict(each.state)) for each, _ in self._begun]
-        self._put(self._begun, self._copies)
+        begun = self._begun if self._is_open else []
+        present = [(each, dict(each.state)) for each, _ in begun]
+        self._put(begun, self._copies)
         try:
             yield
         finally:
@@ -325,8 +339,20 @@ class StateWrites:
 
     def forget(self) -> None:
         """Let go of the optimizers' state."""
-        self._begun, self._names, self._tensors = [], [], []
+        self._begun, self._contents, self._names, self._tensors = [], [], [], []
         self._copies, self._is_open = {}, False
+
+
+def _contents_of(optimizers: Iterable[Optimizer]) -> list[object]:
+    """Optimizers, and what stands in their state, with its names."""
+    contents: list[object] = []
+    for each in optimizers:
+        contents.append(each)
+        for parameter, state in each.state.items():
+            contents.append(parameter)
+            contents += state
+            contents += state.values()
+    return contents
 
 
 class _OwnParts:
@@ -429,13 +455,13 @@ class _Samples:
         self._places = [each.data_ptr() for each in self._own.all()]
         self._views = [_elements(own) for own in self._own.all()]
         self._ends = [0, *accumulate(view.numel() for view in self._views)]
-        self._before = torch.empty(0)
+        self._before = torch.cat(self._views)
         self.waits = not all(map(is_on_host, self._views))
         """Whether to compare them is to wait for a GPU."""
 
     def mark(self) -> None:
         """They were as they are now."""
-        self._before = torch.cat(self._views)
+        torch.cat(self._views, out=self._before)
 
     @property
     def num(self) -> int:
