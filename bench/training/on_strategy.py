@@ -8,6 +8,7 @@ With `shoal` a member of a session, with `plain` a rank of torch.distributed; se
 import sys
 import time
 
+import torch
 import torch.distributed as dist
 from blocks import Blocks
 from strategy_models import GLOBAL_BATCH, NUM_SAMPLES, new_model, new_optimizer, plain, samples
@@ -43,8 +44,10 @@ def on_torch(strategy: str, pause_s: float, blocks: Blocks) -> None:
     count = num_shares(strategy)
     index = dist.get_rank() % count
     for number in range(blocks.num_steps):
-        start = number * GLOBAL_BATCH % NUM_SAMPLES
-        own = slice(*share(start, start + GLOBAL_BATCH, index, count))
+        epoch, start = divmod(number * GLOBAL_BATCH, NUM_SAMPLES)
+        if not start:
+            order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch))
+        own = order[slice(*share(start, start + GLOBAL_BATCH, index, count))]
         blocks.before_step()
         step(inputs[own], targets[own])
         time.sleep(pause_s)

@@ -246,6 +246,13 @@ class StepAgreement:
         rows = self._words.hear()
         self._settled = True
         self.faults = [bool(row[2] & _FAULT) for row in rows]
+        factor = 1.0 if _says_nothing_more(rows) else self._compare(rows)
+        self._hyper.apply(self._step)
+        self._cut.commit()
+        return factor
+
+    def _compare(self, rows: Sequence[Sequence[int]]) -> float:
+        """See `settle`."""
         self._compare_passes(rows)
         words = [row[2] >> _FLAG_BITS for row in rows]
         compare(self._position.exchanges, words, self._group, self._members)
@@ -256,10 +263,7 @@ class StepAgreement:
             self._compare_values([(self._step, self._hyper.now())])
         if any(row[2] & _STOP_BEHIND for row in rows):
             self._position.agree_to_stop(self._step + 1)
-        factor = self._factor([row[3] for row in rows if len(row) > 3])
-        self._hyper.apply(self._step)
-        self._cut.commit()
-        return factor
+        return self._factor([row[3] for row in rows if len(row) > 3])
 
     def _factor(self, words: Sequence[int]) -> float:
         if all(map(BY_SAMPLES.__eq__, words)):
@@ -394,6 +398,14 @@ class StepAgreement:
             " and add its sum to the loss; or use shoal.DDP(find_unused_parameters=True) or"
             " shoal.Zero1(find_unused_parameters=True).",
         )
+
+
+def _says_nothing_more(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether all members have told the same of a step, as in nearly all of them, and no more than
+    that they take it."""
+    first = rows[0]
+    flags, weights = first[2] & ((1 << _FLAG_BITS) - 1), first[3:]
+    return not flags and all(map(BY_SAMPLES.__eq__, weights)) and rows.count(first) == len(rows)
 
 
 def _changes(applied: Mapping[int, Values]) -> list[tuple[int, Values]]:
