@@ -49,7 +49,7 @@ class World:
     generation: int = 0
     kept_rooms: KeptRooms | None = None
     """Memory that this rank had in common with others in the generation before."""
-    exchanges: LayerExchanges = field(default_factory=LayerExchanges)
+    exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
     """Where it is noted for which layers this rank has met others."""
 
     def axis(self, name: str) -> str:

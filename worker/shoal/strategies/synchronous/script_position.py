@@ -53,7 +53,7 @@ class ScriptPosition:
     """Whether the generation began with all members behind the same step, with its state."""
     form: StepMessages = StepMessages.PRESENT
     """In which form the members of the generation tell each other of a step."""
-    exchanges: LayerExchanges = field(default_factory=LayerExchanges)
+    exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
     """Where members that split layers have met for them, in the present generation."""
     _place: Place | None = None
     """Where the script waits for others, but for the step."""
