@@ -14,6 +14,8 @@ MAX_BYTES = 4096
 MAX_ELEMENTS = 4
 """Of a list within a row."""
 MAX_DEPTH = 4
+_CHOSEN = "_indices"
+"""Where a data set keeps which rows of the table it has; None: all of them."""
 
 
 def is_arrow(dataset: object) -> bool:
@@ -22,12 +24,12 @@ def is_arrow(dataset: object) -> bool:
     kind = getattr(library, "Dataset", None)
     if not isinstance(kind, type) or not isinstance(dataset, kind):
         return False
-    return hasattr(dataset, "_indices") and hasattr(getattr(dataset, "data", None), "fast_gather")
+    return _CHOSEN in vars(dataset) and hasattr(getattr(dataset, "data", None), "fast_gather")
 
 
 def rows_taken(dataset: Any, places: Callable[[int], Sequence[int]]) -> list[int] | None:
     """The rows of the table that its samples at `places` of so many are. None: all, in order."""
-    taken = dataset._indices
+    taken = vars(dataset)[_CHOSEN]
     if taken is None or not len(taken):
         return None if taken is None else []
     return list(taken.fast_gather(places(len(taken))).column(0).to_pylist())
