@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import HashStore
+from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from shoal.backends.in_memory.seat import InMemoryBackend
 from shoal.backends.process_group.interface import Group, Seat
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import GenerationBroken
+
+WAIT_S = 30.0
 
 
 class SharedStore(HashStore):
@@ -186,3 +190,38 @@ def test_sessions_in_threads_train_together_under_a_real_coordinator(
         optimizer.step()
     for weight in on_threads(2, member):
         torch.testing.assert_close(weight, model.weight.detach(), rtol=0, atol=1e-6)
+
+
+class Overtaken(nn.Linear):
+    """Rank 0 enters its forward pass first, and leaves it first."""
+
+    def __init__(self, turns: dict[str, threading.Event]) -> None:
+        super().__init__(2, 2)
+        self.turns = turns
+
+    def forward(self, given: Tensor) -> Tensor:
+        if dist.get_rank():
+            self.turns["entered"].set()
+            assert self.turns["left"].wait(WAIT_S)
+        else:
+            assert self.turns["entered"].wait(WAIT_S)
+        return super().forward(given)
+
+
+def overtaken(turns: dict[str, threading.Event]) -> None:
+    ddp = DistributedDataParallel(Overtaken(turns))
+    if dist.get_rank():
+        assert turns["first"].wait(WAIT_S)
+    else:
+        ddp.module.register_forward_pre_hook(lambda *_: turns["first"].set())
+    ddp(torch.ones(1, 2))
+    if not dist.get_rank():
+        turns["left"].set()
+
+
+def test_no_forward_pass_of_ranks_goes_on_for_torch_once_they_have_ended() -> None:
+    """Regression: whatever was compiled afterwards was split as for the DDP of such a rank, or
+    failed ("First bucket should be smaller")."""
+    turns = {name: threading.Event() for name in ("first", "entered", "left")}
+    shoal.run_in_memory(overtaken, 2, turns)
+    assert DistributedDataParallel._get_active_ddp_module() is None

@@ -28,6 +28,13 @@ def is_compiled(model: nn.Module) -> bool:
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
+def forget_ddp_forward() -> None:
+    """Take no forward pass of DDP for one that goes on. Each puts back what it found, and of two in
+    threads, of which the first to begin is the first to end, the other one puts that back for ever:
+    from then on torch.compile would split whatever it compiles as that DDP has its buckets."""
+    DistributedDataParallel._active_ddp_module = None
+
+
 def compiled_in_place(model: Any) -> nn.Module:
     """The module itself, compiled as the wrapper around it is: what `module.compile()` does. Its
     parameters have no prefix, and it may be wrapped anew without being compiled anew."""

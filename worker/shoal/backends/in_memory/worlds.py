@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.backends.in_memory.meeting import Hub
-from shoal.torch_private import c10d, dtensor
+from shoal.torch_private import c10d, compiling, dtensor
 from shoal_proto.errors import InvalidSpec
 
 
@@ -121,6 +121,7 @@ def unbind() -> None:
         if dist.is_initialized():  # else the rank's own code has destroyed it
             dist.destroy_process_group()
     finally:
+        compiling.forget_ddp_forward()
         with _lock:
             _release()
 
