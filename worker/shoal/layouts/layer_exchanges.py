@@ -60,13 +60,16 @@ class Site:
         self._note = exchanges.note
         self._value, self._gradient = 2 * number, 2 * number + 1
 
-    def value(self) -> None:
-        """They are about to meet for what it computes."""
+    def value(self) -> int:
+        """They are about to meet for what it computes. Returns a number for that, the same on all
+        ranks, of 24 bits at most; so does `gradient`."""
         self._note(self._value)
+        return self._value
 
-    def gradient(self) -> None:
+    def gradient(self) -> int:
         """They are about to meet for gradients."""
         self._note(self._gradient)
+        return self._gradient
 
 
 class LayerExchanges:
@@ -79,6 +82,8 @@ class LayerExchanges:
         self._forgotten, self._digest = 0, 0
         """How many are kept no longer, and what they were."""
         self._steps = 0
+        self._has_ended = False
+        """Nothing more is noted in this step."""
         self._whole: dict[int, nn.Parameter] = {}
         """What the ranks have whole, by the deed of leaving it without a gradient."""
         self.peers: Sequence[int] = ()
@@ -107,22 +112,27 @@ class LayerExchanges:
         """A step begins."""
         self._steps += 1
         self._forgotten = self._digest = 0
-        self._done = []
+        self._done, self._has_ended = [], False
 
     def note(self, deed: int) -> None:
         """The ranks are about to meet for this."""
+        if self._has_ended:
+            return
         self._done.append(deed)
         if len(self._done) > MAX_KEPT:
             self._forget(MAX_KEPT // 2)
 
-    def note_size(self, size: int) -> None:
-        """The ranks have met for that with values of different sizes: this rank's had so many
-        numbers."""
-        self.note(_SIZES - min(size, -_SIZES_END + _SIZES))
+    def differ(self, size: int | None = None) -> None:
+        """The ranks have just met, each for something else, and know it: what they do behind that
+        says no more of it. `size`: they met for the same layer, and that is how many numbers this
+        rank's value had."""
+        if size is not None:
+            self.note(_SIZES - min(size, -_SIZES_END + _SIZES))
+        self._has_ended = True
 
     def end(self) -> None:
         """This rank is done with the passes of a step."""
-        if self._names:
+        if self._names and not self._has_ended:
             self._done += [deed for deed, each in self._whole.items() if each.grad is None]
             self.note(PASSES_END)
 

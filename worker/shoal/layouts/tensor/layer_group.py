@@ -30,6 +30,7 @@ from shoal_proto.errors import GenerationBroken
 PLACE_BYTES = 4 * 1024 * 1024
 """Of what one rank writes; larger values go over Gloo. A page that nobody writes to is none."""
 NUM_SETS = 2
+_SIZE_BITS = 40
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -53,7 +54,7 @@ class TensorGroup:
         self._num_steps = 0
         self._memory: SharedMemory | None = None
         self._places = torch.empty(0, dtype=torch.uint8)
-        self._set = 0
+        self._set = self._deed = 0
         self._reason = ""
 
     def of_layer(self, name: str) -> "LayerGroup":
@@ -83,6 +84,10 @@ class TensorGroup:
         """So many times the ranks have met in memory. Any thread."""
         memory = self._memory
         return memory.num_met if memory is not None else 0
+
+    def comes_for(self, deed: int) -> None:
+        """The next collective is for this: a number of `Site`."""
+        self._deed = deed
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """The sum over the ranks, added in their order in memory."""
@@ -182,10 +187,13 @@ class TensorGroup:
 
     def _meet(self, memory: SharedMemory, size: int) -> None:
         """Behind it all that ranks wrote before it can be read by all. Raises GenerationBroken as
-        `SharedMemory.meet`. Ranks with values of different sizes go on, and are refused with all
-        others when what they have noted is compared."""
-        if any(each != size for each in memory.meet(size)):
-            self._exchanges.note_size(size)
+        `SharedMemory.meet`. Ranks that come for different layers, or with values of different
+        sizes, go on, and are refused with all others when what they have noted is compared."""
+        word = self._deed << _SIZE_BITS | size
+        words = memory.meet(word)
+        if any(each != word for each in words):
+            same = all(each >> _SIZE_BITS == self._deed for each in words)
+            self._exchanges.differ(size if same else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,10 +217,7 @@ class LayerGroup:
         return self.ranks.reduce_scatter(parts)
 
     def _note(self, backward: bool) -> None:
-        if backward:
-            self.site.gradient()
-        else:
-            self.site.value()
+        self.ranks.comes_for(self.site.gradient() if backward else self.site.value())
 
 
 def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
