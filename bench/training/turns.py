@@ -43,8 +43,9 @@ class BlockPlan:
 
     @property
     def arguments(self) -> list[str]:
-        """For the script, behind the descriptor: see `Blocks`. The first block is not counted."""
-        return [str(self.pairs + 1), str(self.skipped), str(self.timed)]
+        """For the script, behind the descriptor: see `Blocks`. The first block is not counted, and
+        neither is the last one: whoever is through ends, and its end takes processor time."""
+        return [str(self.pairs + 2), str(self.skipped), str(self.timed)]
 
 
 class Ranks:
@@ -175,4 +176,6 @@ def compare(
         else:
             own, other = ours.block(), theirs.block()
         pairs.append((own, other))
+    for each in (ours, theirs):
+        each.block()
     return Comparison(pairs=pairs, figure=figure)
