@@ -3,18 +3,13 @@
 import os
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import Run, entered, take_step
-from support.models.left_out_layers import loader
+from support.models.left_out_layers import refused_behind_a_step
 from support.models.seeding import seeded
 from torch import Tensor, nn, tanh
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD
 
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_client.bulk.way import TRANSPORT_VARIABLE
-from shoal_proto.errors import InvalidSpec
 
 
 class Twins(nn.Module):
@@ -47,23 +42,9 @@ def refused_to(
     os.environ[TRANSPORT_VARIABLE] = transport
     with seeded(0):
         model = Twins()
-    optimizer = SGD(model.parameters(), lr=0.05)
     kind, options = made
-    strategy = kind(min_split_bytes=0, **options)
-    run = Run(build=lambda _: (model, optimizer), loader=loader, loss=cross_entropy)
-    share = entered(run, strategy)
-    batch = loader().synchronous(0, *share)
-    take_step(strategy, batch, cross_entropy)
-    module: Any = strategy.module
-    module.differs = differs if dist.get_rank() in ranks else ""
-    try:
-        if where == "a step":
-            take_step(strategy, batch, cross_entropy)
-        else:
-            with torch.no_grad():
-                strategy.module(batch.inputs)
-            strategy.finish_passes()
-    except InvalidSpec as error:
-        assert strategy.step == 1
-        return str(error)
-    return ""
+
+    def change(module: Any) -> None:
+        module.differs = differs if dist.get_rank() in ranks else ""
+
+    return refused_behind_a_step(model, kind(min_split_bytes=0, **options), change, where)

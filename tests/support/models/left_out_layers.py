@@ -1,6 +1,7 @@
 """Ranks of which one leaves a layer out that the others compute with."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,16 +51,26 @@ def refused_to(
     os.environ[TRANSPORT_VARIABLE] = transport
     with seeded(0):
         model = Chain()
-    optimizer = SGD(model.parameters(), lr=0.05)
     kind, options = made
-    strategy = kind(min_group_bytes=0, **options)
+    layer, at = where.split(" in ")
+
+    def leave_out(module: Any) -> None:
+        module.left_out = layer if dist.get_rank() in ranks else ""
+
+    return refused_behind_a_step(model, kind(min_group_bytes=0, **options), leave_out, at)
+
+
+def refused_behind_a_step(
+    model: nn.Module, strategy: LayoutStrategy, change: Callable[[Any], None], at: str
+) -> str:
+    """With what a member is refused "a step" or something else, an evaluation, behind a sound step
+    and a change to the model as it stands there; empty: it is not."""
+    optimizer = SGD(model.parameters(), lr=0.05)
     run = Run(build=lambda _: (model, optimizer), loader=loader, loss=cross_entropy)
     share = entered(run, strategy)
     batch = loader().synchronous(0, *share)
     take_step(strategy, batch, cross_entropy)
-    module: Any = strategy.module
-    layer, at = where.split(" in ")
-    module.left_out = layer if dist.get_rank() in ranks else ""
+    change(strategy.module)
     try:
         if at == "a step":
             take_step(strategy, batch, cross_entropy)
