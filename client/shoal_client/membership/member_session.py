@@ -79,7 +79,8 @@ class MemberSession:
             on_break=on_break,
         )
         self._coordinators = Coordinators(member.coordinators)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._core = MemberCore(member.identity, wait_s())
         """Stepped under the condition's lock; single values are read without it."""
         self._threads = SessionThreads(lambda error: self._do(ev.ThreadFailed(error=error)))
@@ -361,7 +362,8 @@ class MemberSession:
 
     def _decided(self, decide: Callable[[float], Decision | ev.WaitUntil | ev.Raise]) -> Decision:
         """Ask until there is an answer, which is there by the time that a wait names."""
-        with self._changed:
+        # Each step asks: the condition itself enters by a function of Python's.
+        with self._lock:
             while True:
                 decision = decide(time.monotonic())
                 if isinstance(decision, ev.Raise):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.data.batches import Loader, Order
-from shoal.data.parts import cut, rows_of_fewer
+from shoal.data.parts import cut, has_all_rows, rows_of_fewer
 from shoal.data.samples import Samples
 from shoal_proto.errors import InvalidSpec
 
@@ -74,6 +74,7 @@ def test_what_does_not_say_whose_it_is_is_refused(values: Any, seen: str) -> Non
 )
 def test_samples_that_were_left_out_are_told(values: Any, size: int, rows: int | None) -> None:
     assert rows_of_fewer(values, size) == rows
+    assert rows is None or not any(has_all_rows(each, size) for each in values)
 
 
 def test_parts_need_a_step() -> None:

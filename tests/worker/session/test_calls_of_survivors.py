@@ -84,13 +84,21 @@ def evaluate_and_sum(session: Session, model: Any, lose: Callable[[], None]) -> 
 
 
 class Crew:
-    """Members of one job with a minimum of two, as threads of this process."""
+    """Members of one job, as threads of this process."""
 
-    def __init__(self, cluster: LocalCluster, call: Call, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        call: Call,
+        threads: ThreadPoolExecutor,
+        *,
+        min_members: int = 2,
+    ) -> None:
         self._coordinator = cluster.coordinator
         self.job = f"survivors-{secrets.token_hex(4)}"
         self._call = call
         self._threads = threads
+        self._min_members = min_members
         self.lost = threading.Semaphore(0)
         self.gate = threading.Event()
         """Opens when those who are to die may."""
@@ -112,7 +120,7 @@ class Crew:
             member_id=name,
             coordinator=self._coordinator,
             backend="in-memory",
-            min_members=2,
+            min_members=self._min_members,
             desired_members=3,
         ) as session:
             model, optimizer = session.distribute(model, optimizer)
@@ -133,7 +141,8 @@ def test_the_last_one_in_a_call_finishes_it_and_trains_on_with_joiners(
 ) -> None:
     """They are not used up meanwhile, and no step is taken below the minimum."""
     with ThreadPoolExecutor(5) as threads:
-        crew = Crew(cluster, call, threads)
+        # It takes both joiners to train on: none of them comes to a job that is at its end.
+        crew = Crew(cluster, call, threads, min_members=3)
         crew.gate.set()
         survivor = crew.start("a")
         lost = [crew.start(name, dies=True) for name in "bc"]
@@ -143,7 +152,7 @@ def test_the_last_one_in_a_call_finishes_it_and_trains_on_with_joiners(
         assert all(isinstance(each.exception(WAIT_S), Killed) for each in lost)
         found, sizes, step = survivor.result(WAIT_S)
         assert found == [NUM_SAMPLES]
-        assert min(sizes) >= 2
+        assert min(sizes) >= 3
         assert [each.result(WAIT_S)[2] for each in joiners] == [step] * 2
 
 

@@ -157,9 +157,10 @@ class GradientExchange:
 
     def _own_fault(self) -> str:
         """The parameter in whose own gradient this member saw a NaN or Inf; empty: in none."""
-        norms, self._norms = self._norms, []
-        if not self._fault and not are_finite([norm for _, norm in norms]):
-            self._fault = next(self._name_of(p) for p, norm in norms if not is_finite(norm))
+        if self._norms:
+            norms, self._norms = self._norms, []
+            if not self._fault and not are_finite([norm for _, norm in norms]):
+                self._fault = next(self._name_of(p) for p, norm in norms if not is_finite(norm))
         return self._fault
 
 

@@ -186,10 +186,11 @@ class Order:
         """The indices of the samples at the positions [start, stop) of an epoch's order."""
         if not self.shuffle:
             return torch.arange(start, stop)
-        key = _mix(self.seed, epoch)
         if self.rule == 1:
             # A quarter of the time of a slice.
-            return _permutation(self.num_samples, key).narrow(0, start, stop - start)
+            order = _permutation(self.num_samples, self.seed, epoch)
+            return order.narrow(0, start, stop - start)
+        key = _mix(self.seed, epoch)
         blocks = range(start // BLOCK, -(-stop // BLOCK))
         parts = [_block(self.num_samples, key, block) for block in blocks]
         first = blocks.start * BLOCK
@@ -197,9 +198,10 @@ class Order:
 
 
 @lru_cache(maxsize=8)
-def _permutation(num_samples: int, seed: int) -> Tensor:
+def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
     """Some are kept: at the end of an epoch batches of the next one are loaded ahead."""
-    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(_mix(seed, epoch))
+    return torch.randperm(num_samples, generator=generator)
 
 
 @lru_cache(maxsize=16)
@@ -237,12 +239,16 @@ class Loader:
             samples = Samples(dataset, collate or default_collate, order.seed, seeded=seed_samples)
             self._samples = BatchLoader(samples, loading or Loading(), self._indices)
         self._epoch = -1
+        self._origin = order.origin
+        """Of the order, or one that equals it: as it was given last."""
 
     def begin_at(self, origin: Position) -> None:
         """The first batches of this size are those from here on. Free to call again."""
-        now = self.order.origin
-        if origin is not now and origin != now:
-            self.order = replace(self.order, origin=origin)
+        now = self._origin
+        if origin is not now:
+            if origin != now:
+                self.order = replace(self.order, origin=origin)
+            self._origin = origin
 
     def start(self) -> None:
         """Start the processes that load, where there are any. Before there are connections that
@@ -313,7 +319,7 @@ class Loader:
             self._check_size()
             self._epoch = span.epoch
         if self._columns is not None:
-            if not len(indices):
+            if span.stop == span.start:
                 span = _loaded(span)
                 indices = self._indices(span.epoch, span.start, span.stop)
             return _split([_rows(column, indices) for column in self._columns])

@@ -65,7 +65,7 @@ class OtherParameters:
         self._given = {}
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if any(optimizer is each for each in self._optimizers):
+        if optimizer in self._optimizers:
             return
         own = {} if self._commits() else self._given | references(self._own())
         for index, group in enumerate(optimizer.param_groups):

@@ -76,15 +76,17 @@ class TrainedParameters:
         own = {id(each) for each in self.parameters()}
         return any(id(each) in own for each in parameters)
 
-    def check(self, step: int) -> None:
-        """Raise InvalidSpec if they are others now, behind so many committed steps."""
+    def check(self, step: int) -> list[nn.Module]:
+        """Raise InvalidSpec if they are others now, behind so many committed steps. Returns what
+        stands `behind` the model; the same list for as long as that stays as it is."""
         if self._is_as_ever():
-            return
+            return self._shown
         self._check(step)
         self._modules = list(self._model.modules())
         self._contents = self._contents_now()
         self._parameters = [one for one in self._contents if isinstance(one, Tensor)]
         self._looks = list(map(_LOOK, self._parameters))
+        return self._shown
 
     def _is_as_ever(self) -> bool:
         """Whether nothing has changed since the last step. To go through a model's modules by their

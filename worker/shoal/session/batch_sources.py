@@ -103,7 +103,7 @@ class SynchronousBatches(BatchSource):
                 generation = controller.ensure_generation(self._fields)
                 while controller.strategy.step < self._end():
                     yield from self._offer(self._loaded(generation))
-                    if self._end() < self.num_steps and controller.strategy.step >= self._end():
+                    if self._is_stopped():
                         break
                     generation = controller.ensure_generation(self._fields)
                 if self._finish():
@@ -123,10 +123,22 @@ class SynchronousBatches(BatchSource):
         finally:
             strategy.loads(begins=False)
 
+    def _is_stopped(self) -> bool:
+        """Whether members have agreed to stop here, before the samples end."""
+        strategy = self._strategy
+        if strategy.position.stop_at is None:
+            return False
+        end = self._end()
+        return end < self.num_steps and strategy.step >= end
+
+    @property
+    def _strategy(self) -> SynchronousStrategy:
+        # These are its batches; to ask for that twice a step would cost more than all else here.
+        return cast(SynchronousStrategy, self._controller.strategy)
+
     def _end(self) -> int:
         """The job's last step, as far as members have agreed to stop before the samples end."""
-        # These are its batches; to ask for that twice a step would cost more than all else here.
-        strategy = cast(SynchronousStrategy, self._controller.strategy)
+        strategy = self._strategy
         self._loader.begin_at(strategy.origin)
         stop_at, num_steps = strategy.position.stop_at, self.num_steps
         return num_steps if stop_at is None else min(stop_at, num_steps)

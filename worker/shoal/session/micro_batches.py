@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from shoal import randomness
 from shoal.data.batches import Batch, share
-from shoal.data.parts import cut, rows_of_fewer
+from shoal.data.parts import cut, has_all_rows, rows_of_fewer
 from shoal.layouts import synced_batchnorm
 from shoal.layouts.base import LossFunction
 from shoal.model.other_parameters import nodes_of
@@ -205,6 +205,8 @@ class MicroBatches:
         if batch is None or not batch.indices or not self._strategy.cuts_batches:
             return
         size = len(batch.indices)
+        if has_all_rows(batch.inputs, size):
+            return
         rows = rows_of_fewer((batch.inputs, batch.targets), size)
         if rows is not None:
             raise InvalidSpec(

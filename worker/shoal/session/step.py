@@ -76,7 +76,7 @@ class Step:
         parts.put(self.micro_batches)
         if batch is not None and strategy.synchronous:
             self._draw_by_sample(batch)
-        if isinstance(strategy, SynchronousStrategy):
+        if self._is_synced and isinstance(strategy, SynchronousStrategy):
             has_samples = batch is None or bool(batch.indices)
             synced_batchnorm.put(strategy.members(has_samples=has_samples))
         return self
@@ -91,7 +91,8 @@ class Step:
         self.guard.close()
         parts.put(None)
         randomness.put(None)
-        synced_batchnorm.put(None)
+        if self._is_synced:
+            synced_batchnorm.put(None)
         if error is None:
             try:
                 self._commit()
@@ -112,6 +113,11 @@ class Step:
     def batch(self) -> Batch | None:
         """What is trained on, where the session hands out batches."""
         return self._source.batch if self._source is not None else None
+
+    @property
+    def _is_synced(self) -> bool:
+        """Whether some layers normalise the samples of all members."""
+        return "sync_batchnorm" in self._fields
 
     def note_loss(self, loss: Tensor, weight: float) -> None:
         """Of a pass whose mean loss has this weight among those of the step."""

@@ -99,17 +99,16 @@ class StepGuard:
 
     def check(self) -> None:
         """Raise InvalidSpec where the next step would train something else than the last."""
+        step = self._step()
         if self._first_step is None:
-            self._first_step = self._step()
-        self._trained.check(self._step())
-        self._check_groups()
+            self._first_step = step
+        self._check_groups(self._trained.check(step))
 
-    def _check_groups(self) -> None:
-        """The optimizers hold what they held when the model's present parameters were given to
-        them."""
+    def _check_groups(self, behind: list[nn.Module]) -> None:
+        """The optimizers hold what they held when the model's present parameters, those `behind`
+        it, were given to them."""
         groups = [group["params"] for each in self._optimizers for group in each.param_groups]
-        behind = self._trained.behind()
-        if not are_same(behind, self._behind):
+        if behind is not self._behind:
             self._held, self._behind = list(map(list, groups)), behind
             self.modes.look_at(behind)
         elif len(groups) != len(self._held) or not all(map(are_same, groups, self._held)):

@@ -42,6 +42,8 @@ class BufferSnapshot:
             # The script has given a module another one.
             self._lasting.settle()
             self._look_at(model)
+        if not self._num_buffers:
+            return
         self._lasting.keep()
         self._before = [
             (buffer, buffer.detach().clone(), num_writes(buffer)) for buffer in self._transient()
@@ -134,6 +136,8 @@ class _Lasting:
 
         Raises InvalidSpec if that is of another shape or dtype: members that join have the first.
         """
+        if not self._buffers:
+            return
         present = list(map(dict.get, self._tables, self._names))
         if all(map(is_, present, self._buffers)):
             return

@@ -229,6 +229,8 @@ class DDP(SynchronousStrategy):
 
     def _replicas_of(self, optimizers: frozenset[str]) -> list[ModelReplica]:
         """Of the models that these train."""
+        if self._passes.training is None:
+            return list(self._replicas.values())
         names = self._passes.models(optimizers)
         return [replica for name, replica in self._replicas.items() if name in names]
 

@@ -47,7 +47,10 @@ class Hyperparameters:
     def now(self) -> Values:
         """As they are; the same object for as long as nothing changes."""
         own, groups = self._optimizer.defaults, self._optimizer.param_groups
-        seen: list[object] = [one for group in groups for pair in group.items() for one in pair]
+        seen: list[object] = []
+        for group in groups:
+            seen += group
+            seen += group.values()
         known = self._seen
         if known is not None and len(seen) == len(known) and all(map(is_, seen, known)):
             # In nearly every step; to make plain values of them takes ten times as long.

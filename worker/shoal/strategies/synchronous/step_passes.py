@@ -15,7 +15,9 @@ from shoal.model.several import (
     parts_due,
 )
 from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
-from shoal.strategies.synchronous.early_updates import EarlyUpdates, ScriptWrites, StateWrites
+from shoal.strategies.synchronous.writes.early_updates import EarlyUpdates
+from shoal.strategies.synchronous.writes.script_writes import ScriptWrites
+from shoal.strategies.synchronous.writes.state_writes import StateWrites
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 

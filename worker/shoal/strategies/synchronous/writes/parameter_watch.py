@@ -1,0 +1,223 @@
+"""Finds out which parameters were written to; by whom is for others to say."""
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shoal.model.gradients import is_on_host
+from shoal.torch_private.dtensor import all_local
+from shoal.torch_private.tensors import all_writes, num_writes
+
+EVERY_STEPS, NUM_TURNS = 4, 7
+"""One in so many steps compares elements of one in so many parameters. A prime, as scripts do
+things every so many steps."""
+NUM_ELEMENTS = 4
+"""At most so many of each."""
+EVERY_STEPS_ON_GPU = 64
+"""Where to compare is to wait."""
+
+
+class OwnParts:
+    """What this member has of some parameters, in the memory that it has in this generation.
+
+    Not what a module shows at the time: where parameters are gathered for a pass and freed behind
+    it, that is memory that comes and goes.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        found = {name: each for name, each in parameters.items() if _is_plain(each)}
+        cut = {name: each for name, each in found.items() if isinstance(each, DTensor)}
+        whole = {name: each for name, each in found.items() if name not in cut}
+        self.parameters: Mapping[str, Tensor] = {**whole, **cut}
+        self._whole, self._cut = list(whole.values()), list(cut.values())
+        self._counted = [*self._whole, *self._cut]
+        self._names = [*whole, *cut, *cut]
+        self._are_counted = not any(each.is_inference() for each in self._counted)
+
+    def all(self) -> list[Tensor]:
+        """Of each, as it is now: a script may have given it other memory."""
+        return [*self._whole, *all_local(self._cut)] if self._cut else self._whole
+
+    def present(self, names: Iterable[str]) -> list[Tensor]:
+        """The same of these alone."""
+        own = dict(zip(self.parameters, self.all(), strict=True))
+        return [own[name] for name in names]
+
+    def num_writes(self) -> list[int]:
+        """So often they were written to."""
+        if not self._are_counted:
+            return list(map(num_writes, self._counted))
+        own = all_writes(self._counted)
+        # Of a part, what is done to the whole is counted apart from what is done to the part.
+        return own + all_writes(all_local(self._cut)) if self._cut else own
+
+    def differing(self, one: Sequence[int], other: Sequence[int]) -> set[str]:
+        """Names of those that these numbers differ for."""
+        counts = zip(self._names, one, other, strict=False)
+        return {name for name, before, now in counts if before != now}
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether it has elements in memory, and not what it is computed from: quantised weights."""
+    wraps = hasattr(parameter, "__tensor_flatten__") and not isinstance(parameter, DTensor)
+    return parameter.layout is torch.strided and not wraps
+
+
+class ParameterWatch:
+    """Finds the parameters that were written to since `mark`.
+
+    torch counts writes, but for those by way of `.data` and by `torch._foreach` functions to
+    DTensors. So some elements are compared too: in a step those of some parameters, and of all
+    whenever it has to be known (`closely`). Where that is to wait for a GPU, in few steps.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._own = OwnParts(parameters)
+        self._samples = list(map(_samples_of, _alike(self._own)))
+        self._num_writes: list[int] = []
+        self._num_steps = 0
+
+    def mark(self) -> None:
+        """What is written from here on is found."""
+        self._num_steps += 1
+        self._num_writes = self._own.num_writes()
+        for samples in self._samples:
+            samples.mark()
+
+    def changed(self, *, closely: bool) -> set[str]:
+        """Names of those that were."""
+        found: set[str] = set()
+        now = self._own.num_writes()
+        if now != self._num_writes:
+            found = self._own.differing(now, self._num_writes)
+        if closely or self._num_steps % EVERY_STEPS == 0:
+            for samples in self._samples:
+                found |= samples.changed(self._turn(samples, closely=closely))
+        return found
+
+    def _turn(self, samples: "_Samples", *, closely: bool) -> slice:
+        """Which of them are compared."""
+        num, every = samples.num, EVERY_STEPS_ON_GPU if samples.waits else EVERY_STEPS
+        turn, rest = divmod(self._num_steps, every)
+        if closely or rest:
+            return slice(0, num if closely else 0)
+        turn %= NUM_TURNS
+        return slice(turn * num // NUM_TURNS, (turn + 1) * num // NUM_TURNS)
+
+
+def _alike(own: OwnParts) -> Iterable[Mapping[str, Tensor]]:
+    """The parameters by device; those on one that a look waits for by dtype too."""
+    alike: dict[tuple[torch.device, torch.dtype | None], dict[str, Tensor]] = {}
+    for name, part in zip(own.parameters, own.all(), strict=True):
+        key = (part.device, None if is_on_host(part) else part.dtype)
+        alike.setdefault(key, {})[name] = own.parameters[name]
+    return alike.values()
+
+
+def _samples_of(alike: Mapping[str, Tensor]) -> "_Samples":
+    own = OwnParts(alike).all()
+    return _OnHost(alike) if all(map(is_on_host, own)) else _OnDevice(alike)
+
+
+class _Samples(ABC):
+    """Some elements of parameters of one dtype and device, and where they lie."""
+
+    waits: ClassVar[bool]
+    """Whether to compare them is to wait for a GPU."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._own = OwnParts(parameters)
+        self._names = list(self._own.parameters)
+        self._places = [each.data_ptr() for each in self._own.all()]
+        self._views = [_elements(own) for own in self._own.all()]
+
+    @abstractmethod
+    def mark(self) -> None:
+        """They were as they are now."""
+
+    @property
+    def num(self) -> int:
+        """Of so many parameters."""
+        return len(self._names)
+
+    def changed(self, turn: slice) -> set[str]:
+        """Names of those among these that are others."""
+        names, known = self._names[turn], self._places[turn]
+        if not names:
+            return set()
+        places = [each.data_ptr() for each in self._own.all()[turn]]
+        found = {n for n, one, other in zip(names, places, known, strict=True) if one != other}
+        return found | self._written(turn)
+
+    @abstractmethod
+    def _written(self, turn: slice) -> set[str]:
+        """Names of those that hold something else than when they were marked."""
+
+
+class _OnHost(_Samples):
+    """Read as bytes: by torch's functions, which each step would enter once more, it takes some ten
+    times as long."""
+
+    waits = False
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__(parameters)
+        # The views keep the memory.
+        self._rooms = [
+            (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
+            for view in self._views
+        ]
+        self._before: list[bytes] = []
+
+    def mark(self) -> None:
+        self._before = list(map(bytes, self._rooms))
+
+    def _written(self, turn: slice) -> set[str]:
+        now = map(bytes, self._rooms[turn])
+        known = zip(self._names[turn], now, self._before[turn], strict=True)
+        return {name for name, one, other in known if one != other}
+
+
+class _OnDevice(_Samples):
+    """Put together, so that one look waits for all."""
+
+    waits = True
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__(parameters)
+        self._ends = [0, *accumulate(view.numel() for view in self._views)]
+        self._before = torch.cat(self._views)
+
+    def mark(self) -> None:
+        torch.cat(self._views, out=self._before)
+
+    def _written(self, turn: slice) -> set[str]:
+        views = self._views[turn]
+        now, before = torch.cat(views), self._before[self._ends[turn.start] : self._ends[turn.stop]]
+        if now.equal(before):
+            return set()
+        parts = torch.split(before, [view.numel() for view in views])
+        pairs = zip(self._names[turn], views, parts, strict=True)
+        return {name for name, view, part in pairs if not _have_same_bits(view, part)}
+
+
+def _elements(own: Tensor) -> Tensor:
+    """A view of some of them: side by side, as others take four times as long to put together."""
+    held = own.detach()
+    if not held.numel():
+        return held.reshape(-1)
+    pairs = zip(held.shape, held.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in pairs)
+    count = min(NUM_ELEMENTS, extent)
+    return held.as_strided((count,), (1,), held.storage_offset() + (extent - count) // 2)
+
+
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Unlike equality, also where they are no numbers."""
+    return one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))
