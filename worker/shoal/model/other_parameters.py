@@ -84,8 +84,13 @@ def _has(refs: References, parameter: Tensor) -> bool:
 
 def nodes_of(loss: Tensor) -> set[Node]:
     """All that a backward pass goes through."""
+    return nodes_from([loss.grad_fn])
+
+
+def nodes_from(nodes: Iterable[Node | None]) -> set[Node]:
+    """These, and all that a backward pass goes through behind them."""
     found: set[Node] = set()
-    ahead = [loss.grad_fn]
+    ahead = list(nodes)
     while ahead:
         node = ahead.pop()
         if node is not None and node not in found:

@@ -15,7 +15,8 @@ from shoal.data.batches import Batch, share
 from shoal.data.parts import cut, has_all_rows, rows_of_fewer
 from shoal.layouts import synced_batchnorm
 from shoal.layouts.base import LossFunction
-from shoal.model.other_parameters import nodes_of
+from shoal.layouts.gathered_rows import is_gather
+from shoal.model.other_parameters import nodes_from, nodes_of
 from shoal.strategies.base import Strategy
 from shoal.torch_private.tensors import counted_targets
 from shoal_proto.errors import InvalidSpec
@@ -39,7 +40,10 @@ def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
         yield loss
         return
     loss = loss.nan_to_num()
-    handles = [node.register_prehook(_nothing) for node in nodes_of(loss)]
+    nodes = nodes_of(loss)
+    # Behind gathered rows comes what the losses of other members ask of this one's.
+    nodes -= nodes_from(before for node in nodes if is_gather(node) for before in _before(node))
+    handles = [node.register_prehook(_nothing) for node in nodes]
     try:
         yield loss
     finally:
@@ -50,6 +54,10 @@ def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
 def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     # Those of outputs that nothing depends on are None.
     return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+
+
+def _before(node: Node) -> Iterable[Node | None]:
+    return (each for each, _ in node.next_functions)
 
 
 def _near(loss: Tensor) -> Iterable[Node]:
@@ -73,11 +81,14 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
     return any(torch.allclose(sums, sums[0]) for sums in (by_sample, in_turn))
 
 
-def _check_mean(loss: Tensor, num_samples: int) -> None:
+def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
     """Raise InvalidSpec for a loss that is no mean over so many samples: of other shares of the
-    batch it would be another one."""
+    batch it would be another one. One over all of `num_gathered` rows is the same on all members,
+    whatever of them counts."""
     for node in _near(loss):
         counts = counted_targets(node)
+        if counts is not None and num_gathered and not counts.numel() % num_gathered:
+            continue
         if counts is not None and not _is_even(counts, num_samples):
             raise InvalidSpec(
                 "a loss that is no mean over samples: with another number of members the job would"
@@ -106,6 +117,8 @@ class MicroBatches:
         self._by_weight = False
         self._part: Batch | None = None
         self._refusal: InvalidSpec | None = None
+        self.num_gathered = 0
+        """Rows that `session.gather` has returned last; 0: it was not called."""
 
     def _fraction(self) -> float:
         """Without a share each part is as much."""
@@ -192,7 +205,7 @@ class MicroBatches:
         if present is None or not present.indices or not self._strategy.cuts_batches:
             return
         try:
-            _check_mean(loss, len(present.indices))
+            _check_mean(loss, len(present.indices), self.num_gathered)
         except InvalidSpec as refusal:
             if self._part is not None:
                 raise
@@ -227,7 +240,7 @@ class MicroBatches:
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)
             if isinstance(targets, Tensor) and targets.ndim and isinstance(loss, Tensor):
-                _check_mean(loss, len(targets))
+                _check_mean(loss, len(targets), self.num_gathered)
             return loss
 
         return checked
@@ -246,6 +259,20 @@ class MicroBatches:
             )
         present = self._part or self._batch
         return value if present is None or present.indices else 0.0
+
+    def check_whole(self) -> None:
+        """Raise InvalidSpec within a loop over parts: which samples meet in a part depends on the
+        shares that parts are cut from."""
+        if self._part is not None and self._num_parts > 1:
+            raise InvalidSpec(
+                "session.gather in a loop over the parts of a batch",
+                seen=f"batch.parts({self._num_parts})",
+                expected="session.gather of the rows of the whole share: with another number of"
+                " members other samples would meet in a part, and the job train another loss",
+                fix="Gather features that were computed without gradients before the loop, and let"
+                " each part be trained by what the loss asks of its own: see 'In parts' in"
+                " docs/contrastive.md.",
+            )
 
     def check_complete(self) -> None:
         """The step is to be committed. Raises InvalidSpec unless every part was passed through, and

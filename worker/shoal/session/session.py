@@ -299,6 +299,23 @@ class Session:
         """
         self._steps.backward(loss, weight, optimizer)
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The rows of all members' shares of the batch, in the order that one process has them in:
+        for losses over pairs of samples. Gradients go through it.
+
+            features = session.gather(model(batch.inputs))
+            session.backward(contrastive(features))
+
+        Of a tensor with a row for each sample of the share, whose sizes may differ. The loss is one
+        over all rows, the same on every member, or a mean over the member's own rows, which begin
+        at `batch.first`, each against all rows: then weights become those of one process. All
+        members call it as often in a step, in the same order. See docs/contrastive.md.
+
+        Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies where it
+        has no meaning, and on all members where their tensors do not fit together.
+        """
+        return self._steps.gather(tensor)
+
     def update(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Step one of several optimizers now, within the step: what comes behind it in the step
         computes with what it has changed, as a generator's loss does with a discriminator that has

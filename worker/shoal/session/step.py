@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from shoal import randomness
 from shoal.data import parts
 from shoal.data.batches import Batch
-from shoal.layouts import synced_batchnorm
+from shoal.layouts import script_gathers, synced_batchnorm
 from shoal.layouts.base import LossFunction
+from shoal.layouts.gathered_rows import UNKNOWN, RowGathers, Share
 from shoal.membership.draining import Drained
 from shoal.session.batch_sources import BatchSource
 from shoal.session.distribution import Distribution
@@ -58,6 +59,8 @@ class Step:
         self.loss: Tensor | None = None
         """The mean of this member's losses so far."""
         self._weight = 0.0
+        self._rows: RowGathers | None = None
+        """Once rows were gathered."""
 
     def __enter__(self) -> Self:
         self._started_s = time.perf_counter()
@@ -76,6 +79,8 @@ class Step:
         parts.put(self.micro_batches)
         if batch is not None and strategy.synchronous:
             self._draw_by_sample(batch)
+            if self._is_uneven and not strategy.gathers_lack():
+                script_gathers.put(self._check_own_gather)
         if self._is_synced and isinstance(strategy, SynchronousStrategy):
             has_samples = batch is None or bool(batch.indices)
             synced_batchnorm.put(strategy.members(has_samples=has_samples))
@@ -90,6 +95,10 @@ class Step:
         self.is_open = False
         self.guard.close()
         parts.put(None)
+        if self._is_uneven:
+            script_gathers.put(None)
+        if self._rows is not None:
+            self._rows.close()
         randomness.put(None)
         if self._is_synced:
             synced_batchnorm.put(None)
@@ -119,6 +128,12 @@ class Step:
         """Whether some layers normalise the samples of all members."""
         return "sync_batchnorm" in self._fields
 
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether the members' shares of the batch are of different sizes."""
+        batch = self.batch
+        return batch is not None and batch.weight != 1.0
+
     def note_loss(self, loss: Tensor, weight: float) -> None:
         """Of a pass whose mean loss has this weight among those of the step."""
         self._weight += weight
@@ -129,6 +144,42 @@ class Step:
             self.loss = loss
         else:
             self.loss = self.loss + (loss - self.loss) * (weight / self._weight)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """See `Session.gather`."""
+        self.micro_batches.check_whole()
+        found = self._gathers().gather(tensor)
+        self.micro_batches.num_gathered = len(found)
+        return found
+
+    def _check_own_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        self._gathers().check_own(outputs, tensor)
+
+    def _gathers(self) -> RowGathers:
+        """Raises InvalidSpec under a strategy where rows cannot be gathered."""
+        if self._rows is None:
+            strategy, generation = self._controller.strategy, self._controller.generation
+            lack = strategy.gathers_lack()
+            if lack or not isinstance(strategy, SynchronousStrategy) or generation is None:
+                raise InvalidSpec(
+                    f"session.gather under {strategy.name}",
+                    seen=lack,
+                    expected="a strategy whose members compute each step together, each its samples"
+                    " as a whole: ddp, zero1, zero2, fsdp, hsdp, tensor, fsdp-tensor, or hybrid"
+                    " with one stage",
+                )
+            batch = self.batch
+            self._rows = RowGathers(
+                strategy.group,
+                [entry.member_id for entry in generation.entries],
+                Share(
+                    index=strategy.data_share(generation)[0],
+                    num_samples=UNKNOWN if batch is None else len(batch.indices),
+                ),
+                strategy.step,
+                strategy.position.waits,
+            )
+        return self._rows
 
     def _draw_by_sample(self, batch: Batch) -> None:
         """Let what is drawn at random in this step depend on its samples, not on who is there."""
@@ -186,6 +237,7 @@ class Steps:
         self._controller = controller
         self._trained = trained
         self._newest: Step | None = None
+        script_gathers.watch()
 
     def new(
         self,
@@ -239,6 +291,9 @@ class Steps:
                 step.micro_batches.check_mean(loss)
         with step.guard.computing():
             step.micro_batches.backward(loss, fraction, None if weight is None else counted)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return self._open("session.gather").gather(tensor)
 
     def update(self, optimizer: ForOptimizers) -> None:
         step = self._open("session.update")

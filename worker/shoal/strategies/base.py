@@ -136,6 +136,12 @@ class Strategy(ABC):
         torch's `clip_grad_norm_`; empty if they are those of the whole model and batch."""
         return ""
 
+    def gathers_lack(self) -> str:
+        """Why the members' rows cannot be gathered within a step; empty if they can."""
+        if not (self.synchronous and self.passes_meet):
+            return "members whose steps are their own, with models that differ meanwhile"
+        return ""
+
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
         """The script has done all that it does behind the last step. Synchronous strategies: called
         by all members, at the same step. Raises as `end_step`."""

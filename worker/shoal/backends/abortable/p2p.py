@@ -65,6 +65,15 @@ class AbortableP2P:
         for message in under_way:
             message.wait()
 
+    def begin(
+        self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = (), tag: int = 0
+    ) -> Message:
+        """Begin to send and receive all of these: one message to wait for, which has failed if one
+        of them has."""
+        works = [self.group.send([_real(tensor)], to, tag) for tensor, to in sends]
+        works += [self.group.recv([_real(tensor)], source, tag) for tensor, source in receives]
+        return self._sent(_All(works))
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite the tensor with that of the group's rank `source`."""
         self._waiter.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
@@ -75,10 +84,10 @@ class AbortableP2P:
             self._orders.put(None)
             self._has_thread = False
 
-    def _sent(self, work: dist.Work) -> Message:
+    def _sent(self, work: Message) -> Message:
         return _Message(work, self._await) if self._takes_turns else work
 
-    def _await(self, work: dist.Work) -> None:
+    def _await(self, work: Message) -> None:
         if not self._has_thread:
             self._has_thread = True
             arguments = (self._orders,)
@@ -106,12 +115,23 @@ def _stand_in(orders: "_Orders") -> None:
         del order, work, end
 
 
-_Orders = queue.SimpleQueue[tuple[dist.Work, Callable[[str], None]] | None]
+_Orders = queue.SimpleQueue[tuple[Message, Callable[[str], None]] | None]
 Receives = Sequence[tuple[Tensor, int]]
 
 
+class _All:
+    """Messages that are waited for as one."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._messages = messages
+
+    def wait(self) -> None:
+        for each in self._messages:
+            each.wait()
+
+
 class _Message:
-    def __init__(self, work: dist.Work, wait: Callable[[dist.Work], None]) -> None:
+    def __init__(self, work: Message, wait: Callable[[Message], None]) -> None:
         self._work, self._await = work, wait
 
     def wait(self) -> None:

@@ -141,6 +141,13 @@ class Hybrid(LayoutStrategy):
     def gradients_lack(self) -> str:
         return super().gradients_lack() or "gradients of the layers that this member has"
 
+    def gathers_lack(self) -> str:
+        layout = self._layout()
+        stages = layout.plan.mesh.pipeline if isinstance(layout, HybridLayout) else 1
+        if stages == 1:
+            return ""
+        return "stages, of which the last one computes the loss of one micro-batch after the other"
+
     def options(self) -> Mapping[str, str]:
         chosen = {
             "mesh": str(self._fixed),

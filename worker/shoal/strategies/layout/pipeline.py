@@ -144,6 +144,9 @@ class Pipeline(LayoutStrategy):
     def gradients_lack(self) -> str:
         return super().gradients_lack() or "gradients of the layers that this member has"
 
+    def gathers_lack(self) -> str:
+        return "stages, of which the last one computes the loss of one micro-batch after the other"
+
     def options(self) -> Mapping[str, str]:
         chosen = {
             "schedule": self._schedule.schedule,

@@ -116,7 +116,8 @@ class ScriptPlaces:
             expected="the same calls in the same order on every member",
             fix="session.evaluate, session.all_reduce and, under strategies that spread the model,"
             " session.state_dict take all members: call them outside of `if session.is_first`, and"
-            " use what they return there. What one member does alone belongs into session.pause.",
+            " use what they return there. session.gather takes all members as often in each step."
+            " What one member does alone belongs into session.pause.",
         )
 
     def _withdraw(self) -> None:

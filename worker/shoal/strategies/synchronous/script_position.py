@@ -8,7 +8,8 @@ it all the same; whether the others have it too is found out when the next gener
 A script that wishes to stop says so in the agreement on the next step, or when a generation begins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -61,6 +62,16 @@ class ScriptPosition:
     def stands(self, what: str, *, is_call: bool = False) -> None:
         """The script waits for others there from now on, if it waits."""
         self._place = Place(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
+
+    @contextmanager
+    def waits(self, what: str) -> Iterator[None]:
+        """Within, the script waits in a call of a step that all members make together."""
+        before = self._place
+        self.stands(what, is_call=True)
+        try:
+            yield
+        finally:
+            self._place = before
 
     def place(self, step: int) -> Place:
         """Where the script waits, if it waits. Any thread."""

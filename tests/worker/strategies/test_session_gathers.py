@@ -1,0 +1,128 @@
+"""Losses over the rows of all members, of unequal shares: weights are those of one process."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.collectives.strategy_runs import difference, entered, take_step, take_step_alone
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.data.batches import Loader, Order
+from shoal.layouts.gathered_rows import RowGathers, Share
+from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+
+from . import test_equality as equality
+
+TOLERANCE = 1e-12
+"""In float64."""
+NUM_STEPS = 8
+"""Two epochs: the last batch of each has two samples, so that of three members one has none."""
+WORLDS = [
+    *((name, size) for name in ("ddp", "zero1", "zero2", "fsdp") for size in (2, 3)),
+    *(("hsdp", 4), ("tensor", 2), ("fsdp-tensor", 4), ("hybrid", 4)),
+]
+
+
+class Towers(nn.Module):
+    """Two features of each sample, next to each other, and how much their likeness counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        images, texts = self.layers(inputs).chunk(2, 1)
+        return torch.cat([normalize(images) * self.scale.exp(), normalize(texts)], 1)
+
+
+class Run:
+    @staticmethod
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Towers().double()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.layers.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loader() -> Loader:
+    inputs = torch.randn(23, 6, generator=torch.Generator().manual_seed(1)).double()
+    return Loader((inputs, inputs), Order(num_samples=23, global_batch_size=7, num_epochs=4))
+
+
+def of_all(features: Tensor) -> Tensor:
+    """The loss of CLIP."""
+    images, texts = features.chunk(2, 1)
+    places, logits = torch.arange(len(features)), images @ texts.T
+    return (cross_entropy(logits, places) + cross_entropy(logits.T, places)) / 2
+
+
+def of_own(own: Tensor, every: Tensor, first: int) -> Tensor:
+    """The same as a mean over a member's own rows, each against all."""
+    places = (first + torch.arange(len(own))).clamp(max=len(every) - 1)
+    (images, texts), (all_images, all_texts) = own.chunk(2, 1), every.chunk(2, 1)
+    by_image = cross_entropy(images @ all_texts.T, places)
+    return (by_image + cross_entropy(texts @ all_images.T, places)) / 2
+
+
+def by_one_process() -> dict[str, Tensor]:
+    model, optimizer = Run.build(0)
+    for step in range(NUM_STEPS):
+        batch = loader().synchronous(step, 0, 1)
+        take_step_alone(model, optimizer, batch, lambda outputs, _: of_all(outputs))
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def by_a_rank(made: Callable[[], Strategy], whole: bool) -> dict[str, Tensor]:
+    strategy = made()
+    assert isinstance(strategy, SynchronousStrategy)
+    index, count = entered(Run(), strategy)  # type: ignore[arg-type]
+    names = [f"m{rank}" for rank in range(dist.get_world_size())]
+    for step in range(NUM_STEPS):
+        batch = loader().synchronous(step, index, count)
+        share = Share(index=index, num_samples=len(batch.indices))
+        gathers = RowGathers(strategy.group, names, share, step, strategy.position.waits)
+
+        def loss(outputs: Tensor, targets: Any) -> Tensor:
+            every = gathers.gather(outputs)  # noqa: B023 - called in the step
+            return of_all(every) if whole else of_own(outputs, every, batch.first)  # noqa: B023
+
+        take_step(strategy, batch, loss)
+        gathers.close()
+    strategy.finish()
+    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    strategy.close()
+    return weights
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all rows", "own rows"])
+@pytest.mark.parametrize(("name", "world_size"), WORLDS)
+def test_weights_are_those_of_one_process(name: str, world_size: int, whole: bool) -> None:
+    expected = by_one_process()
+    mesh = {"pipeline": 1, "data": 2, "tensor": 2} if name == "hybrid" else {}
+    made = partial(equality.STRATEGIES[name], **mesh)
+    for ours in run_in_memory(by_a_rank, world_size, made, whole):
+        assert difference(ours, expected) < TOLERANCE
+
+
+def difference_without_gathering() -> float:
+    model, optimizer = Run.build(0)
+    for step in range(NUM_STEPS):
+        shares = [loader().synchronous(step, index, 3) for index in range(3)]
+        optimizer.zero_grad()
+        for each in shares:
+            (of_all(model(each.inputs)) * each.weight / 3).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return difference(dict(model.state_dict()), by_one_process())
+
+
+def test_without_gathering_they_are_others() -> None:
+    assert difference_without_gathering() > 1e-3

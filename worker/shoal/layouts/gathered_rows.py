@@ -1,0 +1,330 @@
+"""The rows that members hold of a batch, gathered in the batch's order, with exact gradients.
+
+A loss over pairs of samples needs the features of the whole global batch. Each member sends its
+rows to the others, and in backward gets the sum of what the losses of all members ask of them. A
+member's loss is weighed with its share before it goes backward, and gradients are averaged over
+members behind that. So a loss over all rows, the same on every member, has the gradients that it
+has in one process; and so has a mean over the member's own rows of what each is to all rows.
+
+All of it goes from rank to rank, with tags of its own: who calls this more often than the others
+waits, and nothing of it is taken for a message of another collective.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
+
+from shoal.backends.abortable.last_word import let_all_hear
+from shoal.backends.abortable.p2p import AbortableP2P
+from shoal.torch_private.compiling import eager
+from shoal_proto.errors import InvalidSpec
+
+CALL, OWN_CALL = "session.gather", "torch.distributed.all_gather"
+MAX_DIMS = 16
+MAX_SEEN_CHARS = 1000
+UNKNOWN = -1
+"""In place of a number of samples: the batch is the script's own."""
+_WORD_BYTES = 1024
+_TAGS_PER_CALL, _NUM_CALLS, _CALLS_PER_STEP = 3, 8000, 64
+"""Every MPI has tags up to 32767."""
+_WORD, _ROWS, _GRADIENTS = 1, 2, 3
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a member has of the global batch of a step."""
+
+    index: int
+    """Which of the shares; members that work on the same samples have the same one."""
+    num_samples: int
+    """Or `UNKNOWN`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Word:
+    """What a member tells the others of a call."""
+
+    call: str
+    index: int
+    num_samples: int
+    rows: int
+    of: str
+    """Shape of a row, and dtype."""
+    trains: bool
+    """Whether gradients will come."""
+    outputs: int = 0
+    """Of a call of torch's: what it is to fill, by rank, as a checksum."""
+
+
+class RowGathers:
+    """One member's, in one step. For one thread at a time: the trainer's, and autograd's."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        members: Sequence[str],
+        share: Share,
+        step: int,
+        waits: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        """`members` by rank. `step`: so many are committed. `waits`: within, this member waits for
+        the others in what is named."""
+        self._p2p: AbortableP2P | None = AbortableP2P(group, torch.device("cpu"))
+        self._rank = group.rank()
+        self._members = members
+        self._share = share
+        self._first = step * _CALLS_PER_STEP
+        self._num_calls = 0
+        self._waits = waits
+
+    @eager
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The rows of all members. Raises InvalidSpec, on all of them, where they do not fit."""
+        _check(tensor)
+        trains = tensor.requires_grad and torch.is_grad_enabled()
+        words = self._meet(
+            call=CALL,
+            rows=len(tensor),
+            of=f"{tuple(tensor.shape[1:])} of {tensor.dtype}",
+            trains=trains,
+        )
+        self._check_words(words)
+        way = _Way(self, words, self._rank, self._num_calls)
+        found: Tensor = _Gather.apply(tensor, way)  # type: ignore[no-untyped-call]
+        return found
+
+    def check_own(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """The script is about to gather by a call of torch's own. Raises InvalidSpec, on all
+        members, where a rank would be sent what does not fit into what it is to be put into."""
+        words = self._meet(
+            call=OWN_CALL,
+            rows=len(tensor) if tensor.ndim else 1,
+            of=_outline(tensor),
+            trains=False,
+            outputs=_checksum(map(_outline, outputs)),
+        )
+        self._check_calls(words)
+        told = _checksum(word.of for word in words)
+        if any(word.outputs != told for word in words):
+            raise self._refusal(
+                f"{OWN_CALL} of tensors that differ between members, in a step whose shares do",
+                words,
+                expected="session.gather(tensor), which takes unequal shares, in the place of"
+                " torch.distributed.all_gather, torch.distributed.nn.all_gather or a GatherLayer",
+                fix="Or a global_batch_size that every number of members divides, with"
+                " drop_last=True. See docs/contrastive.md.",
+            )
+
+    def close(self) -> None:
+        """The step is over."""
+        p2p, self._p2p = self._p2p, None
+        if p2p is not None:
+            p2p.close()
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        call: int,
+        kind: int,
+    ) -> None:
+        """Send and receive these, which are contiguous and on the host, each with its rank."""
+        p2p = self._p2p
+        if p2p is None:
+            raise InvalidSpec(
+                f"gradients of {CALL} behind the step in which it was called",
+                expected="session.backward in the same step",
+            )
+        what = f"the gradients of {CALL}" if kind == _GRADIENTS else CALL
+        tag = (self._first + call) % _NUM_CALLS * _TAGS_PER_CALL + kind
+        with self._waits(f"{what}, call {call} of step {self._first // _CALLS_PER_STEP}"):
+            p2p.begin(_in_bytes(sends), _in_bytes(receives), tag).wait()
+
+    def _meet(self, **said: Any) -> list[_Word]:
+        """What each member says of the call, by rank."""
+        self._num_calls += 1
+        own = _Word(index=self._share.index, num_samples=self._share.num_samples, **said)
+        words = [_packed(own) for _ in self._members]
+        others = [rank for rank in range(len(words)) if rank != self._rank]
+        sends = [(words[self._rank], rank) for rank in others]
+        receives = [(words[rank], rank) for rank in others]
+        self.exchange(sends, receives, self._num_calls, _WORD)
+        return [_unpacked(word) for word in words]
+
+    def _check_calls(self, words: Sequence[_Word]) -> None:
+        if len({word.call for word in words}) > 1:
+            raise self._refusal(
+                "the members gather by different calls in a step",
+                words,
+                expected="the same calls in the same order on every member",
+            )
+
+    def _check_words(self, words: Sequence[_Word]) -> None:
+        self._check_calls(words)
+        if len({(word.of, word.trains) for word in words}) > 1:
+            raise self._refusal(
+                f"the members gather different rows in call {self._num_calls} of {CALL} in a step",
+                words,
+                expected="rows of the same shape and dtype on every member, and of all of them"
+                " that gradients go through them, or of none",
+            )
+        if any(word.rows != max(word.num_samples, 1) for word in words if word.num_samples >= 0):
+            raise self._refusal(
+                f"{CALL} of a tensor that has not one row for each sample of the member's share",
+                words,
+                expected="as many rows as the share has samples, in their order (one where a member"
+                " has no samples)",
+                fix="Of several views of each sample gather each by itself, or let the first"
+                " dimension be the samples. Of a batch that the script cuts itself see"
+                " docs/contrastive.md.",
+            )
+        if len({word.rows for word in words if word.num_samples == UNKNOWN}) > 1:
+            raise self._refusal(
+                f"{CALL} of unequal numbers of rows in a step that is not of session.batches",
+                words,
+                expected="as many rows on every member: their losses weigh alike",
+                fix="session.batches knows the shares, and lets losses weigh as much as these.",
+            )
+
+    def _refusal(
+        self, what: str, words: Sequence[_Word], *, expected: str, fix: str = ""
+    ) -> InvalidSpec:
+        """For all members alike."""
+        if self._p2p is not None:
+            let_all_hear(self._p2p.group)
+        said = zip(self._members, words, strict=True)
+        seen = "; ".join(f"{name}: {_in_words(word)}" for name, word in said)
+        return InvalidSpec(what, seen=seen[:MAX_SEEN_CHARS], expected=expected, fix=fix)
+
+
+class _Way:
+    """Of one call: which rows come from where, and where their gradients go."""
+
+    def __init__(
+        self, gathers: RowGathers, words: Sequence[_Word], rank: int, num_calls: int
+    ) -> None:
+        self._gathers = gathers
+        self._call = num_calls
+        by_index: dict[int, list[int]] = {}
+        for each, word in enumerate(words):
+            by_index.setdefault(word.index, []).append(each)
+        # Of those that have the same samples each has the rows of others from one of its own, so
+        # that all of them get, and give, the same.
+        column = by_index[words[rank].index].index(rank)
+        self._ranks = [ranks[column] for _, ranks in sorted(by_index.items())]
+        self._place = self._ranks.index(rank)
+        own = [words[each] for each in self._ranks]
+        self._counts = [
+            word.rows if word.num_samples == UNKNOWN else word.num_samples for word in own
+        ]
+        self._others = [place for place, each in enumerate(self._ranks) if each != rank]
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        host = _on_host(rows)[: self._counts[self._place]]
+        whole = host.new_empty((sum(self._counts), *host.shape[1:]))
+        parts = torch.split(whole, self._counts)
+        parts[self._place].copy_(host)
+        sends = [(host, self._ranks[place]) for place in self._others]
+        self._exchange(sends, parts, _ROWS)
+        return whole.to(rows.device)
+
+    def scattered(self, gradient: Tensor, num_rows: int) -> Tensor:
+        asked = torch.split(_on_host(gradient), self._counts)
+        own = asked[self._place]
+        told = [own if place == self._place else torch.empty_like(own) for place in self._all()]
+        sends = [(asked[place], self._ranks[place]) for place in self._others]
+        self._exchange(sends, told, _GRADIENTS)
+        # In the same order everywhere, and rounded to a half once.
+        wide = torch.float32 if own.dtype in _HALVES else own.dtype
+        found = own.new_zeros((num_rows, *own.shape[1:]), dtype=wide)
+        for each in told:
+            found[: len(own)] += each.to(wide)
+        summed: Tensor = found.to(gradient.dtype).to(gradient.device)
+        return summed
+
+    def _all(self) -> range:
+        return range(len(self._ranks))
+
+    def _exchange(
+        self, sends: Sequence[tuple[Tensor, int]], places: Sequence[Tensor], kind: int
+    ) -> None:
+        receives = [(places[place], self._ranks[place]) for place in self._others]
+        self._gathers.exchange(sends, receives, self._call, kind)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, rows: Tensor, way: _Way) -> Tensor:
+        context.way, context.num_rows = way, len(rows)
+        return way.gathered(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return context.way.scattered(gradient, context.num_rows), None
+
+
+def is_gather(node: Node) -> bool:
+    """Whether a backward pass sends the gradients of rows to their owners there."""
+    return getattr(node, "_forward_cls", None) is _Gather
+
+
+def _check(tensor: object) -> None:
+    seen = ""
+    if not isinstance(tensor, Tensor):
+        seen = type(tensor).__name__
+    elif isinstance(tensor, DTensor):
+        seen = "a DTensor, of which each member has a part"
+    elif tensor.layout is not torch.strided or not 1 <= tensor.ndim <= MAX_DIMS:
+        seen = f"a tensor of {tensor.layout} and shape {tuple(tensor.shape)}"
+    if seen:
+        raise InvalidSpec(
+            f"{CALL} of what has no rows",
+            seen=seen,
+            expected=f"a dense tensor of 1 to {MAX_DIMS} dimensions, the first of them the samples",
+        )
+
+
+def _outline(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"[: _WORD_BYTES // 4]
+
+
+def _in_words(word: _Word) -> str:
+    if word.call == OWN_CALL:
+        return f"{word.call} of {word.of}"
+    share = "" if word.num_samples == UNKNOWN else f" for {word.num_samples} samples"
+    gradients = "with" if word.trains else "without"
+    return f"{word.rows} rows{share}, each {word.of}, {gradients} gradients"
+
+
+def _checksum(words: Iterable[str]) -> int:
+    return zlib.crc32("; ".join(words).encode())
+
+
+def _packed(word: _Word) -> Tensor:
+    said = json.dumps(asdict(word)).encode()
+    return torch.frombuffer(bytearray(said.ljust(_WORD_BYTES)), dtype=torch.uint8)
+
+
+def _unpacked(word: Tensor) -> _Word:
+    return _Word(**json.loads(word.numpy().tobytes()))
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def _in_bytes(tensors: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
+    """Those that hold anything."""
+    return [(each.view(-1).view(torch.uint8), rank) for each, rank in tensors if each.numel()]
