@@ -31,6 +31,20 @@ d_loss = lambda real, fake: (fake - real).mean()
 g_loss = lambda fake: -fake.mean()
 """
 
+CLIP = f"""
+class Clip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.images, self.texts = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(1))
+    def forward(self, images, texts):
+        return self.images(images), self.texts(texts), self.scale.exp()
+model = Clip()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+dataset = (dataset[0], dataset[0])
+{DISTRIBUTES}
+"""
+
 
 def indented(text: str, by: int) -> str:
     return "".join(" " * by + line for line in text.splitlines(keepends=True))
@@ -39,6 +53,7 @@ def indented(text: str, by: int) -> str:
 def run(fragment: str, before: str, after: str, directory: Path) -> dict[str, Any]:
     """The fragment, where `...` stands for a step, in a session of this process alone."""
     code = fragment.replace("session.batches(...)", BATCHES)
+    code = code.replace("session.batches(...", BATCHES[:-1])
     code = re.sub(r"^( +)\.\.\.$", rf"\1{TRAINS}", code, flags=re.MULTILINE)
     code = code.replace("/shared/runs", str(directory)).replace('"runs"', f'"{directory}"')
     torch.manual_seed(3)
@@ -78,6 +93,9 @@ bar = Bar()
 """
 RAN = {
     ("checkpoints.md", 0): ("", ONE_STEP),
+    ("contrastive.md", 0): (CLIP, ""),
+    ("contrastive.md", 1): (CLIP, ""),
+    ("contrastive.md", 2): (CLIP, ""),
     ("data.md", 0): (DISTRIBUTES + "dataset = torch.utils.data.TensorDataset(*dataset)\n", ""),
     ("logging.md", 0): ("", ""),
     ("membership.md", 1): (DISTRIBUTES + "evaluate = print\n", ""),

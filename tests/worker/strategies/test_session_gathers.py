@@ -5,11 +5,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from support.collectives.strategy_runs import difference, entered, take_step, take_step_alone
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from support.members import contrastive_members
+from support.members.contrastive_members import of_all, of_own
+from torch import Tensor
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader, Order
@@ -29,48 +29,13 @@ WORLDS = [
 ]
 
 
-class Towers(nn.Module):
-    """Two features of each sample, next to each other, and how much their likeness counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        images, texts = self.layers(inputs).chunk(2, 1)
-        return torch.cat([normalize(images) * self.scale.exp(), normalize(texts)], 1)
-
-
 class Run:
-    @staticmethod
-    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Towers().double()
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in model.layers.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
-        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    build = staticmethod(contrastive_members.build)
 
 
 def loader() -> Loader:
-    inputs = torch.randn(23, 6, generator=torch.Generator().manual_seed(1)).double()
-    return Loader((inputs, inputs), Order(num_samples=23, global_batch_size=7, num_epochs=4))
-
-
-def of_all(features: Tensor) -> Tensor:
-    """The loss of CLIP."""
-    images, texts = features.chunk(2, 1)
-    places, logits = torch.arange(len(features)), images @ texts.T
-    return (cross_entropy(logits, places) + cross_entropy(logits.T, places)) / 2
-
-
-def of_own(own: Tensor, every: Tensor, first: int) -> Tensor:
-    """The same as a mean over a member's own rows, each against all."""
-    places = (first + torch.arange(len(own))).clamp(max=len(every) - 1)
-    (images, texts), (all_images, all_texts) = own.chunk(2, 1), every.chunk(2, 1)
-    by_image = cross_entropy(images @ all_texts.T, places)
-    return (by_image + cross_entropy(texts @ all_images.T, places)) / 2
+    order = Order(num_samples=23, global_batch_size=7, num_epochs=4)
+    return Loader(contrastive_members.samples(23), order)
 
 
 def by_one_process() -> dict[str, Tensor]:
@@ -113,7 +78,7 @@ def test_weights_are_those_of_one_process(name: str, world_size: int, whole: boo
         assert difference(ours, expected) < TOLERANCE
 
 
-def difference_without_gathering() -> float:
+def test_without_gathering_they_are_others() -> None:
     model, optimizer = Run.build(0)
     for step in range(NUM_STEPS):
         shares = [loader().synchronous(step, index, 3) for index in range(3)]
@@ -121,8 +86,4 @@ def difference_without_gathering() -> float:
         for each in shares:
             (of_all(model(each.inputs)) * each.weight / 3).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return difference(dict(model.state_dict()), by_one_process())
-
-
-def test_without_gathering_they_are_others() -> None:
-    assert difference_without_gathering() > 1e-3
+    assert difference(dict(model.state_dict()), by_one_process()) > 1e-3

@@ -99,7 +99,8 @@ class AbortableP2P:
         reason = completion.wait()
         self._waiter.forget()
         if reason:
-            raise RuntimeError(reason)
+            # Of a kind that every backend knows for a failure of the group.
+            raise dist.DistBackendError(reason)
 
 
 def _stand_in(orders: "_Orders") -> None:

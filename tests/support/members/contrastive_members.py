@@ -1,0 +1,133 @@
+"""A contrastive loss over the rows of all members, and members that train with it."""
+
+import os
+import signal
+from dataclasses import dataclass
+
+import torch
+from support.processes.ranks import Report
+from support.training import elastic_bodies
+from support.training.elastic_bodies import Elastic
+from support.training.rank_bodies import session_of
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from shoal.data.batches import Batch, Loader, Order
+from shoal.session.session import Session
+from shoal_proto.errors import InvalidSpec
+
+BATCH, EPOCHS = 64, 2
+NUM_SAMPLES = 2 * BATCH + 2
+"""Of three members shares are 22, 21 and 21, and in the last batch of an epoch one has none."""
+
+
+class Towers(nn.Module):
+    """Two features of each sample, next to each other, and how much their likeness counts."""
+
+    def __init__(self, dropped: float) -> None:
+        super().__init__()
+        hidden = nn.Sequential(nn.Tanh(), nn.Dropout(dropped))
+        self.layers = nn.Sequential(nn.Linear(6, 8), hidden, nn.Linear(8, 8))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        images, texts = self.layers(inputs).chunk(2, 1)
+        return torch.cat([normalize(images) * self.scale.exp(), normalize(texts)], 1)
+
+
+def build(seed: int = 0, dropped: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """In float64, in which sums that are put together in another way differ by nothing to see."""
+    model = Towers(dropped).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.layers.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def samples(num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num_samples, 6, generator=generator).double()
+    return inputs, inputs
+
+
+def of_all(features: Tensor) -> Tensor:
+    """The loss of CLIP."""
+    images, texts = features.chunk(2, 1)
+    places, logits = torch.arange(len(features)), images @ texts.T
+    return (cross_entropy(logits, places) + cross_entropy(logits.T, places)) / 2
+
+
+def of_own(own: Tensor, every: Tensor, first: int) -> Tensor:
+    """The same as a mean over a member's own rows, each against all."""
+    # What a member without samples computes counts for nothing.
+    places = (first + torch.arange(len(own))).clamp(max=len(every) - 1)
+    (images, texts), (all_images, all_texts) = own.chunk(2, 1), every.chunk(2, 1)
+    by_image = cross_entropy(images @ all_texts.T, places)
+    return (by_image + cross_entropy(texts @ all_images.T, places)) / 2
+
+
+def by_one_process() -> dict[str, Tensor]:
+    """The weights after all steps."""
+    model, optimizer = build()
+    order = Order(num_samples=NUM_SAMPLES, global_batch_size=BATCH, num_epochs=EPOCHS)
+    loader = Loader(samples(), order)
+    for step in range(order.num_steps):
+        optimizer.zero_grad()
+        of_all(model(loader.synchronous(step, 0, 1).inputs)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def take(session: Session, model: nn.Module, batch: Batch, *, whole: bool = True) -> None:
+    """The passes of a step."""
+    outputs = model(batch.inputs)
+    every = session.gather(outputs)
+    session.backward(of_all(every) if whole else of_own(outputs, every, batch.first))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrastive(Elastic):
+    """One member's part."""
+
+    whole: bool = True
+    """The loss is one over all rows; else a mean over the member's own ones."""
+    gathers: int = 1
+    """How often this member does so in step `at_step`."""
+
+
+def _dies(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(report: Report, run: Contrastive) -> None:
+    """All steps; then the whole model. With a fault the member is gone before the others have its
+    rows ("forward"), or the gradients that it has of theirs ("backward")."""
+    try:
+        _train(report, run)
+    except InvalidSpec as error:
+        report("refused", text=str(error))
+
+
+def _train(report: Report, run: Contrastive) -> None:
+    model, optimizer = build()
+    with session_of(run) as session:
+        model, optimizer = session.distribute(
+            model, optimizer, strategy=elastic_bodies.strategy_of(run)
+        )
+        for batch in session.batches(samples(), global_batch_size=BATCH, epochs=EPOCHS):
+            faulty = run.fault if batch.step == run.at_step else ""
+            with session.step() as step:
+                outputs = model(batch.inputs)
+                if faulty == "forward":
+                    _dies()
+                every = outputs
+                for _ in range(run.gathers if batch.step == run.at_step else 1):
+                    every = session.gather(outputs)
+                if faulty == "backward":
+                    every.register_hook(_dies)
+                loss = of_all(every) if run.whole else of_own(outputs, every, batch.first)
+                session.backward(loss)
+            report("tried", step=batch.step, generation=session.generation, ok=step.committed)
+        weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
+        report("finished", weights=weights, generation=session.generation)
