@@ -86,6 +86,11 @@ SCHEDULES = """
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 """
+DRAWS = """
+def draw(seed):
+    torch.manual_seed(seed)
+    return torch.randn(16, 8), torch.randint(0, 4, (16,))
+"""
 BAR = """
 class Bar:
     def set_postfix(self, loss): self.loss = loss
@@ -101,12 +106,13 @@ RAN = {
     ("membership.md", 1): (DISTRIBUTES + "evaluate = print\n", ""),
     ("strategies.md", 2): (DISTRIBUTES, ""),
     ("strategies.md", 3): (DISTRIBUTES + BAR + LOOP, "\nassert 0 < bar.loss < 3\n"),
-    ("strategies.md", 4): ('model.__dict__["backbone"] = model[0]\n' + DISTRIBUTES, ""),
-    ("strategies.md", 5): (GAN, ""),
-    ("strategies.md", 6): (DISTRIBUTES + LOOP, ""),
-    ("strategies.md", 9): (DISTRIBUTES + "rate = lambda step: 0.1 / (step + 1)\n", ""),
-    ("strategies.md", 10): (SCHEDULES, ""),
-    ("strategies.md", 11): (DISTRIBUTES, ""),
+    ("strategies.md", 4): (DISTRIBUTES + DRAWS, ""),
+    ("strategies.md", 5): ('model.__dict__["backbone"] = model[0]\n' + DISTRIBUTES, ""),
+    ("strategies.md", 6): (GAN, ""),
+    ("strategies.md", 7): (DISTRIBUTES + LOOP, ""),
+    ("strategies.md", 10): (DISTRIBUTES + "rate = lambda step: 0.1 / (step + 1)\n", ""),
+    ("strategies.md", 11): (SCHEDULES, ""),
+    ("strategies.md", 12): (DISTRIBUTES, ""),
 }
 """By page and number among its blocks of Python: what stands before and behind it."""
 
@@ -120,7 +126,7 @@ def test_a_fragment_runs(page: str, number: int, tmp_path: Path) -> None:
     fragment = [*blocks(DOCS / page, "python")][number]
     if before.endswith(LOOP):
         fragment = fragment if fragment.startswith(" ") else indented(fragment, 4)
-    if page == "strategies.md" and number == 9:
+    if page == "strategies.md" and number == 10:
         after = f"    with session.step():\n        {TRAINS}\n"
     names = run(fragment, before, after, tmp_path)
     assert names.get("steps", 1) > 0
