@@ -48,8 +48,7 @@ with shoal.join() as session:
     trainer = Trainer(
         strategy=elastic,
         accelerator="cpu",
-        # The batches end when the job does, whoever came when.
-        max_epochs=-1,
+        max_epochs=EPOCHS,
         gradient_clip_val=1.0,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -57,9 +56,7 @@ with shoal.join() as session:
         logger=False,
     )
     module = Digits(session)
-    trainer.fit(
-        module, elastic.batches((images, labels), global_batch_size=BATCH_SIZE, epochs=EPOCHS)
-    )
+    trainer.fit(module, elastic.batches((images, labels), global_batch_size=BATCH_SIZE))
     module.eval()
     with torch.no_grad():
         right = float((module.layers(images).argmax(dim=1) == labels).float().mean())

@@ -45,13 +45,13 @@ def main():
         trainer = Trainer(
             strategy=strategy,
             accelerator="cpu",
-            max_epochs=-1,
+            max_epochs=EPOCHS,
             accumulate_grad_batches=PARTS,
             gradient_clip_val=1.0,
             enable_model_summary=False,
             **quiet,
         )
-        trainer.fit(module, strategy.batches(DataLoader(samples(), BATCH * PARTS), epochs=EPOCHS))
+        trainer.fit(module, strategy.batches(DataLoader(samples(), BATCH * PARTS)))
         if session.is_first:
             torch.save(module.layers.state_dict(), sys.argv[1])
 

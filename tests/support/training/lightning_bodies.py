@@ -70,6 +70,7 @@ class Net(LightningModule):
         super().__init__()
         self.session, self.told, self.run_of = session, report, run
         self.held = False
+        self.validated: list[int] = []
         self.layers = network()
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
@@ -92,6 +93,7 @@ class Net(LightningModule):
 
     def validation_step(self, batch: list[Tensor]) -> None:
         self.told("validated", step=self.session.step_number, trains=self.layers.training)
+        self.validated.append(self.session.step_number)
         assert self.layers(batch[0]).shape == (len(batch[0]), 3)
 
     def configure_optimizers(self) -> Any:
@@ -147,6 +149,8 @@ def train(report: Report, run: Run) -> None:
             weights=weights,
             step=session.step_number,
             trainer_steps=trainer.global_step,
+            trainer_epochs=trainer.current_epoch,
+            validated=module.validated,
         )
 
 

@@ -13,18 +13,25 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    Timer,
+)
 from support.members.held_members import replaced_in_step_6
 from support.processes.framework_agents import EXAMPLES, Agents
 from support.processes.ranks import Ranks
 from support.training import lightning_bodies
 from support.training.lightning_bodies import ORDER, Net, Run, data, trainer_of
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.integrations.lightning import SessionStrategy
 from shoal_client.local.cluster import LocalCluster
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, JobFinished
 
 RUN_S = 90.0
 EPOCHS = 12
@@ -86,8 +93,8 @@ def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
     """One of two is killed in the midst of step 6; a third, who stood by, goes on in its place:
-    with that step, or with the first one that is in no copy. Lightning counts committed steps, and
-    the weights are those of a plain loop."""
+    with that step, or with the first one that is in no copy. Lightning counts the job's steps and
+    epochs on both, and the weights are those of a plain loop."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"lightning-{strategy}",
@@ -97,12 +104,13 @@ def test_a_session_goes_on_without_a_lost_member(
     )
     a, c, rank = replaced_in_step_6(cluster, lightning_bodies.train, run, tmp_path, back_to)
     assert [each["step"] for each in (a, c)] == [ORDER.num_steps] * 2
-    assert a["trainer_steps"] == ORDER.num_steps + 6 - back_to
-    assert c["trainer_steps"] == ORDER.num_steps - back_to
+    assert [each["trainer_steps"] for each in (a, c)] == [ORDER.num_steps] * 2
+    assert [each["trainer_epochs"] for each in (a, c)] == [ORDER.num_epochs] * 2
     if run.validates:
         validated = [told for kind, told in rank.seen if kind == "validated"]
         # Before the first step, as Lightning does to see that it works, and behind each epoch.
         assert validated == [{"step": step, "trains": False} for step in (0, 5, 10, 15)]
+        assert c["validated"] == [0, 10, 15], "that of the epoch within which it joined, too"
     for each in (a, c):
         assert distance(each["weights"]) <= TOLERANCE
 
@@ -152,6 +160,11 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
         ({"enable_checkpointing": True}, "enable_checkpointing=False"),
         ({"gradient_clip_algorithm": "value"}, "common norm"),
         ({"precision": "bf16-true"}, "precision=bf16-true"),
+        ({"limit_train_batches": 1}, "limit_train_batches"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches"),
+        ({"overfit_batches": 1}, "overfit_batches"),
+        ({"fast_dev_run": True}, "fast_dev_run"),
+        ({"max_steps": 0}, "max_steps=0"),
     ],
 )
 def test_what_a_session_cannot_keep_exact_is_refused(
@@ -249,6 +262,135 @@ def test_batches_that_the_session_did_not_cut_are_refused(session: shoal.Session
     trainer, module = trainer_of(SessionStrategy(session)), Net(session, say_nothing, Run(**NOBODY))
     with pytest.raises(InvalidSpec, match="other batches"):
         trainer.fit(module, DataLoader(TensorDataset(*data()), 12))
+
+
+def test_batches_beside_those_that_the_session_has_cut_are_refused(session: shoal.Session) -> None:
+    elastic = SessionStrategy(session)
+    elastic.batches(data(), global_batch_size=12)
+    module = Net(session, say_nothing, Run(**NOBODY))
+    with pytest.raises(InvalidSpec, match="other batches"):
+        trainer_of(elastic).fit(module, DataLoader(TensorDataset(*data()), 12))
+
+
+class Asking(Net):
+    """Asks the Trainer how long it trains, as for a schedule."""
+
+    asked: tuple[int | float | None, ...] = ()
+
+    def configure_optimizers(self) -> Any:
+        Asking.asked = (self.trainer.max_epochs, self.trainer.estimated_stepping_batches)
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("of_trainer", "of_batches", "asked", "steps"),
+    [
+        ({"max_epochs": 3}, {}, (3, 15), 15),
+        ({"max_epochs": -1}, {"epochs": 2}, (2, 10), 10),
+        ({"max_epochs": None}, {"epochs": 2}, (2, 10), 10),
+        ({"max_epochs": 2}, {"epochs": 2}, (2, 10), 10),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, {}, (2, 10), 10),
+        ({"max_epochs": None, "max_steps": 7}, {}, (2, 7), 7),
+        ({"max_steps": 7}, {"epochs": 3}, (3, 7), 7),
+    ],
+)
+def test_scripts_are_told_how_long_the_job_trains(
+    session: shoal.Session,
+    of_trainer: dict[str, Any],
+    of_batches: dict[str, Any],
+    asked: tuple[int, int],
+    steps: int,
+) -> None:
+    elastic = SessionStrategy(session)
+    trainer = trainer_of(elastic, **of_trainer)
+    module = Asking(session, say_nothing, Run(**NOBODY))
+    trainer.fit(module, elastic.batches(data(), global_batch_size=12, **of_batches))
+    assert Asking.asked == asked
+    assert session.step_number == trainer.global_step == steps
+
+
+def test_two_lengths_are_refused(session: shoal.Session) -> None:
+    elastic = SessionStrategy(session)
+    module = Net(session, say_nothing, Run(**NOBODY))
+    with pytest.raises(InvalidSpec, match=r"max_epochs=5\) and batches\(\.\.\., epochs=2"):
+        trainer_of(elastic, max_epochs=5).fit(
+            module, elastic.batches(data(), global_batch_size=12, epochs=2)
+        )
+
+
+class Stopping(Net):
+    """Its loss does not fall, to those who judge it."""
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        self.log("flat", 1.0, on_epoch=True)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("callback", "steps"),
+    [(EarlyStopping("flat", patience=2), 15), (Timer({"microseconds": 1}), 1)],
+    ids=["early", "timer"],
+)
+def test_a_callback_that_stops_ends_the_job(
+    cluster: LocalCluster, callback: Any, steps: int
+) -> None:
+    """It counts as finished: nobody trains on."""
+    name = f"lightning-{secrets.token_hex(4)}"
+    with shoal.join(name, coordinator=cluster.coordinator) as session:
+        elastic = SessionStrategy(session)
+        trainer = trainer_of(elastic, callbacks=[callback], max_epochs=9)
+        module = Stopping(session, say_nothing, Run(**NOBODY))
+        trainer.fit(module, elastic.batches(data(), global_batch_size=12))
+        assert session.step_number == trainer.global_step == steps
+    with (
+        pytest.raises(JobFinished, match="Lightning stopped the training"),
+        shoal.join(name, coordinator=cluster.coordinator),
+    ):
+        pass
+
+
+class Parts(LightningModule):
+    """An encoder and a decoder, with one optimizer; keeps what its batches are like."""
+
+    def __init__(self, session: shoal.Session) -> None:
+        super().__init__()
+        self.session = session
+        self.encoder, self.decoder = nn.Linear(6, 2), nn.Linear(2, 6)
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.seen.append(batch)
+        inputs = batch["x"] if isinstance(batch, dict) else batch[0]
+        return (self.decoder(self.encoder(inputs)) - inputs).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        models = [self.encoder, self.decoder]
+        (self.encoder, self.decoder), optimizer = self.session.distribute(models, optimizer)
+        return optimizer
+
+
+INPUTS, LABELS = data()
+ROWS: list[tuple[Any, Any]] = [
+    (TensorDataset(INPUTS), ["x"]),
+    (TensorDataset(INPUTS, LABELS), ["x", "y"]),
+    (TensorDataset(INPUTS, LABELS, INPUTS), ["x", "y", "x"]),
+    ([(x, y, x) for x, y in zip(INPUTS, LABELS, strict=True)], ["x", "y", "x"]),
+    ([{"x": x, "y": y} for x, y in zip(INPUTS, LABELS, strict=True)], {"x": "x", "y": "y"}),
+]
+
+
+@pytest.mark.parametrize(("rows", "form"), ROWS, ids=["one", "two", "three", "rows", "dicts"])
+def test_batches_are_those_of_a_dataloader(session: shoal.Session, rows: Any, form: Any) -> None:
+    elastic = SessionStrategy(session)
+    module = Parts(session)
+    trainer = trainer_of(elastic, max_epochs=1)
+    trainer.fit(module, elastic.batches(DataLoader(rows, batch_size=20)))
+    whole = {"x": INPUTS, "y": LABELS}
+    assert [len(batch) for batch in module.seen] == [len(form)] * 3
+    for place in form if isinstance(form, dict) else range(len(form)):
+        found = torch.cat([batch[place] for batch in module.seen])
+        assert torch.equal(found, whole[form[place]])
 
 
 @pytest.mark.long

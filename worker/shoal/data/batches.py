@@ -242,6 +242,11 @@ class Loader:
         self._origin = order.origin
         """Of the order, or one that equals it: as it was given last."""
 
+    @property
+    def num_columns(self) -> int | None:
+        """Tensors that batches are rows of; None where samples are collated."""
+        return None if self._columns is None else len(self._columns)
+
     def begin_at(self, origin: Position) -> None:
         """The first batches of this size are those from here on. Free to call again."""
         now = self._origin

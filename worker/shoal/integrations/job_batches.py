@@ -41,12 +41,22 @@ class JobBatches:
             "collate": collate,
         }
         self._loading = loading
-        self._order = BatchOptions.of(**self._said, options=loading).loader(dataset).order
+        loader = BatchOptions.of(**self._said, options=loading).loader(dataset)
+        self._order = loader.order
+        self.num_columns = loader.num_columns
         self._batches: Iterator[Batch] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
         return self._order.steps_per_epoch
+
+    @property
+    def num_steps(self) -> int:
+        return self._order.num_steps
+
+    @property
+    def step_number(self) -> int:
+        return self._session.step_number
 
     @property
     def epoch_is_done(self) -> bool:

@@ -11,14 +11,16 @@ a lost worker then restarts all of them. Here the process goes on, and repeats o
 
     with shoal.join() as session:
         elastic = SessionStrategy(session)
-        trainer = Trainer(strategy=elastic, max_epochs=-1, enable_checkpointing=False)
-        trainer.fit(Digits(), elastic.batches(dataset, global_batch_size=96, epochs=20))
+        trainer = Trainer(strategy=elastic, max_epochs=20, enable_checkpointing=False)
+        trainer.fit(Digits(), elastic.batches(dataset, global_batch_size=96))
 
-To Lightning every member trains alone: ranks, logged values and the progress bar are its own.
+Epochs and steps are those of the job on every member. All else is the member's own, as if it
+trained alone: ranks, logged values, the progress bar.
 """
 
 import signal
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,17 +35,23 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from shoal.data.batch_options import LoadingOptions
-from shoal.data.batches import Batch, Dataset
+from shoal.data.batches import Dataset
 from shoal.data.samples import Collate
+from shoal.integrations.agreed_stopping import AgreedStopping
 from shoal.integrations.job_batches import JobBatches
+from shoal.integrations.lightning_batches import CollatedWhole, LightningBatches
+from shoal.integrations.trainer_limits import JobCounters, refuse_parts_of_epochs
 from shoal.session.session import Session
 from shoal_proto.errors import InvalidSpec
 
 FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
 """Strategies under which a member evaluates its model without the others."""
+
+OWN_REPLICAS = frozenset({"local-sgd", "diloco"})
+"""Strategies under which members have no state in common between steps."""
 
 
 class SessionStrategy(SingleDeviceStrategy):
@@ -71,27 +79,32 @@ class SessionStrategy(SingleDeviceStrategy):
         dataset: Dataset | DataLoader[Any],
         *,
         global_batch_size: int | None = None,
-        epochs: int = 1,
+        epochs: int | None = None,
         seed: int | None = None,
         shuffle: bool | None = None,
         collate: Collate | None = None,
         **loading: Unpack[LoadingOptions],
-    ) -> "LightningBatches":
-        """What `trainer.fit` trains on: as `session.batches`, each a pair (inputs, targets).
+    ) -> LightningBatches:
+        """What `trainer.fit` trains on: as `session.batches`, each as a DataLoader would give it.
 
-        They say when the training ends, so the Trainer gets `max_epochs=-1`.
+        Without `epochs`, the Trainer's `max_epochs` or `max_steps` say when the training ends.
         """
-        job = JobBatches(
-            self._session,
-            dataset,
-            global_batch_size=global_batch_size,
-            epochs=epochs,
-            seed=seed,
-            shuffle=shuffle,
-            collate=collate,
-            **loading,
-        )
-        self._batches = LightningBatches(job)
+
+        def job(epochs: int, collate: Collate | None) -> JobBatches:
+            return JobBatches(
+                self._session,
+                dataset,
+                global_batch_size=global_batch_size,
+                epochs=epochs,
+                seed=seed,
+                shuffle=shuffle,
+                collate=collate,
+                **loading,
+            )
+
+        own = dataset.collate_fn if isinstance(dataset, DataLoader) else None
+        given = collate or loading.get("collate_fn") or own or default_collate
+        self._batches = LightningBatches(job, epochs, collate, CollatedWhole(given))
         return self._batches
 
     # --- what Lightning calls ---
@@ -106,10 +119,32 @@ class SessionStrategy(SingleDeviceStrategy):
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
         super().on_train_start()
+        trainer, batches = self._trainer(), self._present_batches()
+        if trainer.train_dataloader is not batches:
+            raise _other_batches()
+        batches.begin(JobCounters(trainer, len(batches)))
+
+    def on_train_end(self) -> None:
+        """A Trainer that stops before the samples end, as a callback wants it, ends the job."""
+        super().on_train_end()
+        batches, trainer = self._present_batches(), self._trainer()
+        if batches.is_over:
+            return
+        self._session.stop("Lightning stopped the training")
+        # Members meet in the step that is not taken: others may not have been told to stop.
+        batch = batches.take()
+        if batch is not None:
+            batch = self.batch_to_device(batch)
+            trainer._logger_connector.on_batch_start(batch)
+            loop = trainer.fit_loop.epoch_loop
+            given = loop._build_kwargs(OrderedDict(), batch, loop.batch_idx)
+            loop.automatic_optimization.run(self.optimizers[0], loop.batch_idx, given)
+        batches.end()
 
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == "fit":
             _refuse(trainer, trainer.lightning_module)
+            refuse_parts_of_epochs(trainer)
             # Now, when the Trainer has told by its own choice what precision it was asked for.
             mixed = isinstance(trainer.precision_plugin, MixedPrecision)
             dtype = torch.bfloat16 if mixed else None
@@ -118,10 +153,20 @@ class SessionStrategy(SingleDeviceStrategy):
             )
             # To Lightning each batch is a step; its parts are the session's.
             self._num_parts, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+            if self._batches is None:
+                trainer.fit_loop.setup_data()  # a train_dataloader() that makes them
+            # Before schedules are made: scripts ask the Trainer how long they are.
+            trainer.fit_loop.max_epochs = self._present_batches().decide(trainer)
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._refuse_distributed(trainer)
+            if self._session.strategy.name not in {"ddp", *OWN_REPLICAS}:
+                trainer.num_sanity_val_steps = 0  # weights are there from the first batch on
             self._take_schedules()
+            for number, each in enumerate(trainer.early_stopping_callbacks):
+                stopping = AgreedStopping(each, self._session)
+                if self._session.strategy.name not in OWN_REPLICAS:
+                    self._session.register(f"lightning-early-stopping-{number}", stopping)
 
     def _refuse_distributed(self, trainer: Trainer) -> None:
         """Raise InvalidSpec for what the module's `configure_optimizers` has brought along."""
@@ -204,8 +249,12 @@ class SessionStrategy(SingleDeviceStrategy):
             super().remove_checkpoint(filepath)
 
     def training_step(self, batch: Any, *positional: Any, **options: Any) -> Any:
-        taken = batch if self._again is None else self._again
-        return super().training_step(taken, *positional, **options)
+        if self._again is None:
+            return super().training_step(batch, *positional, **options)
+        if positional:
+            index = self._trainer().fit_loop.epoch_loop.batch_idx
+            positional = (index, *positional[1:])
+        return super().training_step(self._again, *positional, **options)
 
     def optimizer_step(
         self,
@@ -215,72 +264,32 @@ class SessionStrategy(SingleDeviceStrategy):
         **options: Any,
     ) -> Any:
         """One committed step, however many attempts it takes."""
-        batches = self._present_batches()
-        self._again = None
+        batches, max_steps = self._present_batches(), self._trainer().max_steps
+        self._again = result = None
         while True:
             with self._session.step() as step:
+                if self._session.step_number + 1 == max_steps and not batches.is_last:
+                    self._session.stop(f"max_steps={max_steps}")
                 result = super().optimizer_step(optimizer, closure, model, **options)
             if step.committed:
                 self._step_schedules()
-                if not batches.last_is_done:
+                if not batches.last_is_done and self._session.step_number != max_steps:
                     return result
             # The same step, cut for who is left; or none, when all members have the last one.
-            pair = batches.take()
-            if pair is None:
+            again = batches.take_again()
+            if again is None:
                 self._trainer().should_stop = True
                 return result
-            self._again = self.batch_to_device(pair)
+            self._again = self.batch_to_device(again)
 
-    def _present_batches(self) -> "LightningBatches":
+    def _present_batches(self) -> LightningBatches:
         if self._batches is None:
-            raise InvalidSpec(
-                "the Trainer was given other batches",
-                expected="trainer.fit(module, strategy.batches(dataset, ...))",
-            )
+            raise _other_batches()
         return self._batches
 
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None, "Lightning connects it before it trains"
         return self.lightning_module.trainer
-
-
-class LightningBatches:
-    """Made by `SessionStrategy.batches`. An iteration goes to the end of the job's epoch."""
-
-    def __init__(self, job: JobBatches) -> None:
-        self._job = job
-        self._batch: Batch | None = None
-
-    def __len__(self) -> int:
-        """Steps of a whole epoch. Without it Lightning would ask for a batch ahead of its step."""
-        return self._job.steps_per_epoch
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        while (pair := self.take()) is not None:
-            yield pair
-            if self._job.epoch_is_done:
-                return
-
-    def take(self) -> tuple[Any, Any] | None:
-        """This member's part of the job's next step; None after the last."""
-        self._batch = self._job.take()
-        return None if self._batch is None else (self._batch.inputs, self._batch.targets)
-
-    def parts(self, num_parts: int) -> Iterator[tuple[Any, Any]]:
-        """What was taken last, as so many micro-batches: within the step on it."""
-        assert self._batch is not None, "a step is taken on a batch"
-        for part in self._batch.parts(num_parts):
-            yield part.inputs, part.targets
-
-    @property
-    def epoch_is_done(self) -> bool:
-        """Whether the step committed last was the last of its epoch."""
-        return self._job.epoch_is_done
-
-    @property
-    def last_is_done(self) -> bool:
-        """Whether this member has committed the job's last step."""
-        return self._job.last_is_done
 
 
 class _SessionPrecision(Precision):
@@ -366,3 +375,10 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             seen=f"ckpt_path={trainer.ckpt_path!r}",
             expected="shoal.Checkpoints, from which a job continues by itself",
         )
+
+
+def _other_batches() -> InvalidSpec:
+    return InvalidSpec(
+        "the Trainer was given other batches",
+        expected="trainer.fit(module, strategy.batches(dataset, ...))",
+    )

@@ -202,11 +202,13 @@ class Training:
         """Of each model, the optimizers that hold parameters of it."""
 
     def chosen(self, given: Optimizer | Sequence[Optimizer] | None, call: str) -> frozenset[str]:
-        """The names of the optimizers that are given.
+        """The names of the optimizers that are given; of the only one where none is.
 
-        Raises InvalidSpec where none is given, or one that is not the session's.
+        Raises InvalidSpec where none of several is given, or one that is not the session's.
         """
         own = ", ".join(self._optimizers)
+        if given is None and len(self._optimizers) == 1:
+            return frozenset(self._optimizers)
         if given is None:
             raise InvalidSpec(
                 f"{call} does not say which optimizers it is for",

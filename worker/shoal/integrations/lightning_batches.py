@@ -1,0 +1,117 @@
+"""A job's batches for Lightning's Trainer: each as a DataLoader would give it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from shoal.data.batches import Batch
+from shoal.data.samples import Collate
+from shoal.integrations.job_batches import JobBatches
+from shoal.integrations.trainer_limits import JobCounters, epochs_of
+
+
+class CollatedWhole:
+    """Batches as the script's own `collate` makes them, inputs and targets together."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        collated = self._collate(samples)
+        # Of a list it could not be told whether it holds a tensor a sample.
+        return {"whole": tuple(collated) if isinstance(collated, list) else collated}
+
+
+class LightningBatches:
+    """Made by `SessionStrategy.batches`. An iteration goes to the end of the job's epoch."""
+
+    def __init__(
+        self,
+        job_of: Callable[[int, Collate | None], JobBatches],
+        epochs: int | None,
+        collate: Collate | None,
+        whole: CollatedWhole,
+    ) -> None:
+        """`job_of`: of so many epochs, collated so; without `epochs` the Trainer says how many."""
+        self._job_of, self._epochs = job_of, epochs
+        self._job = job_of(epochs or 1, collate)
+        self._is_collated = self._job.num_columns is None
+        self._collate = whole if self._is_collated else collate
+        self._batch: Batch | None = None
+        self._ahead: Batch | None = None
+        self._counters: JobCounters | None = None
+        self.is_over = False
+        """Whether all members have come to the job's end."""
+
+    def decide(self, trainer: Trainer) -> int:
+        """How many epochs are trained. Raises InvalidSpec where that is said in two ways."""
+        epochs = epochs_of(trainer, self._epochs, len(self))
+        self._job = self._job_of(epochs, self._collate)
+        return epochs
+
+    def begin(self, counters: JobCounters) -> None:
+        """Wait for the job; the counters are of where it stands from then on."""
+        self._counters, self._ahead = counters, self._job.take()
+        self.is_over = self._ahead is None
+        counters.stand_at(self._job.step_number if self._ahead is None else self._ahead.step)
+
+    def end(self) -> None:
+        """No step is taken any more: what was tried last does not count."""
+        assert self._counters is not None, "it was begun"
+        self._counters.count_steps(self._job.step_number)
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch. Without it Lightning would ask for a batch ahead of its step."""
+        return self._job.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        while (content := self.take()) is not None:
+            assert self._counters is not None and self._batch is not None, "taken"
+            self._counters.before(self._batch.step)
+            yield content
+            if self._job.epoch_is_done:
+                return
+
+    def take(self) -> Any:
+        """This member's part of the job's next step; None after the last."""
+        self._batch, self._ahead = self._ahead or self._job.take(), None
+        self.is_over = self._batch is None
+        return None if self._batch is None else self._content(self._batch)
+
+    def take_again(self) -> Any:
+        """The same, in the place of a step that Lightning has begun."""
+        content = self.take()
+        if self._batch is not None and self._counters is not None:
+            self._counters.again(self._batch.step)
+        return content
+
+    def parts(self, num_parts: int) -> Iterator[Any]:
+        """What was taken last, as so many micro-batches: within the step on it."""
+        assert self._batch is not None, "a step is taken on a batch"
+        for part in self._batch.parts(num_parts):
+            yield self._content(part)
+
+    def _content(self, batch: Batch) -> Any:
+        """As a DataLoader gives it: all parts of the samples in a row, or what they are."""
+        if self._is_collated:
+            return batch.inputs["whole"]
+        if self._job.num_columns == 1:
+            return (batch.inputs,)
+        inputs = batch.inputs if isinstance(batch.inputs, tuple) else (batch.inputs,)
+        return (*inputs, batch.targets)
+
+    @property
+    def epoch_is_done(self) -> bool:
+        """Whether the step committed last was the last of its epoch."""
+        return self._job.epoch_is_done
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step of the batch taken last is the job's last."""
+        return self._batch is not None and self._batch.step + 1 == self._job.num_steps
+
+    @property
+    def last_is_done(self) -> bool:
+        """Whether this member has committed the job's last step."""
+        return self._job.last_is_done

@@ -1,0 +1,115 @@
+"""How long Lightning's Trainer is asked to train, and what its counters say: those of the job.
+
+Lightning counts what its own process does. A member that joins would begin at epoch 0, and scripts
+read the count: `self.current_epoch` for a weight that rises, `trainer.estimated_stepping_batches`
+for a schedule.
+"""
+
+import math
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from shoal_proto.errors import InvalidSpec
+
+NO_LIMIT = -1
+NOT_SAID = 1000
+"""What Lightning puts in the place of a `max_epochs` that is not given."""
+
+
+def epochs_of(trainer: Trainer, said: int | None, steps_per_epoch: int) -> int:
+    """For how many epochs of the data the job trains: as the batches say, else as the Trainer does.
+
+    Raises InvalidSpec where both do, and not the same.
+    """
+    limit = trainer.max_epochs
+    if said is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
+        return max(1, math.ceil(trainer.max_steps / steps_per_epoch))
+    if limit in (None, NO_LIMIT, NOT_SAID):
+        return 1 if said is None else said
+    assert isinstance(limit, int)
+    if said is not None and limit != said:
+        raise InvalidSpec(
+            "the Trainer and its batches are of different lengths",
+            seen=f"Trainer(max_epochs={limit}) and batches(..., epochs={said})",
+            expected="the same, or max_epochs=-1, or batches without epochs=",
+        )
+    return limit
+
+
+def refuse_parts_of_epochs(trainer: Trainer) -> None:
+    """Raise InvalidSpec for what lets Lightning end an epoch before the job's ends."""
+    refused = {
+        # These set the third.
+        "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
+        "overfit_batches": trainer.overfit_batches > 0,  # type: ignore[attr-defined]
+        "limit_train_batches": _is_part(trainer.limit_train_batches),
+        "max_epochs=0": trainer.max_epochs == 0,
+        "max_steps=0": trainer.max_steps == 0,
+    }
+    for name, is_asked in refused.items():
+        if is_asked:
+            raise InvalidSpec(
+                "the job's epochs are over all samples of its batches",
+                seen=name,
+                expected="a Trainer without it",
+                fix="Give a part of the data set to `batches`, a torch.utils.data.Subset, or"
+                " max_steps= to the Trainer.",
+            )
+
+
+def _is_part(limit: int | float | None) -> bool:
+    """Lightning takes 1.0 for all batches of an epoch, and 1 for one of them."""
+    return not (limit is None or (isinstance(limit, float) and limit == 1.0))
+
+
+class JobCounters:
+    """Sets a Trainer's counters to what the job has done."""
+
+    def __init__(self, trainer: Trainer, steps_per_epoch: int) -> None:
+        self._loop: Any = trainer.fit_loop
+        self._steps_per_epoch = steps_per_epoch
+
+    def stand_at(self, step: int) -> None:
+        """Before an epoch: the one that is trained next is that of this step."""
+        epoch = step // self._steps_per_epoch
+        self._set_epoch(ready=epoch, done=epoch)
+        self._set_steps(step)
+
+    def before(self, step: int) -> None:
+        """Lightning is about to count this step's batch."""
+        self._take(step, ready=step % self._steps_per_epoch)
+
+    def count_steps(self, step: int) -> None:
+        """So many steps were taken, whatever Lightning has tried since."""
+        self._set_steps(step)
+
+    def again(self, step: int) -> None:
+        """Lightning has counted a batch, and this step is taken in its place."""
+        ready = step % self._steps_per_epoch + 1
+        self._take(step, ready=ready)
+        is_last = ready >= self._steps_per_epoch
+        self._loop.epoch_loop.batch_progress.is_last_batch = is_last
+        self._loop._data_fetcher.done = is_last
+
+    def _take(self, step: int, *, ready: int) -> None:
+        epoch, done = divmod(step, self._steps_per_epoch)
+        self._set_epoch(ready=epoch + 1, done=epoch)
+        self._set_steps(step)
+        progress = self._loop.epoch_loop.batch_progress
+        for each, before in ((progress.current, 0), (progress.total, step - done)):
+            each.ready = each.started = before + ready
+            each.processed = each.completed = before + done
+        self._loop._data_fetcher.fetched = ready
+
+    def _set_epoch(self, *, ready: int, done: int) -> None:
+        progress = self._loop.epoch_progress
+        for each in (progress.current, progress.total):
+            each.ready = each.started = ready
+            each.processed = each.completed = done
+
+    def _set_steps(self, step: int) -> None:
+        epoch_loop = self._loop.epoch_loop
+        epoch_loop._batches_that_stepped = step
+        taken = epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        taken.total.ready = taken.total.completed = step
