@@ -76,6 +76,9 @@ class BatchSource(ABC):
         Returns once all of them have."""
         return False
 
+    def left(self) -> None:  # noqa: B027 - what is left to do depends on no step that was reached
+        """The script has left its loop, or has come to its end."""
+
     def _offer(self, batch: Batch) -> Iterator[Batch]:
         self.batch, self._is_trained = batch, False
         attempts = self._num_attempts
@@ -148,12 +151,27 @@ class SynchronousBatches(BatchSource):
         assert isinstance(strategy, SynchronousStrategy), "these are its batches"
         if strategy.position.wish is None:
             return False
+        self.left()
+        self._check_end()
         strategy.position.agree_to_stop(strategy.step)
         with suppress(JobFinished):
             while not self._finish():
                 self._controller.ensure_generation(self._fields)
+                self._check_end()
         self._is_over()
         return True
+
+    def _check_end(self) -> None:
+        self._controller.call.check_end("the end of a job", self._controller.strategy.step)
+
+    def left(self) -> None:
+        if self.batch is not None and not self.all_trained:
+            # What the state went back to since, in a call within the loop, is no end of it.
+            self._controller.call.end_step = self.batch.step + int(self._is_trained)
+
+    def _offer(self, batch: Batch) -> Iterator[Batch]:
+        self._controller.call.end_step = 0
+        return super()._offer(batch)
 
     def _is_over(self) -> None:
         self.all_trained = True
@@ -241,14 +259,25 @@ class LeasedBatches(BatchSource):
 
 class Batches(Iterator[Batch]):
     """What `session.batches` returns. `len()` is the number of steps of the whole job, for progress
-    bars; a job whose members go at their own pace has none, since it depends on the others."""
+    bars; a job whose members go at their own pace has none, since it depends on the others.
+
+    Where a loop over it is left, what has been trained is what the script wants: no call behind it
+    is of an earlier step. A loop over it that is begun later goes on from there."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
         self._batches = iter(source)
 
-    def __iter__(self) -> "Batches":
-        return self
+    def __iter__(self) -> Iterator[Batch]:
+        try:
+            while True:
+                try:
+                    batch = next(self._batches)
+                except StopIteration:
+                    return
+                yield batch
+        finally:
+            self._source.left()
 
     def __next__(self) -> Batch:
         return next(self._batches)

@@ -49,7 +49,19 @@ class CallBetweenSteps:
     has_too_few: bool = False
     """The generation has fewer members than a step needs, for the sake of the call."""
     end_step: int = 0
-    """Where the batches have ended: so many steps are behind the call, and none can come again."""
+    """Where the script's loop over the batches has ended: so many steps are behind the call, and
+    none can come again."""
+
+    def check_end(self, call: str, step: int) -> None:
+        """Raise StateLost where the state went back behind the script's loop: it is over."""
+        if step < self.end_step:
+            raise StateLost(
+                f"{call} behind the loop over the batches cannot be of the trained model",
+                seen=f"so many members lost behind it that the others hold step {step} at best",
+                expected=f"step {self.end_step}, whole on the members that are left",
+                fix="Run the job again with --fresh, from its newest checkpoint if its script has "
+                "checkpoints=. With more copies (copies=2) more members may be lost at once.",
+            )
 
 
 class ElasticController:

@@ -1,7 +1,7 @@
 """A member of a job as a training script sees it."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
@@ -38,6 +38,7 @@ from shoal.tracking.tracker import Tracker
 from shoal_proto.errors import InvalidSpec, ShoalError
 
 S = TypeVar("S", bound=Stateful)
+T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 Given = TypeVar("Given", bound=Optimizers)
 
@@ -99,7 +100,7 @@ class Session:
         if error is not None:
             note_loss(error, self._controller)
             self.leave(reason=reason_of(error))
-        elif not (self._source is None or self._source.all_trained or self._source.stop()):
+        elif not self._has_ended():
             self.leave(reason="left before the last batch")
         else:
             trained = self._controller.strategy if self._trained.fields else None
@@ -109,9 +110,18 @@ class Session:
                 raise trained.checkpoint_failure
             self.leave(reason=reason_of_end(trained), completed=True)
 
+    def _has_ended(self) -> bool:
+        """Whether the job has, with what this member has trained; waits for the others."""
+        source = self._source
+        return source is None or source.all_trained or self._leaving_for(source.stop)
+
     def _conclude(self) -> None:
+        self._leaving_for(self._controller.conclude)
+
+    def _leaving_for(self, act: Callable[[], T]) -> T:
+        """What it returns; with an error of it the member leaves."""
         try:
-            self._controller.conclude()
+            return act()
         except ShoalError as error:
             self._controller.membership.failed_for_good(error)
             self.leave(reason=reason_of(error))

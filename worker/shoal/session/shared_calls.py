@@ -17,7 +17,7 @@ from shoal.membership.step_messages import refuse_earlier
 from shoal.session.elastic_controller import ElasticController
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
-from shoal_proto.errors import GenerationBroken, InvalidSpec, JobFinished, StateLost
+from shoal_proto.errors import GenerationBroken, InvalidSpec, JobFinished
 
 T = TypeVar("T")
 Value = float | int | Tensor | Mapping[str, float | int | Tensor]
@@ -56,6 +56,7 @@ class SharedCalls:
         strategy = self._strategy(call)
         position = strategy.position
         refuse_earlier(position.form, call)
+        self._controller.call.check_end(call, strategy.step)
         # Until it returns nobody is taken in whose script would be elsewhere.
         self._controller.call.is_under_way = True
         try:
@@ -66,7 +67,7 @@ class SharedCalls:
             position.in_call = True
             while True:
                 generation = self._controller.stand(self._fields)
-                self._check_end(call, strategy.step)
+                self._controller.call.check_end(call, strategy.step)
                 group = strategy.group
                 refuse_earlier(position.form, call)
                 position.stands(call, is_call=True)
@@ -81,18 +82,6 @@ class SharedCalls:
         finally:
             self._controller.call.is_under_way = position.in_call = False
             position.stands("")
-
-    def _check_end(self, call: str, step: int) -> None:
-        """Raise StateLost where the state went back behind the script's loop: it is over."""
-        end_step = self._controller.call.end_step
-        if step < end_step:
-            raise StateLost(
-                f"{call} behind the last batch cannot be of the trained model",
-                seen=f"so many members lost behind it that the others hold step {step} at best",
-                expected=f"step {end_step}, whole on the members that are left",
-                fix="Run the job again with --fresh, from its newest checkpoint if its script has "
-                "checkpoints=. With more copies (copies=2) more members may be lost at once.",
-            )
 
     def _confirm(self, group: dist.ProcessGroup) -> bool:
         """Whether it is certain that all members have come so far."""

@@ -1,0 +1,186 @@
+"""A script leaves its loop before the last batch, and a member is lost behind it: what the others
+ask for is of the step that was reached, or they are told that it is lost."""
+
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from support.training.elastic_bodies import build
+from support.training.elastic_bodies import numbers as data
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal.session.session import Session
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import StateLost
+
+WAIT_S = 60.0
+STEPS = 3
+"""The newest copy of what a member holds is of step 1."""
+Train = Callable[[shoal.Batch], None]
+Loop = Callable[[Session, Any, Train], Any]
+"""(session, batches, train): trains on so many batches, and leaves; what the script keeps."""
+
+
+class Killed(Exception):
+    """Ends a member where a signal would."""
+
+
+def stops(session: Session, batches: Any, train: Train) -> None:
+    for batch in batches():
+        train(batch)
+        if session.step_number == STEPS:
+            session.stop("the loss is low")
+            break
+
+
+def breaks(session: Session, batches: Any, train: Train) -> None:
+    for batch in batches():
+        train(batch)
+        if session.step_number == STEPS:
+            break
+
+
+def breaks_and_keeps_the_batches(session: Session, batches: Any, train: Train) -> Any:
+    kept = batches()
+    for batch in kept:
+        train(batch)
+        if session.step_number == STEPS:
+            break
+    return kept
+
+
+def fails_in_its_own_code(session: Session, batches: Any, train: Train) -> None:
+    def loop() -> None:
+        for batch in batches():
+            train(batch)
+            if session.step_number == STEPS:
+                raise KeyError("a column")
+
+    with suppress(KeyError):
+        loop()
+
+
+def goes_back_in_the_loop(session: Session, batches: Any, train: Train) -> None:
+    """It measures the model first, which a member is lost in."""
+    for batch in batches():
+        train(batch)
+        if session.step_number == STEPS:
+            if session.member_id == "c":
+                raise Killed
+            session.all_reduce(1)
+            break
+
+
+def member(cluster: LocalCluster, job: str, strategy: Any, loop: Loop, act: Any) -> Any:
+    def run(name: str, model: Any, optimizer: Any) -> Any:
+        with shoal.join(
+            job,
+            member_id=name,
+            coordinator=cluster.coordinator,
+            backend="in-memory",
+            desired_members=3,
+        ) as session:
+            session.distribute(model, optimizer, strategy=strategy())
+
+            def train(batch: shoal.Batch) -> None:
+                with session.step():
+                    session.forward_backward(batch, cross_entropy)
+
+            def batches() -> Any:
+                return session.batches(data(), global_batch_size=24, epochs=20)
+
+            kept = loop(session, batches, train)
+            assert kept is None or len(kept) > STEPS
+            return act(session, name)
+
+    return run
+
+
+def crew(cluster: LocalCluster, strategy: Any, loop: Loop, act: Any) -> list[Any]:
+    """What three threads have come to."""
+    made = [build("sgd", "layers") for _ in range(3)]
+    run = member(cluster, f"left-{secrets.token_hex(4)}", strategy, loop, act)
+    with ThreadPoolExecutor(3) as threads:
+        ends = [threads.submit(run, name, *each) for name, each in zip("abc", made, strict=True)]
+        return [end.exception(WAIT_S) or end.result() for end in ends]
+
+
+def saves(session: Session, name: str) -> int:
+    if name == "c":
+        raise Killed
+    session.state_dict()
+    return session.step_number
+
+
+def are_told(survivors: list[Any]) -> None:
+    """The first of them to find out leaves, and another one may be told that it is left with less
+    than a whole state."""
+    assert all(isinstance(each, StateLost) for each in survivors), survivors
+    wanted = ("hold step 1 at best", f"expected step {STEPS}")
+    assert any(all(part in str(each) for part in wanted) for each in survivors), survivors
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop"),
+    [
+        (shoal.FSDP, stops),
+        (shoal.FSDP, breaks),
+        (shoal.FSDP, breaks_and_keeps_the_batches),
+        (shoal.FSDP, fails_in_its_own_code),
+        (shoal.FSDP, goes_back_in_the_loop),
+        (shoal.Zero1, stops),
+        (shoal.Pipeline, breaks),
+    ],
+)
+def test_what_is_saved_behind_a_loop_is_of_no_earlier_step(
+    cluster: LocalCluster, strategy: Any, loop: Loop
+) -> None:
+    *survivors, lost = crew(cluster, strategy, loop, saves)
+    assert isinstance(lost, Killed)
+    are_told(survivors)
+
+
+def is_lost_at_the_end(session: Session, name: str) -> int:
+    assert session.state_dict()
+    if name == "c":
+        raise Killed
+    return session.step_number
+
+
+@pytest.mark.parametrize("strategy", [shoal.FSDP, shoal.DDP])
+def test_a_stopped_job_ends_with_the_step_that_was_reached(
+    cluster: LocalCluster, strategy: Any
+) -> None:
+    """Where that is lost, it has not finished: nobody takes an earlier one for its result."""
+    *survivors, lost = crew(cluster, strategy, stops, is_lost_at_the_end)
+    assert isinstance(lost, Killed)
+    if strategy is shoal.DDP:
+        assert survivors == [STEPS] * 2
+    else:
+        are_told(survivors)
+
+
+def test_a_loop_that_is_begun_again_goes_on_from_where_the_state_is(cluster: LocalCluster) -> None:
+    def loops_twice(session: Session, batches: Any, train: Train) -> None:
+        kept = batches()
+        for batch in kept:
+            train(batch)
+            if session.step_number == STEPS:
+                break
+        if session.member_id == "c":
+            raise Killed
+        for batch in kept:
+            train(batch)
+            if session.step_number == STEPS + 1:
+                break
+
+    def is_left(session: Session, name: str) -> int:
+        return session.all_reduce(session.step_number, "min")
+
+    *survivors, lost = crew(cluster, shoal.FSDP, loops_twice, is_left)
+    assert isinstance(lost, Killed)
+    assert survivors == [STEPS + 1] * 2
