@@ -49,6 +49,9 @@ class World:
     generation: int = 0
     kept_rooms: KeptRooms | None = None
     """Memory that this rank had in common with others in the generation before."""
+    completes_passes: bool = False
+    """Whether gradients are those of the whole batch behind each pass that `Layout` makes, and not
+    only from `Layout.reduce` on."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
     """Where it is noted for which layers this rank has met others."""
 
@@ -188,9 +191,18 @@ class Layout(ABC):
     def begin(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
         """Called at the beginning of a step, with no gradients there. May communicate."""
 
-    def reduce_in_backward(self, reduces: bool) -> None:  # noqa: B027
+    reduces: bool = True
+    """See `reduce_in_backward`."""
+
+    def reduce_in_backward(self, reduces: bool) -> None:
         """Whether the passes from here on bring this rank's gradients together with the others', or
-        leave them to a later pass. For layouts that reduce in backward."""
+        leave them to a later pass."""
+        self.reduces = reduces
+
+    @property
+    def completes(self) -> bool:
+        """Whether the pass that begins leaves gradients of the whole batch behind."""
+        return self.reduces and self.world.completes_passes
 
     def begin_pass(self) -> None:  # noqa: B027 - most layouts tell passes apart by nothing
         """A backward pass of this model begins."""

@@ -34,10 +34,15 @@ class NonFiniteCheck:
         self._has_looked = False
 
     def look(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Look at this rank's own gradients, before those of others come in. Once a step."""
+        """Look at this rank's own gradients, before those of others come in: all of the step."""
+        self.look_behind_pass(parameters)
+        self._has_looked = True
+
+    def look_behind_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Look at what one pass of several has given, unless `look` has seen all of the step. Those
+        of earlier passes, in which others have had a part, must not be among the gradients."""
         if not self._has_looked:
-            self._has_looked = True
-            self._own = name_of_fault(parameters)
+            self._own = self._own or name_of_fault(parameters)
 
     @property
     def is_own(self) -> bool:

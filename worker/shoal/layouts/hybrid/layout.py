@@ -14,6 +14,7 @@ from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.hybrid.mesh import MeshShape
 from shoal.layouts.non_finite_check import NonFiniteCheck
+from shoal.layouts.pass_gradients import PassGradients
 from shoal.layouts.pipeline.layout import PipelineLayout, ScheduleSpec
 from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.tensor.layer_group import TensorGroup
@@ -72,6 +73,7 @@ class HybridLayout(Layout):
         if plan.mesh.tensor > 1:
             world.exchanges.align(self._inner.parameters)
         self.non_finite_check = self._inner.non_finite_check
+        self._gradients = PassGradients(self.parameters.values())
 
     @property
     def plain(self) -> nn.Module:
@@ -99,21 +101,33 @@ class HybridLayout(Layout):
     def begin(self) -> None:
         self._ranks.begin()
         self._inner.begin()
+        self._gradients.begin()
+
+    def reduce_in_backward(self, reduces: bool) -> None:
+        super().reduce_in_backward(reduces)
+        self._inner.reduce_in_backward(reduces)
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        self._inner.backward(loss, weight)
+        with self._gradients.of_pass(self._complete, completes=self.completes):
+            self._inner.backward(loss, weight)
 
     def forward_backward(
         self, inputs: object, targets: object, loss_function: LossFunction, weight: float
     ) -> Tensor:
-        return self._inner.forward_backward(inputs, targets, loss_function, weight)
+        with self._gradients.of_pass(self._complete, completes=self.completes):
+            return self._inner.forward_backward(inputs, targets, loss_function, weight)
 
     @torch.no_grad()
-    def reduce(self) -> None:
+    def _complete(self) -> None:
         """Average over the copies of this stage and split, and over nobody else."""
         self._inner.reduce()
         if self.plan.mesh.data > 1:
             average(list(self.parameters.values()), self._groups["data"])
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Complete what no pass has, and keep the copies in a tensor group the same."""
+        self._gradients.finish(self._complete)
         if self.plan.mesh.tensor > 1:
             align(list(self.parameters.values()), self._ranks)
 
@@ -164,7 +178,7 @@ class _OneStage(Layout):
         self.non_finite_check.begin()
 
     def reduce(self) -> None:
-        self.non_finite_check.look(self._parameters)
+        self.non_finite_check.look_behind_pass(self._parameters)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

@@ -17,6 +17,7 @@ from shoal.backends.abortable.waiter import add_subgroup
 from shoal.layouts.base import World
 from shoal.layouts.hybrid.layout import buckets
 from shoal.layouts.non_finite_check import NonFiniteCheck
+from shoal.layouts.pass_gradients import PassGradients
 from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
 from shoal.layouts.tensor.layer_group import TensorGroup
 from shoal.layouts.tensor.layout import parallelise
@@ -50,6 +51,7 @@ class SplitShardedLayout(ShardedLayout):
         super().__init__(model, world, options)
         self.data_index, self.data_count = self._row, world.world_size // plan.degree
         self.non_finite_check = NonFiniteCheck(world.group, world.device)
+        self._gradients = PassGradients(map(self._parameters.__getitem__, self._summed))
 
     def _rows_and_copies(self, options: ShardedOptions) -> DeviceMesh:
         world, degree = self.world, self.plan.degree
@@ -111,6 +113,18 @@ class SplitShardedLayout(ShardedLayout):
         self._ranks.begin()
         super().begin()
         self.non_finite_check.begin()
+        self._gradients.begin()
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        completes = self.completes and bool(self._summed)
+        with self._gradients.of_pass(self._complete, completes=completes):
+            super().backward(loss, weight)
+
+    @torch.no_grad()
+    def _complete(self) -> None:
+        """Sum up the gradients of which each rank has those of its positions."""
+        if self.plan.degree > 1:
+            self._ranks.sum_packed(gradients_of(self._parameters, self._summed))
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -124,9 +138,9 @@ class SplitShardedLayout(ShardedLayout):
         self.non_finite_check.found(
             next((r.parameter for r in self._reductions.values() if r.own), "")
         )
+        self._gradients.finish(self._complete)
         if self.plan.degree == 1:
             return
-        self._ranks.sum_packed(gradients_of(self._parameters, self._summed))
         whole = [
             parameter
             for name, parameter in self._parameters.items()

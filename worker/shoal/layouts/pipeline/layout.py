@@ -13,6 +13,7 @@ from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.shared_memory.words import Words, bits_of, number_of
 from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.non_finite_check import NonFiniteCheck
+from shoal.layouts.pass_gradients import PassGradients
 from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.schedules import PipelineRunner, StepInputs, num_microbatches
@@ -64,9 +65,10 @@ class PipelineLayout(Layout):
         self._room: SharedRoom | None = None
         self._num_passes = 0
         self._parameters = self.stage.parameters
-        self._complete = False
+        self._has_passed = False
         self.non_finite_check = NonFiniteCheck(world.group, world.device)
         self.faults_are_own = all(len(stages) == 1 for stages in self.stage.holders.values())
+        self._gradients = PassGradients(self._tied().values())
         self.module = _Whole(self)
         self._shown = proxy_of(self.stage.model, lambda: self.module)
 
@@ -92,8 +94,9 @@ class PipelineLayout(Layout):
     # --- a step ---
 
     def begin(self) -> None:
-        self._complete = False
+        self._has_passed = False
         self.non_finite_check.begin()
+        self._gradients.begin()
 
     def backward(self, loss: Tensor, weight: float) -> None:
         raise _needs_forward_backward()
@@ -102,6 +105,13 @@ class PipelineLayout(Layout):
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
         """See the base. The loss is that of the last stage, told to all ranks of the pipeline."""
+        completes = self.completes and not self.faults_are_own
+        with self._gradients.of_pass(self._complete, completes=completes):
+            return self._pass(inputs, targets, loss_function, weight)
+
+    def _pass(
+        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
+    ) -> Tensor:
         step_inputs = StepInputs(
             inputs=self.stage.bind((inputs,), {}),
             targets=targets,
@@ -118,7 +128,7 @@ class PipelineLayout(Layout):
                 self._room.memory.cut("a pass has failed")
             raise
         loss = self._told(loss, runner)
-        self._complete = True
+        self._has_passed = True
         return loss
 
     def _told(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
@@ -181,16 +191,23 @@ class PipelineLayout(Layout):
             del self._runners[next(iter(self._runners))]
         return runner
 
-    def reduce(self) -> None:
+    def _tied(self) -> dict[str, nn.Parameter]:
+        """What this stage trains and others use as well."""
+        shared = (name for name, stages in self.stage.holders.items() if len(stages) > 1)
+        held = {n: self._parameters[n] for n in shared if n in self._parameters}
+        return {name: each for name, each in held.items() if each.requires_grad}
+
+    def _complete(self) -> None:
         """Sum the gradients of parameters that several stages use, among those stages."""
-        self.non_finite_check.look(self._parameters)
-        for name, stages in self.stage.holders.items():
-            parameter = self._parameters.get(name)
-            if parameter is not None and len(stages) > 1 and parameter.requires_grad:
-                _sum_among(parameter, stages, self._near)
+        self.non_finite_check.look_behind_pass(self._parameters)
+        for name, parameter in self._tied().items():
+            _sum_among(parameter, self.stage.holders[name], self._near)
+
+    def reduce(self) -> None:
+        self._gradients.finish(self._complete)
 
     def synchronised(self) -> bool:
-        return self._complete
+        return self._has_passed
 
     def release(self) -> None:
         # Modules, schedules and this layout refer to one another in circles: what holds the group

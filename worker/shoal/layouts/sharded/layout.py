@@ -5,11 +5,12 @@ Over all ranks, or over groups of them that each hold a copy (HSDP).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -231,6 +232,11 @@ class ShardedLayout(Layout):
     def watch(self, ours: Callable[[], bool]) -> None:
         for reduction in self._reductions.values():
             reduction.ours = ours
+        # Gradients of passes through the model come to what was gathered, and never to the parts.
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                refuse = partial(_refuse_to_pass_by, ours, name)
+                parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         for passes in self._passes:
@@ -240,6 +246,7 @@ class ShardedLayout(Layout):
         self._settle()
 
     def reduce_in_backward(self, reduces: bool) -> None:
+        super().reduce_in_backward(reduces)
         root: Any = self.module
         root.set_requires_gradient_sync(reduces)
 
@@ -382,3 +389,16 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
         reduce_dtype=options.reduce_dtype,
         output_dtype=output_dtype,
     )
+
+
+def _refuse_to_pass_by(ours: Callable[[], bool], name: str, _: Tensor) -> None:
+    """A gradient comes to this rank's part of a parameter itself, past what adds up those of all
+    ranks: weighed by this member's share of the batch it would be another one on each."""
+    if ours():
+        raise InvalidSpec(
+            "a loss computed with parameters of which each member has a part",
+            seen=f"{name} by itself, outside of a forward pass of the model",
+            expected="a loss of what the model's forward() returns",
+            fix="Compute what the loss needs of parameters in forward(), or use weight_decay;"
+            " strategies 'ddp' and 'zero1' leave parameters whole.",
+        )

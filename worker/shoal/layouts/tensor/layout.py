@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shoal.layouts.base import Layout, World, materialise
 from shoal.layouts.non_finite_check import NonFiniteCheck
+from shoal.layouts.pass_gradients import PassGradients
 from shoal.layouts.tensor.attention import SplitAttention
 from shoal.layouts.tensor.layer_group import LayerGroup, TensorGroup
 from shoal.layouts.tensor.parts import (
@@ -191,6 +192,7 @@ class TensorLayout(Layout):
         world.exchanges.align(self._parameters)
         self.non_finite_check = NonFiniteCheck(world.group, world.device)
         self.faults_are_own = not self._summed
+        self._gradients = PassGradients(map(self._parameters.__getitem__, self._summed))
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -208,6 +210,18 @@ class TensorLayout(Layout):
     def begin(self) -> None:
         self._ranks.begin()
         self.non_finite_check.begin()
+        self._gradients.begin()
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        completes = self.completes and bool(self._summed)
+        with self._gradients.of_pass(self._complete, completes=completes):
+            super().backward(loss, weight)
+
+    def _complete(self) -> None:
+        """Sum up the gradients of which each rank has those of its positions."""
+        self.non_finite_check.look_behind_pass(self._parameters)
+        if self.world.world_size > 1:
+            self._ranks.sum_packed(gradients_of(self._parameters, self._summed))
 
     def reduce(self) -> None:
         """Give all ranks the first one's gradients of whole parameters.
@@ -215,10 +229,9 @@ class TensorLayout(Layout):
         They are the same up to kernels that add in no fixed order, or to machines of two kinds;
         that is enough for copies to drift apart over many steps.
         """
-        self.non_finite_check.look(self._parameters)
+        self._gradients.finish(self._complete)
         if self.world.world_size == 1:
             return
-        self._ranks.sum_packed(gradients_of(self._parameters, self._summed))
         for gradients in self._whole_gradients():
             self._ranks.broadcast(gradients)
 

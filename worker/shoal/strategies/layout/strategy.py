@@ -140,6 +140,7 @@ class LayoutStrategy(SynchronousStrategy):
             group=group,
             generation=generation.number,
             kept_rooms=self._generation_group.kept_rooms,
+            completes_passes=self.position.meets_in_passes,
             exchanges=self.position.exchanges,
         )
         # What DTensor has derived for the meshes of old generations is of no use any more.
@@ -164,9 +165,8 @@ class LayoutStrategy(SynchronousStrategy):
             retarget(models_of(self._proxy)[name], module)
         self._attributes.note(self._proxy)
         own = self._collect(binding)
-        filled = replace(own, elsewhere=binding.known | own.shards.keys())
         self._peer_checkpoints.start(
-            filled,
+            replace(own, elsewhere=binding.known | own.shards.keys()),
             members,
             dist.new_group,
             # What is registered is whole on every member.

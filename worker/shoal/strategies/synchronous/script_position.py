@@ -59,6 +59,12 @@ class ScriptPosition:
     _place: Place | None = None
     """Where the script waits for others, but for the step."""
 
+    @property
+    def meets_in_passes(self) -> bool:
+        """Whether members make gradients those of the whole batch behind each pass. One of release
+        0.1.0 does so at the end of the step, where the others would not be."""
+        return self.form is not StepMessages.EARLIER
+
     def stands(self, what: str, *, is_call: bool = False) -> None:
         """The script waits for others there from now on, if it waits."""
         self._place = Place(step=0, num_calls=self.num_calls, what=what, is_call=is_call)

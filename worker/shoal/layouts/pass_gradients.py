@@ -1,0 +1,57 @@
+"""Gradients that are those of the whole batch as soon as a backward pass is over.
+
+Between its passes, and behind the last one, a script may read gradients or change them: it clamps
+them, or moves weights along them (sharpness-aware minimisation). What it sees has to be what one
+process sees, so a rank's own gradients, or summands of them, are brought together with the others'
+before `session.backward` returns. Layouts that do so in backward need none of this.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+Complete = Callable[[], None]
+"""Makes gradients, all of them this rank's own, those of the whole batch. Collective."""
+
+
+class PassGradients:
+    """What the passes of a step have added to gradients, complete or not."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Those to which a pass gives what is this rank's own."""
+        self._parameters = list(parameters)
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins, with no gradients there."""
+        self._are_own = True
+        self._kept: dict[nn.Parameter, Tensor] = {}
+
+    @contextmanager
+    def of_pass(self, complete: Complete, *, completes: bool) -> Iterator[None]:
+        """Around a pass. `completes`: behind it, or else with a later one, or by `finish`."""
+        if not self._are_own and not self._kept:
+            self._set_aside()
+        self._are_own = True
+        yield
+        if completes:
+            self.finish(complete)
+
+    def finish(self, complete: Complete) -> None:
+        """Complete what is not complete yet. Collective, unless everything is."""
+        if self._are_own:
+            self._are_own = False
+            complete()
+        kept, self._kept = self._kept, {}
+        with torch.no_grad():
+            for parameter, before in kept.items():
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+    def _set_aside(self) -> None:
+        """What is complete, and perhaps changed by the script since, is not to be completed with
+        what the next pass gives."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._kept[parameter], parameter.grad = parameter.grad, None
