@@ -38,12 +38,51 @@ def test_a_layer_that_one_member_leaves_out_is_refused_by_all_of_them(
 ) -> None:
     """In the generation in which it is left out. Regression: each generation broke by the limit of
     a collective, and the next one took the same step again, without end."""
+    strategy = "hybrid" if options is HYBRID else "tensor"
+    for each in refused(cluster, (strategy, options), names, left_out, in_evaluation):
+        assert "split layers among them computed with different layers" in each
+        assert "a: at the outputs of blocks.1.2" in each
+        other = "outer" if 2 in left_out else "blocks.2.2"
+        assert f"b: at the outputs of {other}" in each
+
+
+@pytest.mark.parametrize("in_evaluation", [False, True], ids=["in a step", "in an evaluation"])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        (("fsdp-tensor", {"tensor": 2, "min_split_bytes": 0, "min_group_bytes": 0}), (1, 3)),
+        (("hsdp", {"shard": 2, "min_group_bytes": 0}), (0, 1)),
+    ],
+    ids=["fsdp-tensor", "hsdp"],
+)
+def test_members_that_gather_nothing_with_the_one_that_left_it_out_are_told_too(
+    cluster: LocalCluster,
+    strategy: tuple[str, Mapping[str, int]],
+    ranks: tuple[int, int],
+    in_evaluation: bool,
+) -> None:
+    """Regression: they waited for others to come, or trained on with those that came back."""
+    told = refused(cluster, strategy, "abcd", frozenset({1}), in_evaluation)
+    assert len(set(told)) == 1
+    assert "computed with different layers at the same time" in told[0]
+    for rank in ranks:
+        assert f"rank {rank}: at the weights of the layer of" in told[0]
+
+
+def refused(
+    cluster: LocalCluster,
+    strategy: tuple[str, Mapping[str, int]],
+    names: str,
+    left_out: frozenset[int],
+    in_evaluation: bool,
+) -> list[str]:
+    """What each is told in the generation in which b leaves something out."""
     run = LeavingOut(
         coordinator=cluster.coordinator,
         job=f"left-out-{secrets.token_hex(4)}",
         member_id="",
-        strategy="hybrid" if options is HYBRID else "tensor",
-        options=options,
+        strategy=strategy[0],
+        options=strategy[1],
         min_members=len(names),
         desired_members=len(names),
         batch_size=24,
@@ -59,12 +98,8 @@ def test_a_layer_that_one_member_leaves_out_is_refused_by_all_of_them(
             for name in names
         ]
         told = [member.expect("refused") for member in members]
-        assert [each["generation"] for each in told] == [1] * len(names)
-        for each in told:
-            assert "split layers among them computed with different layers" in each["text"]
-            assert "a: at the outputs of blocks.1.2" in each["text"]
-            other = "outer" if 2 in left_out else "blocks.2.2"
-            assert f"b: at the outputs of {other}" in each["text"]
+    assert [each["generation"] for each in told] == [1] * len(names)
+    return [each["text"] for each in told]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ for that: in the message that ends a step, and by whoever has waited for long.
 import json
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -88,6 +88,10 @@ class LayerExchanges:
         """What the ranks have whole, by the deed of leaving it without a gradient."""
         self.peers: Sequence[int] = ()
         """The ranks that have to do the same, this one too; none: nobody splits layers."""
+        self.is_told = False
+        """Whether others than this rank's own group may find a difference, and `tell` of it."""
+        self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
+        """What a rank does before it raises a refusal that some of the ranks know of alone."""
 
     def among(self, peers: Sequence[int]) -> None:
         """These split layers with this rank. Where models of a script are split among different

@@ -5,7 +5,7 @@ next gathering would be given rows of another one, and Gloo ends the process (SI
 sent more than it waits for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,15 @@ def to_sum(number: int) -> int:
 class LayerOrder:
     """Of one rank. All ranks of the group call the same methods in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup, names: Sequence[str]) -> None:
-        """`names`: of the groups of parameters, by their numbers."""
-        self._group, self._names = group, names
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        names: Sequence[str],
+        tell: Callable[[InvalidSpec], None] = lambda refusal: None,
+    ) -> None:
+        """`names`: of the groups of parameters, by their numbers. `tell`: see
+        `LayerExchanges.tell`."""
+        self._group, self._names, self._tell = group, names, tell
 
     def check(self, deed: int) -> None:
         """Collective: return if all ranks are about to do this. Raises InvalidSpec, on all ranks,
@@ -49,7 +55,10 @@ class LayerOrder:
         deeds = words.tolist()
         if len(set(deeds)) > 1:
             let_all_hear(self._group)
-            raise different_layers(dist.get_process_group_ranks(self._group), deeds, self._names)
+            ranks = dist.get_process_group_ranks(self._group)
+            refusal = different_layers(ranks, deeds, self._names)
+            self._tell(refusal)
+            raise refusal
 
 
 def different_layers(

@@ -113,6 +113,7 @@ class ShardedLayout(Layout):
         self._shard(model, options)
         self._slots = self._share(options)
         self._check_copies()
+        world.exchanges.is_told = world.exchanges.is_told or bool(self._groups)
         for part in fsdp_parameters(model):
             give_memory(part, torch.device("cpu") if options.cpu_offload else world.device)
         move_buffers(model, world.device)
@@ -179,9 +180,10 @@ class ShardedLayout(Layout):
             self.world.kept_rooms,
         )
         names = [reduction.parameter for reduction in self._reductions.values()]
-        order = LayerOrder(rows, names) if slots is None else None
+        order = LayerOrder(rows, names, self._tell) if slots is None else None
         if slots is not None:
-            slots.names = names
+            slots.names, slots.tell = names, self._tell
+            slots.ranks = dist.get_process_group_ranks(rows)
         for number, head in enumerate(heads):
             gathering = SharedMemoryAllGather(slots, number)
             gathering.order = order
@@ -198,9 +200,15 @@ class ShardedLayout(Layout):
         copies = self._groups.get("copies")
         if copies is None or self.world.device.type != "cpu" or not is_gloo(copies):
             return
-        order = LayerOrder(copies, [each.parameter for each in self._reductions.values()])
+        names = [each.parameter for each in self._reductions.values()]
+        order = LayerOrder(copies, names, self._tell)
         for reduction in self._reductions.values():
             reduction.orders.append(order)
+
+    def _tell(self, refusal: InvalidSpec) -> None:
+        """Ranks of other groups wait for these, and have found nothing."""
+        if self._groups:
+            self.world.exchanges.tell(refusal)
 
     def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
         if names:

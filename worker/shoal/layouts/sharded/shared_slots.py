@@ -17,7 +17,7 @@ left a layer out, all of them know at their next meeting, before any computes wi
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +30,7 @@ from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.rooms import KeptRooms
 from shoal.layouts.sharded.layer_order import PASSES_END, different_layers, to_gather, to_sum
-from shoal_proto.errors import GenerationBroken
+from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 NUM_GATHERED = 3
 """One that is copied from, one that is gathered behind it, and one that torch keeps until then."""
@@ -50,6 +50,10 @@ class SharedSlots:
     def __init__(self, memory: SharedMemory, gathered_bytes: int, summed_bytes: int) -> None:
         self._memory = memory
         self.names: Sequence[str] = ()
+        self.ranks: Sequence[int] = range(memory.world_size)
+        """Of these among all ranks, for what they are told."""
+        self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
+        """See `LayerExchanges.tell`."""
         """Of the groups of parameters, by their numbers."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
         end = NUM_GATHERED * gathered_bytes
@@ -183,7 +187,9 @@ class SharedSlots:
         if len({word >> NUM_GATHERED for word in words}) > 1:
             meet_before_leaving(self._memory.meet, GenerationBroken)
             deeds = [_deed(word >> NUM_GATHERED) for word in words]
-            raise different_layers(range(len(deeds)), deeds, self.names)
+            refusal = different_layers(self.ranks, deeds, self.names)
+            self.tell(refusal)
+            raise refusal
         self._used_anywhere = 0
         for word in words:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)

@@ -38,6 +38,7 @@ HEARD_WITHIN_S = 10.0
 _HEARD_EVERY_S = 0.1
 _PLACE, _VERDICT, _HEARD = "script/place/{}", "script/verdict", "script/heard"
 _EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
+_REFUSAL = "script/refusal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,8 @@ class Place:
 
 
 class ScriptPlaces:
-    """One member's part in it, for one generation. All but `refusal` is the watch's thread's."""
+    """One member's part in it, for one generation. All but `refusal` and `tell` is the watch's
+    thread's."""
 
     def __init__(
         self,
@@ -83,6 +85,9 @@ class ScriptPlaces:
         self._found = ""
         self._of_layers = False
         """Whether what was found is of the layers within a pass."""
+        self._told_refusal: InvalidSpec | None = None
+        if exchanges is not None:
+            exchanges.tell = self.tell
 
     def look(self, place: Place, waited_s: float, stood_s: float = 0.0) -> bool:
         """The trainer has waited there for so long, but for pauses, and for so long in all: whether
@@ -108,6 +113,8 @@ class ScriptPlaces:
         """What the script is told of a wait in that generation that was in vain. Any thread."""
         if not self._found or generation != self._generation:
             return None
+        if self._told_refusal is not None:
+            return self._told_refusal
         if self._of_layers:
             return different_layers(self._found)
         return InvalidSpec(
@@ -119,6 +126,22 @@ class ScriptPlaces:
             " use what they return there. session.gather takes all members as often in each step."
             " What one member does alone belongs into session.pause.",
         )
+
+    def tell(self, refusal: InvalidSpec) -> None:
+        """The trainer is about to leave with this, which members that wait for it do not know of.
+        Returns once all know it; not, if it takes too long."""
+        # From now on this member's watch has nothing to find.
+        self._found, self._told_refusal = refusal.seen, refusal
+        parts = {"what": refusal.what, "seen": refusal.seen}
+        parts |= {"expected": refusal.expected, "fix": refusal.fix}
+        try:
+            self._store.set(_REFUSAL, json.dumps(parts))
+            # For members that know of no other kind.
+            self._store.set(_OF_LAYERS, "1")
+            self._store.set(_VERDICT, refusal.seen)
+            self._await_all()
+        except ShoalError as error:
+            log.debug("refusal_not_told", reason=str(error)[:200])
 
     def _withdraw(self) -> None:
         self._store.delete_key(_PLACE.format(self._rank))
@@ -136,6 +159,8 @@ class ScriptPlaces:
         """Take what anybody has found, if somebody has."""
         if self._store.check([_VERDICT]):
             self._of_layers = self._store.check([_OF_LAYERS])
+            if self._store.check([_REFUSAL]):
+                self._told_refusal = InvalidSpec(**json.loads(self._store.get(_REFUSAL)))
             # First: the others may have gone before all is said.
             self._found = self._store.get(_VERDICT).decode()
             self._await_all()
@@ -145,7 +170,8 @@ class ScriptPlaces:
         that: where scripts do the same, what one member has met others for is where another is or
         has been, however slow they are and whatever is lost between them."""
         exchanges = self._exchanges
-        if exchanges is None or not exchanges.peers or stood_s < self._look_after_s:
+        finds = exchanges is not None and (exchanges.peers or exchanges.is_told)
+        if exchanges is None or not finds or stood_s < self._look_after_s:
             self._next_exchange_look_s = 0.0
             return
         if stood_s < self._next_exchange_look_s:
