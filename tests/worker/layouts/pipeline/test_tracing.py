@@ -1,9 +1,13 @@
-"""What a trace leaves behind in the process."""
+"""What a trace leaves behind in the process, and what it takes."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _device
 
+from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.tracing import trace
 
 
@@ -23,3 +27,40 @@ def test_devices_named_by_a_context_hold_after_a_trace() -> None:
     trace(Masked(), (), training=True)
     with torch.device("meta"):
         assert torch.ones(2).device.type == "meta"
+
+
+class Scales(nn.Module):
+    """Has many parameters of its own, and adds all of them up beside its layers."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.full((2,), 1.0) for _ in range(num))
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden, total = self.first(inputs), torch.zeros(2)
+        for scale in self.scales:
+            hidden, total = hidden * scale, total + scale
+        outputs: Tensor = self.last(hidden) + total
+        return outputs
+
+
+def test_a_model_is_traced_in_time_that_grows_with_its_parameters_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: with their square, as all were looked through for each; and what is added up of
+    more than a thousand was one RecursionError."""
+    model = Scales(1200)
+    looks = []
+    named_parameters = nn.Module.named_parameters
+
+    def counted(self: nn.Module, *args: Any, **options: Any) -> Any:
+        looks.append(self)
+        return named_parameters(self, *args, **options)
+
+    monkeypatch.setattr(nn.Module, "named_parameters", counted)
+    outline = Outline(model)
+    assert len(looks) < 10
+    stages = [outline.function(True, [0, 1], stage) for stage in range(2)]
+    inputs = torch.randn(3, 2)
+    assert torch.equal(stages[1](model, inputs, *stages[0](model, inputs)), model(inputs))

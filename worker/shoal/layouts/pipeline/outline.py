@@ -95,6 +95,7 @@ class Flow:
         self._segment: dict[fx.Node, int] = {}
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         calls: dict[str, int] = {}
+        places = {name: place for place, name in enumerate(names or ())}
         current = 0
         for node in graph.nodes:
             repeatable = _is_repeatable(node, self._segment)
@@ -107,25 +108,33 @@ class Flow:
                 if names is None:
                     self.names.append(name)
                     current = len(self.names) - 1
-                elif name in names:
+                elif name in places:
                     # Evaluation may leave layers out; it never goes back.
-                    current = max(current, names.index(name))
+                    current = max(current, places[name])
             if not repeatable:
                 self._segment[node] = current
 
     def uses(self) -> list[set[str]]:
         """Modules and tensors that each segment needs, by name."""
         found: list[set[str]] = [set() for _ in self.names]
-        repeated: dict[fx.Node, frozenset[str]] = {}
+        repeated: list[set[fx.Node]] = [set() for _ in self.names]
         for node in self._graph.nodes:
-            own = {str(node.target)} if node.op in ("call_module", "get_attr") else set()
-            names = own.union(*(repeated.get(n, ()) for n in node.all_input_nodes))
             if node in self._segment:
-                found[self._segment[node]] |= names
+                segment = self._segment[node]
             elif node.op == "output" and found:
-                found[-1] |= names
+                segment = len(found) - 1
             else:
-                repeated[node] = frozenset(names)
+                continue
+            # What is repeatable is looked at once for each segment that needs it.
+            needed = [node]
+            while needed:
+                each = needed.pop()
+                if each.op in ("call_module", "get_attr"):
+                    found[segment].add(str(each.target))
+                for source in each.all_input_nodes:
+                    if source not in self._segment and source not in repeated[segment]:
+                        repeated[segment].add(source)
+                        needed.append(source)
         return found
 
     def cut(self, stage_of: Sequence[int], stage: int) -> fx.Graph:
@@ -166,11 +175,17 @@ def _crossing(
 
 
 def _copy(into: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    for source in node.all_input_nodes:
-        if source not in copies:
-            _copy(into, source, copies)
-    if node not in copies:
-        copies[node] = into.node_copy(node, lambda source: copies[source])
+    """With all that it follows from, however long a chain that is."""
+    needed = [node]
+    while needed:
+        each = needed[-1]
+        missing = [source for source in each.all_input_nodes if source not in copies]
+        if missing and each not in copies:
+            needed += reversed(missing)
+            continue
+        needed.pop()
+        if each not in copies:
+            copies[each] = into.node_copy(each, lambda source: copies[source])
 
 
 def _is_repeatable(node: fx.Node, computed_once: Collection[fx.Node]) -> bool:

@@ -4,6 +4,7 @@ Every rank cuts by itself and all must cut alike, so each choice here is a funct
 the number of stages and the costs alone.
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 
 from torch import nn
@@ -82,7 +83,7 @@ class StageSplitter:
         runs = [0] * len(starts)
         part_of = []
         for index, cost in enumerate(costs):
-            part_of.append(sum(start <= index for start in starts) - 1)
+            part_of.append(bisect_right(starts, index) - 1)
             runs[part_of[-1]] += cost
         stage_of_part = balanced(runs, num_stages)
         return [stage_of_part[part] for part in part_of]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
 
 from shoal.torch_private.compiling import uncompiled
@@ -49,6 +49,8 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self._opened = opened
         self._thread = threading.get_ident()
+        self._names: dict[int, tuple[str, Tensor]] = {}
+        """Of the model's tensors, by their identity: fx looks through all of them for each one."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
@@ -61,6 +63,11 @@ class _Tracer(fx.Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         if threading.get_ident() != self._thread:
             return attr_val
+        name, tensor = self._names.get(id(attr_val), ("", None))
+        if tensor is attr_val and isinstance(tensor, Tensor):
+            if name not in parameter_proxy_cache:
+                parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+            return parameter_proxy_cache[name]
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(
@@ -68,6 +75,8 @@ class _Tracer(fx.Tracer):
     ) -> tuple[Callable[[], Any], list[Any]]:
         given = {}
         assert isinstance(self.root, nn.Module)
+        tensors = [*self.root.named_buffers(), *self.root.named_parameters()]
+        self._names = {id(tensor): (name, tensor) for name, tensor in tensors}
         for name, default in signature(self.root).items():
             is_input = default is inspect.Parameter.empty
             given[name] = self.create_proxy("placeholder", name, (), {}) if is_input else default
