@@ -1,4 +1,4 @@
-"""What a trace leaves behind in the process, and what it takes."""
+"""What a trace leaves behind in the process and the model, what it takes, and what it refuses."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch.utils import _device
 
 from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.tracing import trace
+from shoal_proto.errors import InvalidSpec
 
 
 class Masked(nn.Module):
@@ -64,3 +65,45 @@ def test_a_model_is_traced_in_time_that_grows_with_its_parameters_alone(
     stages = [outline.function(True, [0, 1], stage) for stage in range(2)]
     inputs = torch.randn(3, 2)
     assert torch.equal(stages[1](model, inputs, *stages[0](model, inputs)), model(inputs))
+
+
+class Counting(nn.Module):
+    """Keeps what it has counted beside its layers."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), 1.0
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.scale *= 0.5
+        outputs: Tensor = self.layer(inputs) * self.count * self.scale
+        return outputs
+
+
+def test_a_forward_pass_that_assigns_attributes_is_refused_and_leaves_none() -> None:
+    """Regression: a symbol stood in the place of the buffer from then on, the member ended with
+    KeyError, and the number had changed before the first step, also under `hybrid` of one stage."""
+    model = Counting()
+    count = model.count
+    for training in (True, False):
+        with pytest.raises(InvalidSpec, match=r"it assigns (scale, count|count, scale)"):
+            trace(model, (), training)
+    assert model.count is count
+    assert model.scale == 1.0
+
+
+class Mapped(nn.Module):
+    """Its forward pass raises what symbols make torch raise."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.vmap(lambda each: each * 2)(inputs)
+
+
+def test_whatever_a_forward_pass_raises_of_symbols_is_a_refusal() -> None:
+    """Regression: of another class than expected it ended the member as an internal error."""
+    with pytest.raises(InvalidSpec, match="ValueError: vmap"):
+        trace(Mapped(), (), training=True)

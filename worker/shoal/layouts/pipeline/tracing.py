@@ -2,6 +2,7 @@
 
 import dis
 import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.proxy import TraceError
 
 from shoal.torch_private.compiling import uncompiled
 from shoal.torch_private.tensors import pytree
@@ -18,6 +18,10 @@ from shoal_proto.errors import InvalidSpec
 
 # fx replaces nn.Module's methods for the whole process while it traces.
 _tracing = threading.Lock()
+_OF_THE_TRACER = re.compile(
+    r"_(tensor_constant|torchbind_obj|opaque_obj|script_object|\w+_constant_)"
+)
+"""So begin the attributes that it gives the model for what the graph has of no input."""
 # They take sizes, not tensors, so that torch would not ask a proxy among them.
 _CREATORS = ("arange", "empty", "full", "ones", "zeros")
 
@@ -25,13 +29,17 @@ _CREATORS = ("arange", "empty", "full", "ones", "zeros")
 def trace(model: nn.Module, opened: Collection[str], training: bool) -> fx.Graph:
     """The forward pass as it goes in training, or in evaluation; `opened` modules are gone into.
 
-    Raises InvalidSpec if it depends on values or shapes.
+    Raises InvalidSpec if it depends on values or shapes, or assigns attributes of modules.
     """
     tracer = _Tracer(opened)
     with _tracing, _creators_traced(), _mode(model, training), uncompiled(model):
         try:
-            return tracer.trace(model)
-        except (TraceError, TypeError, RuntimeError, NameError, AttributeError) as error:
+            with _left_alone(model):
+                return tracer.trace(model)
+        except InvalidSpec:
+            raise
+        except Exception as error:
+            # Of any class: a user's forward was given symbols.
             raise InvalidSpec(
                 f"the forward pass of {type(model).__name__} cannot be cut into stages",
                 seen=f"{type(error).__name__}: {error}",
@@ -144,6 +152,39 @@ def _creators_traced() -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(torch, name, original)
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Take back what a forward pass assigns to attributes of modules: behind the trace it would
+    stand there for good. Raises InvalidSpec if there was any, as it is done in no pass of a stage.
+    """
+    tables = ("_parameters", "_buffers", "_modules")
+    before = [
+        (f"{name}." if name else "", table, dict(table))
+        for name, part in model.named_modules()
+        for table in (vars(part), *(vars(part)[each] for each in tables))
+    ]
+    assigned: list[str] = []
+    try:
+        yield
+    finally:
+        for prefix, table, kept in before:
+            kept |= {k: each for k, each in table.items() if _OF_THE_TRACER.match(k)}
+            changed = [k for k in table.keys() | kept.keys() if table.get(k) is not kept.get(k)]
+            if changed:
+                assigned += (prefix + key for key in sorted(changed))
+                table.clear()
+                table.update(kept)
+    if assigned:
+        raise InvalidSpec(
+            f"the forward pass of {type(model).__name__} cannot be cut into stages",
+            seen=f"it assigns {', '.join(assigned[:5])}",
+            expected="attributes and buffers that only layers assign, in their own forward: between"
+            " layers nothing but values goes from stage to stage",
+            fix="Move what counts or keeps something into a layer, which then does so once for each"
+            " micro-batch.",
+        )
 
 
 @contextmanager
