@@ -155,6 +155,15 @@ def test_gradients_that_a_script_clamps_are_those_of_the_whole_batch(
         assert difference(ours, expected) < 1e-12
 
 
+def test_a_layer_of_which_a_member_would_get_nothing_stays_whole() -> None:
+    """Regression: 5 outputs over 4 members are 2, 2, 1 and none, and the last member ended with
+    torch's RuntimeError of an empty tensor, in each generation."""
+    made = partial(shoal.FSDPTensor, tensor=4, min_split_bytes=0, copies=0)
+    expected = by_one_process(PASSES["one pass"])
+    for ours in run_in_memory(by_a_rank, 4, made, PASSES["one pass"]):
+        assert difference(ours, expected) < 1e-12
+
+
 def penalised(made: Callable[[], SynchronousStrategy]) -> str:
     """What a rank is told of a penalty on weights that is a pass of its own."""
     strategy = made()

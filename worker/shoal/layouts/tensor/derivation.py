@@ -41,13 +41,15 @@ def derive(
     *,
     min_split_bytes: int = MIN_SPLIT_BYTES,
     sequence: bool = False,
+    all_have_parts: bool = False,
 ) -> TensorPlan:
     """How the model is split over `degree` ranks.
 
     `overrides`: patterns of module names (as in a shell) to "column", "row", "vocab", "heads" or
     "whole"; the last that matches holds. They are right whatever they say: a row without its
     column takes its part of whole inputs, a column without its row has its outputs gathered.
-    `sequence`: also find blocks of which each rank computes its positions only.
+    `sequence`: also find blocks of which each rank computes its positions only. `all_have_parts`:
+    leave whole of what a rank would get nothing, as of 5 rows over 4 ranks: 2, 2 and 1.
     Raises InvalidSpec for a pattern that matches nothing, a style that does not fit its module, a
     dimension of fewer elements than ranks, or tied weights that would be cut in two ways.
 
@@ -55,7 +57,10 @@ def derive(
     """
     if degree < 1:
         raise InvalidSpec("a model cannot be split", seen=f"degree {degree}", expected="1 or more")
-    plan = _Derivation(model, degree, overrides or {}, min_split_bytes).plan()
+    found = _Derivation(
+        model, degree, overrides or {}, min_split_bytes, all_have_parts=all_have_parts
+    )
+    plan = found.plan()
     if not sequence or degree == 1:
         return plan
     return replace(plan, sequence=sequence_blocks(model, {e.module: e for e in plan.entries}))
@@ -63,8 +68,15 @@ def derive(
 
 class _Derivation:
     def __init__(
-        self, model: nn.Module, degree: int, overrides: Mapping[str, str], min_split_bytes: int
+        self,
+        model: nn.Module,
+        degree: int,
+        overrides: Mapping[str, str],
+        min_split_bytes: int,
+        *,
+        all_have_parts: bool,
     ) -> None:
+        self._all_have_parts = all_have_parts
         self._modules = dict(model.named_modules())
         self._degree = degree
         self._min_bytes = min_split_bytes
@@ -264,7 +276,11 @@ class _Derivation:
         weight = module.weight
         assert isinstance(weight, Tensor)
         size = weight.shape[CUT_DIMS[type(module), style]["weight"]]
-        return f"{size} is fewer than {self._degree} ranks" if size < self._degree else ""
+        if size < self._degree:
+            return f"{size} is fewer than {self._degree} ranks"
+        has_last = size > (self._degree - 1) * -(-size // self._degree)
+        lacks = self._all_have_parts and not has_last
+        return f"of {size}, {self._degree} ranks do not all get a part" if lacks else ""
 
     # --- writing it down ---
 

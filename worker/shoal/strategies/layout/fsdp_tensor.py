@@ -76,6 +76,8 @@ class FSDPTensor(FSDP):
             self._overrides,
             min_split_bytes=self._min_split_bytes,
             sequence=self._sequence,
+            # torch's fully_shard cannot reduce what is empty.
+            all_have_parts=True,
         )
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
