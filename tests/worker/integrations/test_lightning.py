@@ -15,9 +15,13 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     Timer,
 )
 from support.members.held_members import replaced_in_step_6
@@ -160,6 +164,10 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
         ({"enable_checkpointing": True}, "enable_checkpointing=False"),
         ({"gradient_clip_algorithm": "value"}, "common norm"),
         ({"precision": "bf16-true"}, "precision=bf16-true"),
+        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "saw StochasticWeightAveraging"),
+        ({"callbacks": [EMAWeightAveraging()]}, "saw EMAWeightAveraging"),
+        ({"callbacks": [BackboneFinetuning()]}, "saw BackboneFinetuning"),
+        ({"callbacks": [LearningRateFinder()]}, "saw LearningRateFinder"),
         ({"limit_train_batches": 1}, "limit_train_batches"),
         ({"limit_train_batches": 0.5}, "limit_train_batches"),
         ({"overfit_batches": 1}, "overfit_batches"),

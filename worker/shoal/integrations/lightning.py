@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins import MixedPrecision, Precision
@@ -52,6 +52,20 @@ FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
 
 OWN_REPLICAS = frozenset({"local-sgd", "diloco"})
 """Strategies under which members have no state in common between steps."""
+
+OF_ONE_MEMBER = tuple(
+    getattr(callbacks, name)
+    for name in (
+        "BaseFinetuning",
+        "BatchSizeFinder",
+        "LearningRateFinder",
+        "ModelPruning",
+        "StochasticWeightAveraging",
+        "WeightAveraging",
+    )
+    if hasattr(callbacks, name)  # the last is not in the oldest release
+)
+"""Callbacks whose weights, or trials, a member that joins would not have."""
 
 
 class SessionStrategy(SingleDeviceStrategy):
@@ -110,6 +124,9 @@ class SessionStrategy(SingleDeviceStrategy):
     # --- what Lightning calls ---
 
     def setup_environment(self) -> None:
+        trainer = self._trainer()
+        if trainer.state.fn == "fit":
+            _refuse_callbacks(trainer)  # before they copy the module
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         super().setup_environment()
 
@@ -375,6 +392,19 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             seen=f"ckpt_path={trainer.ckpt_path!r}",
             expected="shoal.Checkpoints, from which a job continues by itself",
         )
+
+
+def _refuse_callbacks(trainer: Trainer) -> None:
+    """Raise InvalidSpec for what would train for this member alone."""
+    for callback in getattr(trainer, "callbacks", ()):
+        if isinstance(callback, OF_ONE_MEMBER):
+            raise InvalidSpec(
+                "a callback that trains, or keeps weights, for this member alone",
+                seen=type(callback).__name__,
+                expected="a Trainer without it",
+                fix="An average of the weights is given to session.register:"
+                " docs/strategies.md#state-of-the-scripts-own.",
+            )
 
 
 def _other_batches() -> InvalidSpec:
