@@ -202,6 +202,48 @@ def test_a_loop_of_batches_for_each_epoch_is_told_how_there_is_one(cluster: Loca
             session.batches(data(), global_batch_size=24, epochs=1)
 
 
+def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalCluster) -> None:
+    """Of a script with a loop for each epoch, only the first would train."""
+
+    def loop(session: shoal.Session, model: nn.Module, batches: Any) -> None:
+        for batch in batches:
+            with session.step():
+                session.backward(loss_of(session, model, batch))
+
+    model, optimizer = build("sgd", "layers")
+    with shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+        model, optimizer = session.distribute(model, optimizer)
+        batches = session.batches(data(), global_batch_size=24, epochs=1)
+        for batch in batches:  # a loop that was left is none that came to its end
+            with session.step():
+                session.backward(loss_of(session, model, batch))
+            break
+        loop(session, model, batches)
+        with pytest.raises(InvalidSpec, match=r"second loop begins.*epochs=n.*batch\.epoch"):
+            loop(session, model, batches)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda model, optimizer: (optimizer, model), "as its model is none; saw torch.optim"),
+        (lambda model, _: (model, model.parameters()), "as its optimizer is none; saw builtins"),
+        (lambda model, _: (model, None), "as its optimizer is none; saw builtins.NoneType"),
+        (lambda model, optimizer: ([model, None], optimizer), "as its model is none"),
+    ],
+    ids=["swapped", "parameters", "none", "in a list"],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_what_is_no_model_or_optimizer_is_refused_by_its_type(
+    cluster: LocalCluster, given: Any, said: str, strategy: str
+) -> None:
+    with (
+        shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session,
+        pytest.raises(InvalidSpec, match=said),
+    ):
+        session.distribute(*given(*build("sgd", "layers")), strategy=strategy)
+
+
 def test_the_optimizer_is_the_scripts_own_behind_the_session(cluster: LocalCluster) -> None:
     """And so it is where the session ended with an error."""
     kept = []

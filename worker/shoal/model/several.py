@@ -137,6 +137,23 @@ def parts_due(optimizer: Optimizer) -> list[Optimizer]:
     return [each for name, each in optimizer.optimizers.items() if name in optimizer.due]
 
 
+def check_kinds(models: Mapping[str, Any], optimizers: Mapping[str, Any]) -> None:
+    """Raise InvalidSpec where what was given as a model or an optimizer is none."""
+    kinds: tuple[tuple[str, Mapping[str, Any], type, str], ...] = (
+        ("model", models, nn.Module, "torch.nn.Module"),
+        ("optimizer", optimizers, Optimizer, "torch.optim.Optimizer"),
+    )
+    for kind, given, expected, called in kinds:
+        for each in given.values():
+            if not isinstance(each, expected):
+                raise InvalidSpec(
+                    f"what session.distribute was given as its {kind} is none",
+                    seen=f"{type(each).__module__}.{type(each).__name__}",
+                    expected=f"session.distribute(model, optimizer): as {kind} a {called}, or"
+                    " several in a list or by name",
+                )
+
+
 def joined(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> tuple[SeveralModels, SeveralOptimizers]:

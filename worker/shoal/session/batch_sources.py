@@ -267,12 +267,16 @@ class Batches(Iterator[Batch]):
     def __init__(self, source: BatchSource) -> None:
         self._source = source
         self._batches = iter(source)
+        self._is_over = False
 
     def __iter__(self) -> Iterator[Batch]:
+        """Raises InvalidSpec where a loop over the batches has come to their end."""
+        if self._is_over:
+            raise one_loop("the batches of session.batches are over, and a second loop begins")
         try:
             while True:
                 try:
-                    batch = next(self._batches)
+                    batch = next(self)
                 except StopIteration:
                     return
                 yield batch
@@ -280,13 +284,29 @@ class Batches(Iterator[Batch]):
             self._source.left()
 
     def __next__(self) -> Batch:
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._is_over = True
+            raise
 
     def __len__(self) -> int:
         num_steps = self._source.num_steps
         if num_steps is None:
             raise TypeError("how many batches a member gets depends on the others' pace")
         return num_steps
+
+
+def one_loop(what: str) -> InvalidSpec:
+    """That batches are those of all epochs, to a script that has a loop for each of them."""
+    return InvalidSpec(
+        what,
+        seen="one for each epoch, perhaps",
+        expected="one loop over session.batches(data, epochs=n) for all epochs",
+        fix="batch.epoch says which epoch a batch belongs to; what comes behind an epoch is"
+        " done where `(batch.step + 1) % (len(batches) // n) == 0`. For data that training itself"
+        " makes, as rollouts, take steps without session.batches: docs/strategies.md#the-loop.",
+    )
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ from shoal.model.devices import device_of, devices_of
 from shoal.model.frameworks import as_torch
 from shoal.model.initialisation import initialise
 from shoal.model.other_parameters import references
-from shoal.model.several import Training, joined, models_of, optimizers_of
+from shoal.model.several import Training, check_kinds, joined, models_of, optimizers_of
 from shoal.model.tied_tensors import give_own_memory
 from shoal.model.trained_parameters import TrainedParameters
 from shoal.randomness.dropout import key_dropout, with_dropout_within
@@ -89,9 +89,11 @@ class Distribution:
         """See `Session.distribute`."""
         if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
             return self._distribute(as_torch(in_place(model)), optimizer, chosen, options)
+        given, steppers = _named(model, "model"), _named(optimizer, "optimizer")
+        check_kinds(given, steppers)
         self._refuse_several(chosen)
-        named = {name: in_place(each) for name, each in _named(model, "model").items()}
-        models, optimizers = joined(named, _named(optimizer, "optimizer"))
+        named = {name: in_place(each) for name, each in given.items()}
+        models, optimizers = joined(named, steppers)
         self.training = Training(models, optimizers)
         shown, _ = self._distribute(models, optimizers, chosen, options)
         return _as_given(models_of(shown), model), optimizer

@@ -22,7 +22,13 @@ from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.validators import Validator, ValidatorSet, validators_of
 from shoal.model.frameworks import adapter_of, fits_by_itself
-from shoal.session.batch_sources import Batches, BatchSource, LeasedBatches, SynchronousBatches
+from shoal.session.batch_sources import (
+    Batches,
+    BatchSource,
+    LeasedBatches,
+    SynchronousBatches,
+    one_loop,
+)
 from shoal.session.distribution import Chosen, Distribution, How, Models, Optimizers, Options
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
@@ -255,13 +261,7 @@ class Session:
         """
         strategy = self._controller.strategy
         if self._source is not None:
-            raise InvalidSpec(
-                "session.batches was called twice",
-                seen="a call of it for each epoch, perhaps",
-                expected="one loop over session.batches(data, epochs=n) for all epochs",
-                fix="batch.epoch says which epoch a batch belongs to; what comes behind an epoch is"
-                " done where `(batch.step + 1) % (len(batches) // n) == 0`.",
-            )
+            raise one_loop("session.batches was called twice")
         self._trained.check_model()
         options = BatchOptions.of(
             global_batch_size=global_batch_size,
