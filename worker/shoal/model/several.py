@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.model.module_proxy import proxy_of
@@ -18,6 +20,7 @@ from shoal_proto.errors import InvalidSpec
 
 MAX_NAMES = 16
 """Of models, and of optimizers, in a session."""
+_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 class SeveralModels(nn.ModuleDict):
@@ -152,6 +155,19 @@ def check_kinds(models: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Non
                     expected=f"session.distribute(model, optimizer): as {kind} a {called}, or"
                     " several in a list or by name",
                 )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise InvalidSpec for a model in a wrapper of torch's, or with one in it."""
+    found = next((each for each in model.modules() if isinstance(each, _WRAPPERS)), None)
+    if found is not None:
+        raise InvalidSpec(
+            "a model that is wrapped for training by several already",
+            seen=f"session.distribute of a {type(found).__name__}",
+            expected="the model in it, whose gradients the session brings together",
+            fix="Leave out the wrapper, and `.module` behind it (docs/tutorials/ddp.md has a table"
+            " for scripts that come from torchrun).",
+        )
 
 
 def joined(

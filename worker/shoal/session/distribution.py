@@ -18,7 +18,14 @@ from shoal.model.devices import device_of, devices_of
 from shoal.model.frameworks import as_torch
 from shoal.model.initialisation import initialise
 from shoal.model.other_parameters import references
-from shoal.model.several import Training, check_kinds, joined, models_of, optimizers_of
+from shoal.model.several import (
+    Training,
+    check_kinds,
+    joined,
+    models_of,
+    optimizers_of,
+    refuse_wrapped,
+)
 from shoal.model.tied_tensors import give_own_memory
 from shoal.model.trained_parameters import TrainedParameters
 from shoal.randomness.dropout import key_dropout, with_dropout_within
@@ -101,6 +108,7 @@ class Distribution:
     def _distribute(
         self, model: nn.Module, optimizer: Optimizer, chosen: Strategy, options: Options
     ) -> tuple[nn.Module, Optimizer]:
+        refuse_wrapped(model)
         give_own_memory(model)
         if options.keyed_dropout and chosen.synchronous:
             key_dropout(model)

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.model.gradients import scaled_down
+from shoal.model.module_proxy import ModuleProxy
 from shoal.model.other_parameters import OtherParameters, References
 from shoal.model.script_attributes import ScriptModes
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters, are_same
 from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.base import Strategy
+from shoal.torch_private.modules import watch_wrapping
 from shoal.torch_private.tensors import pytree, watch_clipping, watch_scaling_down
 from shoal_proto.errors import InvalidSpec
 
@@ -96,6 +98,7 @@ class StepGuard:
         _watch_zeroing()
         watch_clipping(_look_at_clipping)
         watch_scaling_down(_look_at_scaling_down)
+        watch_wrapping(_look_at_wrapping)
 
     def check(self) -> None:
         """Raise InvalidSpec where the next step would train something else than the last."""
@@ -205,6 +208,10 @@ class StepGuard:
         if strategy.synchronous and strategy.passes_meet and self._trained.has_any([weight]):
             raise scaled_down(strategy.name, f"a parameter of shape {tuple(weight.shape)}")
 
+    def trains(self, module: nn.Module) -> bool:
+        """Whether the module has parameters of the distributed model."""
+        return self._trained.has_any(module.parameters())
+
     def clipping(self) -> AbstractContextManager[None]:
         """Within, the session clips gradients, by whatever means."""
         return _Within(self._set_clips)
@@ -295,6 +302,20 @@ def _look_at_clipping(parameters: Sequence[Tensor]) -> None:
 def _look_at_scaling_down(weight: Tensor) -> None:
     if _here.guard is not None:
         _here.guard.look_at_scaling_down(weight)
+
+
+def _look_at_wrapping(module: nn.Module) -> None:
+    """Raise InvalidSpec for a wrapper that brings together what the session does already."""
+    guard = _here.guard
+    if isinstance(module, ModuleProxy) or (guard is not None and guard.trains(module)):
+        raise InvalidSpec(
+            "the distributed model in a DistributedDataParallel of the script's own",
+            seen=f"DistributedDataParallel of {type(module).__name__}",
+            expected="the model that session.distribute returned, as it is: the session brings its"
+            " gradients together",
+            fix="Leave out the wrapper, and `.module` behind it (docs/tutorials/ddp.md has a table"
+            " for scripts that come from torchrun).",
+        )
 
 
 def _with_gradient(optimizer: Optimizer) -> Iterator[Tensor]:
