@@ -86,6 +86,9 @@ class LayerExchanges:
         """Nothing more is noted in this step."""
         self._whole: dict[int, nn.Parameter] = {}
         """What the ranks have whole, by the deed of leaving it without a gradient."""
+        self._without: set[int] | None = None
+        """Of a step whose gradients were completed with those of other ranks: the deeds of what
+        this rank's own passes have left without one."""
         self.peers: Sequence[int] = ()
         """The ranks that have to do the same, this one too; none: nobody splits layers."""
         self.is_told = False
@@ -116,7 +119,13 @@ class LayerExchanges:
         """A step begins."""
         self._steps += 1
         self._forgotten = self._digest = 0
-        self._done, self._has_ended = [], False
+        self._done, self._has_ended, self._without = [], False, None
+
+    def completes(self) -> None:
+        """What other ranks' passes have given is about to be added to gradients: what this rank has
+        left out is seen now, or never."""
+        without = {deed for deed, each in self._whole.items() if each.grad is None}
+        self._without = without if self._without is None else self._without & without
 
     def note(self, deed: int) -> None:
         """The ranks are about to meet for this."""
@@ -137,7 +146,9 @@ class LayerExchanges:
     def end(self) -> None:
         """This rank is done with the passes of a step."""
         if self._names and not self._has_ended:
-            self._done += [deed for deed, each in self._whole.items() if each.grad is None]
+            if self._without is None:
+                self.completes()
+            self._done += sorted(self._without or ())
             self.note(PASSES_END)
 
     def _digest_of_all(self) -> int:

@@ -120,6 +120,7 @@ class HybridLayout(Layout):
     @torch.no_grad()
     def _complete(self) -> None:
         """Average over the copies of this stage and split, and over nobody else."""
+        self.world.exchanges.completes()
         self._inner.reduce()
         if self.plan.mesh.data > 1:
             average(list(self.parameters.values()), self._groups["data"])

@@ -23,8 +23,8 @@ from shoal.layouts.tensor.layer_group import TensorGroup
 from shoal.layouts.tensor.layout import parallelise
 from shoal.layouts.tensor.plan import TensorPlan
 from shoal.layouts.tensor.sequence import (
-    gradients_of,
     spread_positions,
+    summands_of,
     summed_parameters,
 )
 from shoal.model.local_parts import local_part
@@ -123,8 +123,9 @@ class SplitShardedLayout(ShardedLayout):
     @torch.no_grad()
     def _complete(self) -> None:
         """Sum up the gradients of which each rank has those of its positions."""
+        self.world.exchanges.completes()
         if self.plan.degree > 1:
-            self._ranks.sum_packed(gradients_of(self._parameters, self._summed))
+            self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 
     @torch.no_grad()
     def reduce(self) -> None:

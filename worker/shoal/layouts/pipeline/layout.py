@@ -199,6 +199,7 @@ class PipelineLayout(Layout):
 
     def _complete(self) -> None:
         """Sum the gradients of parameters that several stages use, among those stages."""
+        self.world.exchanges.completes()
         self.non_finite_check.look_behind_pass(self._parameters)
         for name, parameter in self._tied().items():
             _sum_among(parameter, self.stage.holders[name], self._near)

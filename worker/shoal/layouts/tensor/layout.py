@@ -25,8 +25,8 @@ from shoal.layouts.tensor.parts import (
 )
 from shoal.layouts.tensor.plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, PlanEntry, TensorPlan
 from shoal.layouts.tensor.sequence import (
-    gradients_of,
     spread_positions,
+    summands_of,
     summed_parameters,
 )
 from shoal.layouts.tensor.styles import CUT_DIMS
@@ -219,9 +219,10 @@ class TensorLayout(Layout):
 
     def _complete(self) -> None:
         """Sum up the gradients of which each rank has those of its positions."""
+        self.world.exchanges.completes()
         self.non_finite_check.look_behind_pass(self._parameters)
         if self.world.world_size > 1:
-            self._ranks.sum_packed(gradients_of(self._parameters, self._summed))
+            self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 
     def reduce(self) -> None:
         """Give all ranks the first one's gradients of whole parameters.

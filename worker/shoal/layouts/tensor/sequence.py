@@ -205,12 +205,15 @@ def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> fro
     return frozenset(found)
 
 
-def gradients_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
-    """What this rank holds of the gradients of these, in the order of the parameters."""
+def summands_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
+    """What this rank holds of the gradients of these, in the order of the parameters: zeros where
+    it has none, so that ranks meet for as many numbers whatever their passes have left out."""
     return [
-        local_part(parameter.grad)
+        torch.zeros_like(local_part(parameter))
+        if parameter.grad is None
+        else local_part(parameter.grad)
         for name, parameter in parameters.items()
-        if name in names and parameter.grad is not None
+        if name in names and parameter.requires_grad
     ]
 
 
