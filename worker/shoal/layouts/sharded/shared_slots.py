@@ -50,11 +50,11 @@ class SharedSlots:
     def __init__(self, memory: SharedMemory, gathered_bytes: int, summed_bytes: int) -> None:
         self._memory = memory
         self.names: Sequence[str] = ()
+        """Of the groups of parameters, by their numbers."""
         self.ranks: Sequence[int] = range(memory.world_size)
         """Of these among all ranks, for what they are told."""
         self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
         """See `LayerExchanges.tell`."""
-        """Of the groups of parameters, by their numbers."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
         end = NUM_GATHERED * gathered_bytes
         self._gathered = memory.room[:end]
