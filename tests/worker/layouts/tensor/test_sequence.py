@@ -19,7 +19,7 @@ from shoal.data.batches import Loader, Order
 from shoal.layouts.base import World
 from shoal.layouts.tensor.layout import TensorLayout
 from shoal.layouts.tensor.plan import Role, TensorPlan
-from shoal.layouts.tensor.sequence import Positions
+from shoal.layouts.tensor.sequence import Positions, summands_of
 from shoal.randomness import at
 from shoal.randomness.dropout import key_dropout
 from shoal.strategies.base import Strategy
@@ -291,6 +291,17 @@ def test_the_plan_counts_what_is_moved() -> None:
     assert told.moved("reduce_scatter")[0] > 0
     assert plain.moved("reduce_scatter")[0] == 0
     assert told.moved("all_reduce")[0] < plain.moved("all_reduce")[0]
+
+
+def test_ranks_meet_for_as_many_numbers_whatever_their_passes_have_left_out() -> None:
+    """Regression: with fewer than the others send, Gloo ends a process before it is refused."""
+    norm = nn.LayerNorm(3)
+    norm.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
+    norm.bias.grad = torch.ones(3)
+    held = dict(norm.named_parameters())
+    missing, given = summands_of(held, held.keys())
+    assert torch.equal(missing, torch.zeros(3))
+    assert given.data_ptr() == norm.bias.grad.data_ptr()
 
 
 def test_no_change_of_members_leaves_a_trace(cluster: LocalCluster, tmp_path: Path) -> None:
