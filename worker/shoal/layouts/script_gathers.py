@@ -6,7 +6,6 @@ each other what they hand in. `torch.distributed.nn.all_gather`, and the layers 
 SimCLR and CLIP have, go through this call too.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.torch_private.watching import before_calls
+
 Check = Callable[[Sequence[Tensor], Tensor], None]
 """(outputs, tensor): raises what the call is to be refused with."""
-_MARK = "_shoal_watched"
 
 
 class _Here(threading.local):
@@ -36,16 +36,10 @@ def put(check: Check | None) -> None:
 
 def watch() -> None:
     """Once for the process; harmless where nothing is put."""
-    plain: Any = dist.all_gather
-    if hasattr(plain, _MARK):
-        return
+    before_calls(dist, "all_gather", _look)
 
-    @functools.wraps(plain)
-    def watched(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        # Whoever names a group is no script that takes the default one: our own calls do.
-        if group is None and _here.check is not None:
-            _here.check(tensor_list, tensor)
-        return plain(tensor_list, tensor, group, async_op)
 
-    setattr(watched, _MARK, True)
-    dist.all_gather = watched
+def _look(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> None:
+    # Whoever names a group is no script that takes the default one: our own calls do.
+    if group is None and _here.check is not None:
+        _here.check(tensor_list, tensor)

@@ -1,15 +1,15 @@
 """Of torch.nn: what a module itself has, without the modules in it."""
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Set
 from itertools import chain
 from operator import attrgetter
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+
+from shoal.torch_private.watching import before_calls
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -37,24 +37,10 @@ def contents_of(modules: Iterable[nn.Module]) -> list[object]:
     return list(chain.from_iterable(map(dict.values, chain.from_iterable(map(_CONTENTS, modules)))))
 
 
-_WATCHED = "_shoal_watched"
-
-
 def watch_wrapping(look: Callable[[nn.Module], None]) -> None:
     """Call this with the module that a DistributedDataParallel is about to be made of, from now on,
     whoever makes it. The first call counts."""
-    kind: Any = DistributedDataParallel
-    plain = kind.__init__
-    if hasattr(plain, _WATCHED):
-        return
-
-    @functools.wraps(plain)
-    def watched(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        look(module)
-        plain(self, module, *args, **kwargs)
-
-    setattr(watched, _WATCHED, True)
-    kind.__init__ = watched
+    before_calls(DistributedDataParallel, "__init__", lambda _, module, *__, **___: look(module))
 
 
 def transient_buffers(module: nn.Module) -> Set[str]:

@@ -12,6 +12,8 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 
+from shoal.torch_private.watching import before_calls
+
 __all__ = ["pytree"]
 
 
@@ -74,18 +76,8 @@ def watch_clipping(look: Callable[[Sequence[Tensor]], None]) -> None:
 def watch_scaling_down(look: Callable[[Tensor], None]) -> None:
     """Call this with the weight of which an embedding's `max_norm` is about to scale rows down: of
     layers, and of torch's functions. From now on; the first call counts."""
-    functions: Any = functional
-    plain: Any = functions._no_grad_embedding_renorm_
-    if hasattr(plain, _WATCHED):
-        return
-
-    @functools.wraps(plain)
-    def watched(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        look(weight)
-        return plain(weight, *args, **kwargs)
-
-    setattr(watched, _WATCHED, True)
-    functions._no_grad_embedding_renorm_ = watched
+    name = "_no_grad_embedding_renorm_"
+    before_calls(functional, name, lambda weight, *_, **__: look(weight))
 
 
 def mixes_parts_and_wholes(error: BaseException) -> bool:
