@@ -166,11 +166,7 @@ def test_a_stopped_job_ends_with_the_step_that_was_reached(
 
 def test_a_loop_that_is_begun_again_goes_on_from_where_the_state_is(cluster: LocalCluster) -> None:
     def loops_twice(session: Session, batches: Any, train: Train) -> None:
-        kept = batches()
-        for batch in kept:
-            train(batch)
-            if session.step_number == STEPS:
-                break
+        kept = breaks_and_keeps_the_batches(session, batches, train)
         if session.member_id == "c":
             raise Killed
         for batch in kept:
