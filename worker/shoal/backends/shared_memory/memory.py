@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from shoal.backends.shared_memory.links import Links
+from shoal.backends.shared_memory.processors import NOTE_BYTES, Processors
 from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 from shoal_proto.errors import GenerationBroken
 
@@ -25,7 +26,7 @@ _STORES_IN_ORDER = platform.machine() == "x86_64"
 def head_bytes(world_size: int) -> int:
     """How much memory the meetings take, up to a whole page."""
     semaphores = _num_rounds(world_size) * world_size * SEMAPHORE_BYTES
-    return whole_pages(semaphores + 2 * world_size * _WORD_BYTES)
+    return whole_pages(semaphores + world_size * (2 * _WORD_BYTES + NOTE_BYTES))
 
 
 def whole_pages(num_bytes: int) -> int:
@@ -53,10 +54,12 @@ class SharedMemory:
         words = memoryview(head)[rounds * world_size * SEMAPHORE_BYTES :].cast("Q")
         # Two sets: a rank may be at the next meeting already while another reads of this one.
         self._words = words[:world_size], words[world_size : 2 * world_size]
+        self._processors = Processors(words[2 * world_size : 3 * world_size], rank)
         all_of_them = _semaphores(head, rounds * world_size)
         self._rounds = [all_of_them[r * world_size : (r + 1) * world_size] for r in range(rounds)]
         self._limit_s = limit_s
-        self._looks = world_size <= len(os.sched_getaffinity(0))
+        self._have_one_each = world_size <= len(os.sched_getaffinity(0))
+        """Whether there is a processor for each rank."""
         self._num_met = self._num_awaited = 0
         self._lock = threading.Lock()
         self._reason = ""
@@ -91,6 +94,8 @@ class SharedMemory:
         self._raise_if_over()
         self._words[self._num_met % 2][self.rank] = word
         if self._rounds:
+            if self._have_one_each:
+                self._processors.part()
             self._post(0)
 
     def await_others(self, *, sign: int = 0) -> Sequence[int]:
@@ -128,7 +133,7 @@ class SharedMemory:
 
     def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:
         self._raise_if_over()
-        came = semaphore.wait(deadline_s, looks=self._looks)
+        came = self._comes(semaphore, deadline_s)
         self._raise_if_over()
         if not came:
             self.cut(f"not all of them came within {self._limit_s:g} s")
@@ -137,6 +142,16 @@ class SharedMemory:
                 seen=f"not all {self.world_size} came",
                 expected=f"within {self._limit_s:g} s",
             )
+
+    def _comes(self, semaphore: Semaphore, deadline_s: float) -> bool:
+        if not self._have_one_each:
+            return semaphore.wait(deadline_s)
+        self._processors.part()
+        if semaphore.comes_soon(deadline_s):
+            return True
+        came = semaphore.wait(deadline_s)
+        self._processors.part()
+        return came
 
     def _post(self, number: int) -> None:
         """In this round, to the rank whose turn it is to hear of it."""

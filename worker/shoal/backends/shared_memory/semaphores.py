@@ -49,11 +49,8 @@ class Semaphore:
         if _libc.sem_post(self._address):
             raise OSError(ctypes.get_errno(), "sem_post failed")
 
-    def wait(self, deadline_s: float, *, looks: bool = False) -> bool:
-        """Whether it was posted before this time of `time.monotonic()`. `looks`: see above; there
-        has to be a processor for each rank."""
-        if looks and self._comes_soon(deadline_s):
-            return True
+    def wait(self, deadline_s: float) -> bool:
+        """Whether it was posted before this time of `time.monotonic()`."""
         until_ns = int(deadline_s * _NANOSECONDS)
         limit = _Timespec(until_ns // _NANOSECONDS, until_ns % _NANOSECONDS)
         while _libc.sem_clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(limit)):
@@ -64,7 +61,9 @@ class Semaphore:
                 raise OSError(number, os.strerror(number))
         return True
 
-    def _comes_soon(self, deadline_s: float) -> bool:
+    def comes_soon(self, deadline_s: float) -> bool:
+        """The same, for a moment only, without going to sleep: where there is a processor for each
+        rank, to be called ahead of `wait`."""
         soon_s = min(time.monotonic() + _LOOKS_S, deadline_s)
         while _libc.sem_trywait(self._address):
             if time.monotonic() > soon_s:
