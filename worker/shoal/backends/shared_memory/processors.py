@@ -48,8 +48,11 @@ class Processors:
         # Ahead of the move: the other one is not to move as well.
         self._notes[self._rank] = _note_of(to)
         try:
-            os.sched_setaffinity(0, {to})
-            os.sched_setaffinity(0, allowed)
+            try:
+                os.sched_setaffinity(0, {to})
+            finally:
+                # Whatever else ends this here, such as Ctrl-C.
+                os.sched_setaffinity(0, allowed)
         except OSError:
             # Some sandboxes forbid it. It only saves time.
             self._may_move = False
