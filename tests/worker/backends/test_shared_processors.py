@@ -1,11 +1,12 @@
 """Ranks that share memory keep off each other's processors, and go where the user lets them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from shoal.backends.shared_memory import processors
 from shoal.backends.shared_memory.processors import Processors
 
 ALLOWED = sorted(os.sched_getaffinity(0))[:2]
@@ -68,4 +69,77 @@ def test_a_rank_that_may_not_move_itself_goes_on(monkeypatch: pytest.MonkeyPatch
         return notes[OWN] - 1, os.sched_getaffinity(0)
 
     assert in_a_thread(run)[1] == set(ALLOWED)
-    assert asked[1:] == [set(ALLOWED)], "asked once, to move and to come back"
+    assert len(asked) == 1, "and does not ask again"
+
+
+class Interrupt(Exception):
+    """As from a signal's handler of the script."""
+
+
+class Kernel:
+    """Which processors Linux (from 6.2 on) lets a thread use: those of its cpuset that its user has
+    asked for. What was asked for is kept when the cpuset changes."""
+
+    def __init__(self, cpuset: Iterable[int], asked: set[int] | None = None) -> None:
+        self.cpuset = set(cpuset)
+        self.interrupts = False
+        self._asked = asked
+
+    def allowed(self, _: int = 0) -> set[int]:
+        return self.cpuset & (self.cpuset if self._asked is None else self._asked)
+
+    def hold(self, _: int, mask: set[int]) -> None:
+        if not self.cpuset & set(mask):
+            raise OSError("Invalid argument")
+        self._asked = set(mask)
+        if self.interrupts:
+            self.interrupts = False
+            raise Interrupt
+
+    def let_go(self) -> None:
+        self._asked = None
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """Of a thread in a cpuset of two processors."""
+    return installed(Kernel(ALLOWED), monkeypatch)
+
+
+def installed(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(os, "sched_getaffinity", kernel.allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", kernel.hold)
+    monkeypatch.setattr(processors, "_ask_for_all", kernel.let_go)
+    monkeypatch.setattr(processors._libc, "sched_getcpu", lambda: ALLOWED[0])
+    return kernel
+
+
+def crowded() -> Processors:
+    """Those of a rank that finds another one where the kernel says that it runs."""
+    notes = memoryview(bytearray(16)).cast("Q")
+    notes[OTHER] = ALLOWED[0] + 1
+    return Processors(notes, OWN)
+
+
+def test_a_rank_that_has_moved_may_use_what_its_cpuset_gets_later(kernel: Kernel) -> None:
+    """As with `docker update --cpuset-cpus`, or when a pod with processors of its own has ended."""
+    crowded().part()
+    kernel.cpuset |= {1000, 1001}
+    assert kernel.allowed() == {*ALLOWED, 1000, 1001}
+
+
+def test_a_rank_that_the_user_holds_to_some_of_a_cpuset_stays_among_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = installed(Kernel([*ALLOWED, 1000], asked=set(ALLOWED)), monkeypatch)
+    crowded().part()
+    kernel.cpuset |= {1001}
+    assert kernel.allowed() == set(ALLOWED)
+
+
+def test_an_error_amid_a_move_holds_a_rank_nowhere(kernel: Kernel) -> None:
+    """Signals' handlers run between any two calls of the main thread."""
+    kernel.interrupts = True
+    with pytest.raises(Interrupt):
+        crowded().part()
+    assert kernel.allowed() == set(ALLOWED)

@@ -6,8 +6,8 @@ have given it away). Both then take turns for some milliseconds, until the kerne
 is spread well: a step of a pipeline of two took 17.5 ms so, and 15.5 ms where the ranks kept apart.
 
 So each notes where it runs, and one that finds another's note for its own processor goes elsewhere.
-It is held nowhere: the kernel may move it again at once, and a mask that the user has set for it is
-kept to.
+It is held nowhere: the kernel may move it again at once, a mask that the user has set for it is
+kept to, and where there is none, it may use what its cpuset gets later.
 """
 
 import ctypes
@@ -15,6 +15,8 @@ import os
 from collections.abc import Collection
 
 NOTE_BYTES = 8
+_ALL = b"\xff" * 1024
+"""A bit for each of the 8,192 processors that Linux may have at most."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -48,14 +50,28 @@ class Processors:
         # Ahead of the move: the other one is not to move as well.
         self._notes[self._rank] = _note_of(to)
         try:
-            try:
-                os.sched_setaffinity(0, {to})
-            finally:
-                # Whatever else ends this here, such as Ctrl-C.
-                os.sched_setaffinity(0, allowed)
+            _move_within(allowed, to)
         except OSError:
             # Some sandboxes forbid it. It only saves time.
             self._may_move = False
+
+
+def _move_within(allowed: set[int], to: int) -> None:
+    """Run there, and be allowed then what was allowed, also if a signal's handler raises here."""
+    try:
+        os.sched_setaffinity(0, {to})
+    finally:
+        # Linux keeps the mask that was asked for, from 6.2 on: with `allowed` a thread that nobody
+        # has held to anything would stay among these when its cpuset gets others.
+        _ask_for_all()
+        if os.sched_getaffinity(0) != allowed:
+            os.sched_setaffinity(0, allowed)
+
+
+def _ask_for_all() -> None:
+    """For all processors, also those that are not there yet: as where nothing was asked for."""
+    if _libc.sched_setaffinity(0, len(_ALL), _ALL):
+        raise OSError(ctypes.get_errno(), "sched_setaffinity failed")
 
 
 def _note_of(number: int) -> int:
