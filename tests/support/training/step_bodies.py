@@ -39,6 +39,9 @@ class Steps(Elastic):
     """Where the learning rate comes from: "schedule", "schedule if committed",
     "schedule by its own count, if committed", "step", "own" (another one on the last member, from
     step 5 on)."""
+    clips: str = ""
+    """To what gradients are clipped from step 5 on: "own" (to another norm on the last member),
+    "but one" (all members but the last do)."""
 
 
 def rate(step: int) -> float:
@@ -105,6 +108,8 @@ def train(report: Report, run: Steps) -> None:
             with session.step() as step:
                 for part, fraction in cut(run, batch, session.rank):
                     take(session, model, part, partial(loss_of, fraction, scaler), run)
+                if run.clips and batch.step >= 5:
+                    clip(session, run.clips)
             if step.committed:
                 report("committed", step=batch.step, generation=session.generation)
             if run.rates == "schedule" or (step.committed and "committed" in run.rates):
@@ -139,6 +144,12 @@ def take(
         session.forward_backward(part, loss)
     else:
         session.backward(loss(model(part.inputs), part.targets))
+
+
+def clip(session: Session, clips: str) -> None:
+    is_last = session.rank == session.world_size - 1
+    if not (is_last and clips == "but one"):
+        session.clip_grad_norm(0.25 if is_last else 0.5)
 
 
 def one_process(batch_size: int, num_steps: int, *, scheduled: bool) -> dict[str, Tensor]:

@@ -163,6 +163,22 @@ def test_hyperparameters_that_differ_are_refused_by_field_and_member(
 
 
 @pytest.mark.sampled()
+@pytest.mark.parametrize("clips", ["own", "but one"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "local-sgd", "diloco"])
+def test_members_that_clip_to_different_norms_are_refused_by_member(
+    cluster: LocalCluster, tmp_path: Path, strategy: str, clips: str
+) -> None:
+    """So where one does not clip at all: each would apply other gradients."""
+    run = steps(cluster, strategy, clips=clips)
+    text, steps_before = all_refused(run, tmp_path, "HyperparametersDiffer")
+    assert "in step 5;" in text
+    assert "max_norm of session.clip_grad_norm: [0.5] by" in text
+    assert ("[0.25] by" if clips == "own" else "None by") in text
+    round_ends = 7 if strategy == "local-sgd" else 99
+    assert max(steps_before) <= (4 if strategy in STRATEGIES else round_ends)
+
+
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
 def test_a_schedule_that_a_joiner_began_anew_is_told(
     cluster: LocalCluster, tmp_path: Path, strategy: str

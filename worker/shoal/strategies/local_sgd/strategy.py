@@ -182,6 +182,7 @@ class LocalSGD(SynchronousStrategy):
         self._gradients.forget()
         self._passes.begin()
         self._round.weight = 0.0
+        self.position.norms.clear()
 
     def backward(self, loss: Tensor, weight: float) -> None:
         self._round.weight = weight
@@ -209,7 +210,7 @@ class LocalSGD(SynchronousStrategy):
                 details={"parameter": fault, "step": str(self._step)},
             )
         assert self._hyperparameters is not None, "distribute made it"
-        self._round.note(self._step, self._hyperparameters)
+        self._round.note(self._step, self._hyperparameters, self.position.norms)
         self._optimizer.step()
         self._commit_step()
         self._round.stepped(acknowledged)

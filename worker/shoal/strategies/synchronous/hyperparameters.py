@@ -18,6 +18,7 @@ Values = tuple[Mapping[str, Any], ...]
 
 KEPT_STEPS = 1024
 """So many steps back it is known what was applied; copies at peers go back by 20, by default."""
+_CLIPPING = "max_norm of session.clip_grad_norm"
 TOLERANCE = 1e-9
 """Relative: hosts with another libm compute the last bit of a schedule otherwise."""
 
@@ -111,6 +112,11 @@ class Hyperparameters:
             self._applied.popitem(last=False)
 
 
+def with_norms(values: Values, norms: Sequence[float]) -> Values:
+    """These, and to what gradients are clipped."""
+    return (*values, {_CLIPPING: [*norms]}) if norms else values
+
+
 def digest_of(values: Any) -> int:
     """A positive number below 2**56."""
     text = json.dumps(values, default=repr).encode()
@@ -127,7 +133,8 @@ def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
     for index, key in sorted(fields):
         values = [_at(groups, index, key) for groups in (first, *others)]
         if not all(_same(values[0], value) for value in values[1:]):
-            found[f"{key} of group {index}"] = dict(zip(by_holder, values, strict=True))
+            field = key if key == _CLIPPING else f"{key} of group {index}"
+            found[field] = dict(zip(by_holder, values, strict=True))
     return found
 
 

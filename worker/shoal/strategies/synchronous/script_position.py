@@ -56,6 +56,8 @@ class ScriptPosition:
     """In which form the members of the generation tell each other of a step."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
     """Where members that split layers have met for them, in the present generation."""
+    norms: list[float] = field(default_factory=list)
+    """What the script has clipped gradients to in the present step."""
     _place: Place | None = None
     """Where the script waits for others, but for the step."""
 
@@ -94,6 +96,11 @@ class ScriptPosition:
     def agree_to_stop(self, step: int) -> None:
         """All members stop behind this step."""
         self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, behind so many."""
+        self.stands(f"session.step() behind {step} steps")
+        self.norms.clear()
 
     def undo(self, step: int) -> None:
         """What was wished within a step that did not happen is not wished any more."""

@@ -26,6 +26,7 @@ from shoal.strategies.synchronous.hyperparameters import (
     differences,
     digest_of,
     in_words,
+    with_norms,
 )
 from shoal.strategies.synchronous.script_position import ScriptPosition, Stopped
 from shoal.strategies.synchronous.step_weights import BY_SAMPLES, StepWeights
@@ -206,11 +207,23 @@ class StepAgreement:
         """
         mask = sum(1 << self._hyper.names.index(name) for name in optimizers)
         digest = self._hyper.digest() if deed is Deed.UPDATE else 0
-        self._send(_NAMED + (deed << _BITS) + mask, digest, conflict=False)
+        self._send(_NAMED + (deed << _BITS) + mask, self._with_norms(digest), conflict=False)
         rows = self._words.hear()
         self._compare_passes(rows)
         if any(row[1] != rows[0][1] for row in rows):
-            self._compare_values([(self._step, self._hyper.now())])
+            self._compare_values([(self._step, self._values())])
+
+    def _with_norms(self, digest: int) -> int:
+        """This digest, where the script has clipped also of to what."""
+        norms = self._norms()
+        return digest ^ digest_of(norms) if norms else digest
+
+    def _values(self) -> Values:
+        return with_norms(self._hyper.now(), self._norms())
+
+    def _norms(self) -> Sequence[float]:
+        """Members of release 0.1.0 say nothing of theirs."""
+        return () if self._position.form is StepMessages.EARLIER else self._position.norms
 
     def propose(self, *, is_faulty: bool = False, idle: Sequence[str] = ()) -> None:
         """All passes of the step were made: say so, and with what it is to be applied. `is_faulty`:
@@ -223,7 +236,7 @@ class StepAgreement:
             exchanged = self._position.exchanges.word() << _FLAG_BITS
             more = self._stop(self._step) | _FAULT * is_faulty | exchanged
             self._idle = idle
-            digest = self._hyper.digest() ^ (digest_of(idle) if idle else 0)
+            digest = self._with_norms(self._hyper.digest() ^ (digest_of(idle) if idle else 0))
             self._send(word, digest, conflict=bool(self._conflict), more=more)
 
     def _stop(self, step: int) -> int:
@@ -260,7 +273,7 @@ class StepAgreement:
             self._position.agree_to_stop(self._step)
             raise Stopped(f"behind {self._step} steps")
         if any(row[1] != rows[0][1] or row[2] & _CONFLICT for row in rows):
-            self._compare_values([(self._step, self._hyper.now())])
+            self._compare_values([(self._step, self._values())])
         if any(row[2] & _STOP_BEHIND for row in rows):
             self._position.agree_to_stop(self._step + 1)
         return self._factor([row[3] for row in rows if len(row) > 3])

@@ -331,7 +331,7 @@ class SynchronousStrategy(Strategy):
         if self._watch is not None:
             self._watch.sign()
         self._registered.attempt()
-        self.position.stands(f"session.step() behind {self._step} steps")
+        self.position.begin_step(self._step)
         self._passes.begin(model, parameters)
         if self._agreement is not None:
             self._agreement.begin(self._step)
