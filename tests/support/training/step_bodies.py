@@ -41,7 +41,7 @@ class Steps(Elastic):
     step 5 on)."""
     clips: str = ""
     """To what gradients are clipped from step 5 on: "own" (to another norm on the last member),
-    "but one" (all members but the last do)."""
+    "but one" (all members but the last do), "own by torch" (with torch's function)."""
 
 
 def rate(step: int) -> float:
@@ -109,7 +109,7 @@ def train(report: Report, run: Steps) -> None:
                 for part, fraction in cut(run, batch, session.rank):
                     take(session, model, part, partial(loss_of, fraction, scaler), run)
                 if run.clips and batch.step >= 5:
-                    clip(session, run.clips)
+                    clip(session, model, run.clips)
             if step.committed:
                 report("committed", step=batch.step, generation=session.generation)
             if run.rates == "schedule" or (step.committed and "committed" in run.rates):
@@ -146,10 +146,13 @@ def take(
         session.backward(loss(model(part.inputs), part.targets))
 
 
-def clip(session: Session, clips: str) -> None:
+def clip(session: Session, model: torch.nn.Module, clips: str) -> None:
     is_last = session.rank == session.world_size - 1
-    if not (is_last and clips == "but one"):
-        session.clip_grad_norm(0.25 if is_last else 0.5)
+    norm = 0.25 if is_last else 0.5
+    if clips == "own by torch":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    elif not (is_last and clips == "but one"):
+        session.clip_grad_norm(norm)
 
 
 def one_process(batch_size: int, num_steps: int, *, scheduled: bool) -> dict[str, Tensor]:

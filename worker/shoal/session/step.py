@@ -335,11 +335,8 @@ class Steps:
     def clip_grad_norm(self, max_norm: float, optimizer: ForOptimizers) -> Tensor:
         step = self._open("clipping")
         self._trained.choose(optimizer, "session.clip_grad_norm")
-        strategy = self._controller.strategy
-        if isinstance(strategy, SynchronousStrategy):
-            strategy.position.norms.append(float(max_norm))
-        with step.guard.clipping():
-            return strategy.clip_grad_norm(max_norm)
+        with step.guard.clipping(max_norm):
+            return self._controller.strategy.clip_grad_norm(max_norm)
 
 
 def _parts_and_wholes(strategy: str) -> InvalidSpec:

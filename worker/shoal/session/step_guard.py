@@ -26,6 +26,7 @@ from shoal.model.script_attributes import ScriptModes
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters, are_same
 from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.modules import watch_wrapping
 from shoal.torch_private.tensors import pytree, watch_clipping, watch_scaling_down
 from shoal_proto.errors import InvalidSpec
@@ -212,16 +213,18 @@ class StepGuard:
         """Whether the module has parameters of the distributed model."""
         return self._trained.has_any(module.parameters())
 
-    def clipping(self) -> AbstractContextManager[None]:
-        """Within, the session clips gradients, by whatever means."""
+    def clipping(self, max_norm: float) -> AbstractContextManager[None]:
+        """Within, the session clips gradients to this norm, by whatever means."""
+        self._note_norm(max_norm)
         return _Within(self._set_clips)
 
-    def look_at_clipping(self, parameters: Sequence[Tensor]) -> None:
+    def look_at_clipping(self, parameters: Sequence[Tensor], max_norm: float) -> None:
         """Torch's own clipping has taken the norm of these parameters' gradients. Raises
         InvalidSpec where that is not the norm which the script means."""
         if self._clips:
             return
-        lack = self._strategy.gradients_lack() if self._trained.has_any(parameters) else ""
+        is_ours = self._trained.has_any(parameters)
+        lack = self._strategy.gradients_lack() if is_ours else ""
         if self._commits and self._strategy.state_is_spread:
             lack = "what this member has of the gradients, within optimizer.step()"
         if lack:
@@ -231,6 +234,13 @@ class StepGuard:
                 expected="session.clip_grad_norm(max_norm), which takes the norm of the whole"
                 " model's gradients",
             )
+        if is_ours and not self._commits:
+            self._note_norm(max_norm)
+
+    def _note_norm(self, max_norm: float) -> None:
+        """For the others, who are to clip to the same in this step."""
+        if isinstance(self._strategy, SynchronousStrategy):
+            self._strategy.position.norms.append(float(max_norm))
 
     def _step(self) -> int:
         """How many are committed."""
@@ -293,10 +303,10 @@ class StepGuard:
             )
 
 
-def _look_at_clipping(parameters: Sequence[Tensor]) -> None:
+def _look_at_clipping(parameters: Sequence[Tensor], max_norm: float) -> None:
     guard = _here.committing or _here.guard
     if guard is not None:
-        guard.look_at_clipping(parameters)
+        guard.look_at_clipping(parameters, max_norm)
 
 
 def _look_at_scaling_down(weight: Tensor) -> None:

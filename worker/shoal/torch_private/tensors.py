@@ -56,18 +56,19 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 _WATCHED = "_shoal_watched"
 
 
-def watch_clipping(look: Callable[[Sequence[Tensor]], None]) -> None:
+def watch_clipping(look: Callable[[Sequence[Tensor], float], None]) -> None:
     """Call this with the parameters whose gradients torch's `clip_grad_norm_` is about to scale, by
-    a norm that it has taken of them, from now on. The first call counts."""
+    a norm that it has taken of them, and the norm that it scales them to, from now on. The first
+    call counts."""
     plain: Any = clip_grad._clip_grads_with_norm_
     if hasattr(plain, _WATCHED):
         return
 
     @functools.wraps(plain)
-    def watched(parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def watched(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
         each = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        look(each)
-        plain(each, *args, **kwargs)
+        look(each, max_norm)
+        plain(each, max_norm, *args, **kwargs)
 
     setattr(watched, _WATCHED, True)
     clip_grad._clip_grads_with_norm_ = watched

@@ -1,8 +1,8 @@
 """The steps that a member has taken by itself since all members last met."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values, with_norms
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
 
 
 class Round:
@@ -18,12 +18,11 @@ class Round:
         self._weights = 0.0
         self._unacknowledged: list[Callable[[], None]] = []
 
-    def note(self, step: int, hyper: Hyperparameters, norms: Sequence[float]) -> None:
-        """Step number `step` is about to be taken: with what a schedule now says, and gradients
-        clipped to these."""
+    def note(self, step: int, hyper: Hyperparameters) -> None:
+        """Step number `step` is about to be taken: with what a schedule now says."""
         self.conflict = self.conflict or hyper.conflict(step)
         hyper.apply(step)
-        self.applied[step] = with_norms(hyper.now(), norms)
+        self.applied[step] = hyper.now()
 
     def stepped(self, acknowledged: Callable[[], None]) -> None:
         """A step was taken; `acknowledged` is called when its round has ended."""

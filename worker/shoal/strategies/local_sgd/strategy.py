@@ -210,7 +210,7 @@ class LocalSGD(SynchronousStrategy):
                 details={"parameter": fault, "step": str(self._step)},
             )
         assert self._hyperparameters is not None, "distribute made it"
-        self._round.note(self._step, self._hyperparameters, self.position.norms)
+        self._round.note(self._step, self._hyperparameters)
         self._optimizer.step()
         self._commit_step()
         self._round.stepped(acknowledged)

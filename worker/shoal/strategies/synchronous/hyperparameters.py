@@ -18,9 +18,11 @@ Values = tuple[Mapping[str, Any], ...]
 
 KEPT_STEPS = 1024
 """So many steps back it is known what was applied; copies at peers go back by 20, by default."""
-_CLIPPING = "max_norm of session.clip_grad_norm"
 TOLERANCE = 1e-9
 """Relative: hosts with another libm compute the last bit of a schedule otherwise."""
+_CLIPPING = "max_norm of clip_grad_norm"
+_NORM_TOLERANCE = 1e-5
+"""The same where a script clips to what follows from the norms of steps before."""
 
 
 class Hyperparameters:
@@ -132,7 +134,8 @@ def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
     found = {}
     for index, key in sorted(fields):
         values = [_at(groups, index, key) for groups in (first, *others)]
-        if not all(_same(values[0], value) for value in values[1:]):
+        tolerance = _NORM_TOLERANCE if key == _CLIPPING else TOLERANCE
+        if not all(_same(values[0], value, tolerance) for value in values[1:]):
             field = key if key == _CLIPPING else f"{key} of group {index}"
             found[field] = dict(zip(by_holder, values, strict=True))
     return found
@@ -183,11 +186,11 @@ def _at(groups: Sequence[Mapping[str, Any]], index: int, key: str) -> Any:
     return groups[index].get(key) if index < len(groups) else None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any, tolerance: float) -> bool:
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return all(map(_same, one, other))
+        return all(_same(*both, tolerance) for both in zip(one, other, strict=True))
     numbers = (int, float)
     if isinstance(one, numbers) and isinstance(other, numbers):
         both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or math.isclose(one, other, rel_tol=TOLERANCE)
+        return both_nan or math.isclose(one, other, rel_tol=tolerance)
     return bool(one == other)
