@@ -11,7 +11,13 @@ import torch
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    mse_loss,
+    one_hot,
+    pad,
+)
 from torch.utils.data import default_collate
 
 import shoal
@@ -64,6 +70,24 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs, targets, ignore_index=2, reduction="sum") / 24
 
 
+def sum_over_samples(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets, reduction="sum")
+
+
+def variational(outputs: Tensor, targets: Tensor) -> Tensor:
+    """As the losses of variational autoencoders are written."""
+    wanted = one_hot(targets, 5).to(outputs)
+    distance = binary_cross_entropy_with_logits(outputs, wanted, reduction="sum")
+    return distance - 0.5 * torch.sum(1 + outputs - outputs.exp())
+
+
+def shrinking(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A sum over anything else is no loss of samples."""
+    return cross_entropy(outputs, targets) + 0.1 * mse_loss(
+        outputs, torch.zeros_like(outputs), reduction="sum"
+    ) / len(targets)
+
+
 def whole(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs, targets, label_smoothing=0.1)
 
@@ -93,6 +117,36 @@ def test_a_mean_over_something_else_is_refused(
         train(cluster, strategy, taking(loss))
 
 
+@pytest.mark.sampled("strategy")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("loss", [sum_over_samples, variational])
+def test_a_sum_over_samples_is_refused(cluster: LocalCluster, strategy: str, loss: Loss) -> None:
+    with pytest.raises(InvalidSpec, match=r"a sum over samples.*loss / len\(batch\.indices\)"):
+        train(cluster, strategy, taking(loss))
+
+
+def test_so_is_one_with_a_weight_and_one_of_a_part(cluster: LocalCluster) -> None:
+    def with_weight(session: Session, model: Any, batch: shoal.Batch) -> None:
+        loss = sum_over_samples(model(batch.inputs), batch.targets)
+        session.backward(loss, weight=len(batch.targets))
+
+    def in_parts(session: Session, model: Any, batch: shoal.Batch) -> None:
+        for part in batch.parts(2):
+            session.backward(sum_over_samples(model(part.inputs), part.targets))
+
+    for take in (with_weight, in_parts):
+        with pytest.raises(InvalidSpec, match="a sum over samples"):
+            train(cluster, "ddp", take)
+
+
+def test_a_sum_over_all_gathered_rows_is_the_same_on_every_member(cluster: LocalCluster) -> None:
+    def take(session: Session, model: Any, batch: shoal.Batch) -> None:
+        outputs = session.gather(model(batch.inputs))
+        session.backward(sum_over_samples(outputs, session.gather(batch.targets)))
+
+    train(cluster, "ddp", take)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_so_it_is_in_one_call(cluster: LocalCluster, strategy: str) -> None:
     def take(session: Session, _: Any, batch: shoal.Batch) -> None:
@@ -102,9 +156,18 @@ def test_so_it_is_in_one_call(cluster: LocalCluster, strategy: str) -> None:
         train(cluster, strategy, take)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_so_is_a_sum_in_one_call(cluster: LocalCluster, strategy: str) -> None:
+    def take(session: Session, _: Any, batch: shoal.Batch) -> None:
+        session.forward_backward(batch, sum_over_samples)
+
+    with pytest.raises(InvalidSpec, match=r"a sum over samples"):
+        train(cluster, strategy, take)
+
+
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("loss", [shifted, in_turn, summed, whole])
+@pytest.mark.parametrize("loss", [shifted, in_turn, summed, shrinking, whole])
 def test_what_counts_alike_for_each_sample_is_a_mean_over_samples(
     cluster: LocalCluster, strategy: str, loss: Loss
 ) -> None:

@@ -18,7 +18,7 @@ from shoal.layouts.base import LossFunction
 from shoal.layouts.gathered_rows import is_gather
 from shoal.model.other_parameters import nodes_from, nodes_of
 from shoal.strategies.base import Strategy
-from shoal.torch_private.tensors import counted_targets
+from shoal.torch_private.tensors import counted_targets, plain_sums
 from shoal_proto.errors import InvalidSpec
 
 NEAR_NODES = 64
@@ -100,6 +100,26 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
                 fix="weight=(targets != -100).sum(), or class_weights[targets].sum(): see 'Losses"
                 " by token' in docs/strategies.md. Under strategies that support no weights: a mean"
                 " for each sample first, and then the mean of these.",
+            )
+
+
+def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
+    """Raise InvalidSpec for a loss that is a sum over so many samples, which the share's weight
+    would make smaller once more. One over all of `num_gathered` rows is the same on all members."""
+    for shape in plain_sums(loss):
+        if num_gathered and shape[0] % num_gathered == 0:
+            continue
+        if num_samples > 1 and shape[0] % num_samples == 0:
+            size = " x ".join(map(str, shape))
+            raise InvalidSpec(
+                "a loss that is a sum over samples: with another number of members the job would"
+                " train another one",
+                seen=f"reduction='sum' over {size}, of {num_samples} samples, undivided",
+                expected="a mean over the samples of the share, loss / len(batch.indices), or over"
+                " what weight= counts",
+                fix="To train the sum over the whole batch, as one process does, multiply that mean"
+                " by the global batch size: see 'Losses that are a sum over samples' in"
+                " docs/strategies.md.",
             )
 
 
@@ -197,15 +217,17 @@ class MicroBatches:
             weight = self._batch.weight if self._batch is not None else 1.0
             self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
 
-    def check_mean(self, loss: Tensor) -> None:
-        """Raise InvalidSpec for a loss without a weight that is no mean over the samples: at once
-        for one of a part, or with the step if it has no other pass. A script that cuts its batch
-        itself is not known to have made this one from all of its samples."""
+    def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
+        """Raise InvalidSpec for a loss that is no mean over the samples, or, with a weight, a sum:
+        at once for one of a part, or with the step if it has no other pass. A script that cuts its
+        batch itself is not known to have made this one from all of its samples."""
         present = self._part or self._batch
         if present is None or not present.indices or not self._strategy.cuts_batches:
             return
         try:
-            _check_mean(loss, len(present.indices), self.num_gathered)
+            _check_sum(loss, len(present.indices), self.num_gathered)
+            if not by_weight:
+                _check_mean(loss, len(present.indices), self.num_gathered)
         except InvalidSpec as refusal:
             if self._part is not None:
                 raise
@@ -240,6 +262,7 @@ class MicroBatches:
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)
             if isinstance(targets, Tensor) and targets.ndim and isinstance(loss, Tensor):
+                _check_sum(loss, len(targets), self.num_gathered)
                 _check_mean(loss, len(targets), self.num_gathered)
             return loss
 

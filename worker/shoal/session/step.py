@@ -293,8 +293,8 @@ class Steps:
         step.guard.look_at_loss(loss)
         if weight is None:
             step.micro_batches.check_samples()
-            if step.guard.is_early:
-                step.micro_batches.check_mean(loss)
+        if step.guard.is_early:
+            step.micro_batches.check_mean(loss, by_weight=weight is not None)
         with step.guard.computing():
             step.micro_batches.backward(loss, fraction, None if weight is None else counted)
 

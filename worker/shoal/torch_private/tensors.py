@@ -86,8 +86,11 @@ def mixes_parts_and_wholes(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
 
 
-_MEAN = 1
+_MEAN, _SUM = 1, 2
 """Of `_saved_reduction`."""
+
+_ADDING = frozenset({"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0"})
+"""Nodes that leave what they are given as large as it is."""
 
 
 def counted_targets(node: Any) -> Tensor | None:
@@ -106,6 +109,21 @@ def counted_targets(node: Any) -> Tensor | None:
     if weights is None:
         return counts.to(torch.float64)
     return torch.where(counts, weights[torch.where(counts, targets, 0)].double(), 0.0)
+
+
+def plain_sums(loss: Tensor) -> Iterable[torch.Size]:
+    """Of each of torch's losses with `reduction="sum"` that this one consists of, the shape of what
+    it is a sum over: of those that nothing was multiplied with, or divided by, behind the sum."""
+    found: list[Any] = [loss.grad_fn]
+    for node in found:
+        if node is not None and node.name() in _ADDING:
+            found += [before for before, _ in node.next_functions if before not in found]
+        elif getattr(node, "_saved_reduction", None) == _SUM:
+            # A loss of a parameter itself is not one of samples.
+            before = node.next_functions[0][0]
+            shape = node._saved_self.shape
+            if shape and before is not None and before.name() != "torch::autograd::AccumulateGrad":
+                yield shape
 
 
 def in_backward() -> bool:
