@@ -272,3 +272,23 @@ def test_averages_may_differ_by_rounding_and_by_nothing_else() -> None:
 def test_an_integer_that_cannot_be_written_as_text_is_refused_with_its_place() -> None:
     with pytest.raises(InvalidSpec, match=r"an integer of 16,610 bits at big\.0"):
         RegisteredState().add("counter", Counter(big=[10**5000]))
+
+
+def test_arguments_the_wrong_way_round_are_refused_by_name() -> None:
+    with pytest.raises(InvalidSpec, match=r"session\.register\(name, object\)"):
+        RegisteredState().add(Counter(), "counter")  # type: ignore[arg-type]
+
+
+class Mean(nn.Module):
+    """A metric, as those of torchmetrics are made: its state is none of its `state_dict()`."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()), persistent=persistent)
+
+
+def test_a_module_of_which_nothing_would_be_carried_is_refused() -> None:
+    """A member that joins would begin to count anew."""
+    with pytest.raises(InvalidSpec, match=r"'loss'.*Mean.*metric\.persistent\(True\)"):
+        RegisteredState().add("loss", Mean(persistent=False))
+    RegisteredState().add("loss", Mean(persistent=True))

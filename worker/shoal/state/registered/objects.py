@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.state.registered.plain import put_together, take_apart
@@ -86,11 +86,12 @@ class RegisteredState:
 
         Raises InvalidSpec, before anything is changed, for what cannot be carried.
         """
-        if not _NAME.fullmatch(name) or name == GROUPS:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == GROUPS:
             raise InvalidSpec(
                 "a name that state cannot be registered under",
                 seen=repr(name),
-                expected=f"1 to 64 letters, digits, - and _, and not {GROUPS!r}",
+                expected=f"session.register(name, object), with a name of 1 to 64 letters, digits,"
+                f" - and _, and not {GROUPS!r}",
             )
         if name in self._objects:
             raise InvalidSpec(
@@ -105,6 +106,14 @@ class RegisteredState:
                 f"{name!r} has no state that could be carried",
                 seen=f"a {type(registered).__name__}",
                 expected="an object with state_dict() and load_state_dict(state)",
+            )
+        if isinstance(registered, nn.Module) and not registered.state_dict():
+            raise InvalidSpec(
+                f"nothing of {name!r} would be carried: its state_dict() is empty",
+                seen=type(registered).__name__,
+                expected="a module with parameters, or with persistent buffers",
+                fix="A metric of torchmetrics: metric.persistent(True) before, and update it alike"
+                " on all members; or session.evaluate, which sums over them.",
             )
         if len(self._objects) == MAX_OBJECTS:
             raise InvalidSpec("too many registered objects", expected=f"at most {MAX_OBJECTS}")
