@@ -1,6 +1,7 @@
 """What a member hands to another: the whole state, by name, bit for bit."""
 
 import copy
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.processes.ranks import Ranks
 from support.training import rank_bodies
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.backends.process_group.collectives import counts, reset_counts
@@ -145,6 +146,18 @@ def test_nobody_sends_a_state_more_than_twice(
     assert sum(sent) >= len(receivers) * NUM_BYTES
     assert max(sent) < (transfer.FAN_OUT + 0.1) * NUM_BYTES
     assert sent[7] == 0
+
+
+class Translator(nn.Module):
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        return tokens if labels is None else labels
+
+
+def test_a_replica_says_that_it_takes_what_the_model_does() -> None:
+    """Frameworks pass on only what a forward pass is declared to take."""
+    replica = proxy_of(Translator(), nn.Identity)
+    assert inspect.signature(replica.forward) == inspect.signature(Translator().forward)
+    assert torch.equal(replica(torch.ones(2)), torch.ones(2))
 
 
 def test_a_replica_is_the_model_in_all_but_its_forward_pass() -> None:

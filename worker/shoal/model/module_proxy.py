@@ -1,6 +1,8 @@
 """The module a user holds while the one that trains behind it is made anew each generation."""
 
+import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -86,11 +88,25 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
         self.__class__ = kind
         kind.__init__(self, *arguments, **options)
 
-    own = {"__module__": kind.__module__, "__init__": make}
+    own: dict[str, Any] = {"__module__": kind.__module__, "__init__": make}
+    if isinstance(kind.forward, FunctionType):
+        own["forward"] = _forward_like(kind.forward)
     mixed: Any = type(kind.__name__, (ModuleProxy, kind), own)
     proxy: nn.Module = mixed.__new__(mixed)
     ModuleProxy.__init__(proxy, module, route)  # type: ignore[arg-type]
     return proxy
+
+
+def _forward_like(forward: FunctionType) -> Callable[..., Any]:
+    """The replica's forward pass, which says that it takes what the model's does: frameworks choose
+    by that what to pass on, as `generate` and Trainer of transformers do."""
+
+    @routing
+    def routed(self: ModuleProxy, *inputs: Any, **options: Any) -> Any:
+        return call_compiling(self.__dict__["_route"](), inputs, options)
+
+    routed.__dict__["__signature__"] = inspect.signature(forward)
+    return routed
 
 
 def shown(proxy: nn.Module) -> nn.Module:
