@@ -142,6 +142,8 @@ def test_what_decides_itself_which_samples_come_is_refused(
     ("said", "words"),
     [
         ({"global_batch_size": 4, "num_wrkers": 2}, "has no option num_wrkers.*num_workers"),
+        ({"batch_size": 4}, "has no option batch_size.*global_batch_size"),
+        ({"global_batch_size": 4, "epochs": 2.5}, "^epochs is not an integer; saw 2.5"),
         ({"global_batch_size": 4, "num_workers": -1}, "num_workers.*saw -1"),
         ({"global_batch_size": 4, "prefetch_factor": 2}, "prefetch_factor.*num_workers=0"),
         ({"global_batch_size": 4, "collate": list, "collate_fn": list}, "both are given"),
@@ -153,7 +155,16 @@ def test_what_decides_itself_which_samples_come_is_refused(
         ({"global_batch_size": 4, "num_workers": 1, "timeout": -1}, "timeout.*saw -1"),
     ],
     ids=[
-        *("unknown", "negative", "prefetch", "collate twice", "nothing left", "no size"),
+        *(
+            "unknown",
+            "batch size",
+            "part of an epoch",
+            "negative",
+            "prefetch",
+            "collate twice",
+            "nothing left",
+            "no size",
+        ),
         *("size", "seed", "processes", "timeout"),
     ],
 )

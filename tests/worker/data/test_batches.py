@@ -150,3 +150,15 @@ def test_bad_datasets_and_sizes_are_refused_by_name() -> None:
         dataset_size(loader)  # type: ignore[arg-type]
     with pytest.raises(InvalidSpec, match=r"global_batch_size.*saw 0"):
         Order(num_samples=3, global_batch_size=0)
+    with pytest.raises(InvalidSpec, match=r"no samples"):
+        Order(num_samples=0, global_batch_size=2)
+
+
+def test_columns_in_a_list_or_dict_are_refused() -> None:
+    """Each of them would be one sample. A list of samples is none of columns."""
+    images, labels = torch.zeros(6, 2), torch.zeros(6)
+    for columns in ([images, labels], {"image": images, "label": labels}):
+        with pytest.raises(InvalidSpec, match=r"\(6, 2\).*tuple of tensors"):
+            dataset_size(columns)  # type: ignore[arg-type]
+    for samples in ([images, images], [images, images[:2]], {0: images, 1: images}):
+        assert dataset_size(samples) == 2  # type: ignore[arg-type]

@@ -21,6 +21,14 @@ from shoal.data.shard_order import ShardOrder
 from shoal.data.shards import Shards
 from shoal_proto.errors import InvalidSpec
 
+_MEANT = {
+    "batch_size": "global_batch_size is the size of all members' batch together.",
+    "sampler": "Subset(dataset, the sampler's indices) with shuffle=False: 'An order of your own'"
+    " in docs/data.md.",
+    "num_epochs": "epochs= says how many.",
+}
+"""By what a script calls it: what it meant."""
+
 
 class LoadingOptions(TypedDict, total=False):
     """How samples are loaded: the DataLoader's own keywords. What is not given is taken from the
@@ -73,6 +81,7 @@ class BatchOptions:
                 f"session.batches has no option {unknown[0]}",
                 seen=", ".join(unknown),
                 expected=", ".join(LoadingOptions.__annotations__),
+                fix=_MEANT.get(unknown[0], ""),
             )
         collate_fn = options.get("collate_fn")
         if collate is not None and collate_fn is not None:

@@ -25,6 +25,8 @@ LARGEST_KEPT_ORDER = 1 << 20
 """Of more samples no array of all indices is made."""
 MAX_SAMPLES_NAMED = 8
 """Of a batch that could not be made."""
+MAX_COLUMNS_IN_LIST = 8
+"""A longer list of tensors is one of samples."""
 BLOCK = 8192
 """So many indices are computed at a time then."""
 
@@ -110,13 +112,14 @@ class Order:
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "num_epochs", "seed"):
-            if not hasattr(getattr(self, name), "__index__"):
-                raise InvalidSpec(f"{name} is not an integer", seen=repr(getattr(self, name)))
-        for name in ("num_samples", "global_batch_size", "num_epochs"):
-            if getattr(self, name) < 1:
-                raise InvalidSpec(
-                    f"{name} is out of range", seen=str(getattr(self, name)), expected="at least 1"
-                )
+            said = "epochs" if name == "num_epochs" else name
+            value: Any = getattr(self, name)
+            if not hasattr(value, "__index__"):
+                raise InvalidSpec(f"{said} is not an integer", seen=repr(value))
+            if name == "num_samples" and value < 1:
+                raise InvalidSpec("the dataset has no samples", expected="at least one")
+            if name != "seed" and value < 1:
+                raise InvalidSpec(f"{said} is out of range", seen=str(value), expected="at least 1")
         if self.drop_last and self.num_samples < self.global_batch_size:
             raise InvalidSpec(
                 "drop_last leaves out every sample",
@@ -389,6 +392,13 @@ def dataset_size(dataset: Dataset) -> int:
             expected="tensors of one length, such as (inputs, targets)",
             fix="torch.from_numpy(array) makes a tensor of an array; samples belong into a list.",
         )
+    if (held := _tensors_beside(dataset)) is not None:
+        raise InvalidSpec(
+            "the dataset is a list or dict of tensors, of which each would be one sample",
+            seen=held,
+            expected="a tuple of tensors of one length, such as (inputs, targets)",
+            fix="For batches that are dicts, a list with a dict for each sample.",
+        )
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not _is_iterable(dataset):
         return len(dataset)
     raise InvalidSpec(
@@ -417,6 +427,24 @@ def describe(dataset: Dataset) -> str:
 def _is_iterable(dataset: object) -> bool:
     """torch's IterableDataset inherits a `__getitem__` that raises."""
     return isinstance(dataset, IterableDataset)
+
+
+def _tensors_beside(dataset: Any) -> str | None:
+    """What is in a dict, or a short list, that was meant as columns: tensors of one length. Samples
+    of as many numbers of dimensions could not be collated, and a dict of names has no item 0."""
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        named: Mapping[Any, Any] = dataset
+    elif isinstance(dataset, list) and len(dataset) <= MAX_COLUMNS_IN_LIST:
+        named = dict(enumerate(dataset))
+    else:
+        return None
+    if not all(isinstance(each, Tensor) and each.ndim for each in named.values()):
+        return None
+    if isinstance(dataset, list) and (
+        len({each.ndim for each in dataset}) < 2 or len({len(each) for each in dataset}) > 1
+    ):
+        return None
+    return ", ".join(f"{name}: {tuple(each.shape)}" for name, each in named.items()) or None
 
 
 def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
