@@ -21,10 +21,18 @@ from support.frameworks.transformers_bodies import (
 )
 from support.members.held_members import replaced_in_step_6
 from torch import Tensor
-from transformers import EarlyStoppingCallback, PreTrainedConfig, TrainerCallback
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    EarlyStoppingCallback,
+    PreTrainedConfig,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+)
 
 import shoal
-from shoal.integrations.transformers import SessionTrainer
+from shoal.integrations.transformers import SessionSeq2SeqTrainer, SessionTrainer
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
@@ -195,7 +203,8 @@ def test_a_smoothed_mean_of_each_part_is_refused(session: shoal.Session) -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"save_strategy": "epoch"}, "save_strategy.*checkpoints="),
+        ({"save_strategy": "epoch"}, "save_strategy='epoch'.*checkpoints="),
+        ({"save_strategy": "epoch", "load_best_model_at_end": True}, "load_best.*save_model"),
         ({"eval_on_start": True}, "eval_on_start"),
         ({"train_sampling_strategy": "group_by_length"}, "group_by_length"),
         ({"torch_compile": True}, "torch.compile"),
@@ -212,3 +221,53 @@ def test_what_a_session_cannot_keep_exact_is_refused(
 def test_a_checkpoint_of_trainers_own_is_refused(session: shoal.Session) -> None:
     with pytest.raises(InvalidSpec, match="resume_from_checkpoint"):
         SessionTrainer(session, **inputs_of()).train(resume_from_checkpoint=True)
+
+
+def translating(directory: Path) -> dict[str, Any]:
+    """What a Seq2SeqTrainer is given whose evaluation generates."""
+    size = {"d_model": 8, "max_position_embeddings": 16, "vocab_size": VOCABULARY, "dropout": 0.0}
+    sides: dict[str, Any] = {}
+    for side in ("encoder", "decoder"):
+        sides |= {f"{side}_{n}": v for n, v in (("layers", 1), ("attention_heads", 1))}
+        sides[f"{side}_ffn_dim"] = 8
+    torch.manual_seed(0)
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(directory),
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        predict_with_generate=True,
+        generation_max_length=6,
+        label_smoothing_factor=0.1,
+        train_sampling_strategy="sequential",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return {
+        **inputs_of(),
+        "model": BartForConditionalGeneration(BartConfig(**size, **sides)),
+        "args": args,
+        "compute_metrics": lambda found: {"tokens": int(found.predictions.sum())},
+    }
+
+
+def test_an_evaluation_generates_as_that_of_one_process(
+    session: shoal.Session, tmp_path: Path
+) -> None:
+    plain, elastic = (
+        Seq2SeqTrainer(**translating(tmp_path)),
+        SessionSeq2SeqTrainer(session, **translating(tmp_path)),
+    )
+    for each in (plain, elastic):
+        each.train()
+    said, expected = (each.evaluate() for each in (elastic, plain))
+    assert said["eval_tokens"] == expected["eval_tokens"]
+    assert said["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
+
+
+def test_a_trainer_that_would_not_generate_is_refused(
+    session: shoal.Session, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidSpec, match=r"predict_with_generate.*SessionSeq2SeqTrainer"):
+        SessionTrainer(session, **translating(tmp_path))

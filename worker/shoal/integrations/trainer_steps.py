@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -211,3 +212,26 @@ class EpochLength:
     def __iter__(self) -> Any:
         """Nothing: the parts come from `get_batch_samples`."""
         return iter(())
+
+
+class SessionOptimizer:
+    """Its step is the session's; all else is the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer, commit: Any) -> None:
+        self.optimizer, self._commit = optimizer, commit
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise refused("an optimizer that computes the loss itself", "a closure", "none")
+        self._commit()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Done by the session at the beginning of the step."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def refused(what: str, seen: str, expected: str) -> InvalidSpec:
+    """The error for what a session has no place for."""
+    return InvalidSpec(what, seen=seen, expected=expected, fix="docs/integrations.md")

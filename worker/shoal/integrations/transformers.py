@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -27,13 +26,14 @@ from shoal.integrations.trainer_steps import (
     CollatedWhole,
     CountedSmoother,
     EpochLength,
+    SessionOptimizer,
     TakenAgain,
     TrainerSteps,
     WholeBatches,
+    refused,
 )
 from shoal.session.session import Session
 from shoal.strategies.base import Strategy
-from shoal_proto.errors import InvalidSpec
 
 FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
 """Strategies under which a member evaluates its model without the others."""
@@ -69,7 +69,7 @@ class SessionTrainer(Trainer):
         self._samples: DataLoader[Any] | None = None
         self._counted: Tensor | None = None
         super().__init__(*arguments, **options)
-        _refuse(self.args, self.train_dataset)
+        _refuse(self)
         self.add_callback(_Position(self))
         if (smoother := self.label_smoother) is not None:
             self.label_smoother = CountedSmoother(smoother.epsilon, smoother.ignore_index)
@@ -79,7 +79,7 @@ class SessionTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *positional: Any, **options: Any) -> Any:
         """As Trainer's; a member that joins later begins at the job's step."""
         if resume_from_checkpoint:
-            raise _refused(
+            raise refused(
                 "continuing from a checkpoint of Trainer's",
                 f"resume_from_checkpoint={resume_from_checkpoint!r}",
                 "SessionTrainer(checkpoints=shoal.Checkpoints(...)), from which a job continues",
@@ -97,7 +97,7 @@ class SessionTrainer(Trainer):
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Not in a session."""
-        raise _refused("a search over many trainings", "hyperparameter_search", "a job for each")
+        raise refused("a search over many trainings", "hyperparameter_search", "a job for each")
 
     def is_world_process_zero(self) -> bool:
         """Whether this member has rank 0; true on all of them before the training."""
@@ -127,7 +127,7 @@ class SessionTrainer(Trainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if self._samples is None:
-            raise _refused(
+            raise refused(
                 "a get_train_dataloader of the script's own",
                 f"{type(self).__name__}.get_train_dataloader",
                 "train_dataset and data_collator; the session cuts each batch for its members",
@@ -277,7 +277,7 @@ class SessionTrainer(Trainer):
         """Raise InvalidSpec where it is not known what the loss is a mean over."""
         own = type(self).compute_loss is not Trainer.compute_loss
         if own and items is not None and self.loss_is_scaled_for_ga is None:
-            raise _refused(
+            raise refused(
                 "a compute_loss of the script's own, which does not say what it is a mean over",
                 f"{type(self).__name__}.compute_loss without loss_is_scaled_for_ga",
                 "loss_is_scaled_for_ga = True where the loss is divided by num_items_in_batch, and"
@@ -334,7 +334,7 @@ class SessionTrainer(Trainer):
             return self._measured(dataloader, metric_key_prefix)
         strategy = self._session.strategy
         if strategy.name not in FORWARD_ALONE:
-            raise _refused(
+            raise refused(
                 "predictions are each member's own, and its forward pass is not",
                 f"compute_metrics or predict under strategy {strategy.name}",
                 f"{', '.join(sorted(FORWARD_ALONE))}; or the loss alone, or session.evaluate",
@@ -356,7 +356,7 @@ class SessionTrainer(Trainer):
         def measure(batch: Any) -> Mapping[str, float]:
             loss, _, _ = self.prediction_step(model, batch.inputs["batch"], True)
             if loss is None:
-                raise _refused("an evaluation without a loss", "no labels", "labels")
+                raise refused("an evaluation without a loss", "no labels", "labels")
             counts = not self.args.logging_nan_inf_filter or bool(torch.isfinite(loss))
             num_samples = float(batch.inputs["size"]) if counts else 0.0
             return {"loss": float(loss) * num_samples if counts else 0.0, "samples": num_samples}
@@ -372,29 +372,15 @@ class SessionTrainer(Trainer):
         return EvalLoopOutput(None, None, {f"{prefix}_loss": loss}, len(samples))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        raise _refused("a checkpoint of Trainer's own", "control.should_save", "checkpoints=...")
+        raise refused("a checkpoint of Trainer's own", "control.should_save", "checkpoints=...")
 
     def _present(self) -> TrainerSteps:
         assert self._steps is not None, "made before the first epoch"
         return self._steps
 
 
-class SessionOptimizer:
-    """Its step is the session's; all else is the optimizer's."""
-
-    def __init__(self, optimizer: Optimizer, commit: Any) -> None:
-        self.optimizer, self._commit = optimizer, commit
-
-    def step(self, closure: Any = None) -> None:
-        if closure is not None:
-            raise _refused("an optimizer that computes the loss itself", "a closure", "none")
-        self._commit()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Done by the session at the beginning of the step."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
+class SessionSeq2SeqTrainer(SessionTrainer, Seq2SeqTrainer):
+    """The same for what Seq2SeqTrainer does: evaluations that generate."""
 
 
 class TrainerCounts:
@@ -444,18 +430,21 @@ class _Position(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if control.should_epoch_stop and state.global_step % self._steps_per_epoch():
-            raise _refused(
+            raise refused(
                 "an epoch that ends before its samples do",
                 "control.should_epoch_stop",
                 "control.should_training_stop, which ends the job",
             )
 
 
-def _refuse(args: Any, dataset: Any) -> None:
+def _refuse(trainer: SessionTrainer) -> None:
     """Raise InvalidSpec for what a session has no place for."""
+    args, dataset = trainer.args, trainer.train_dataset
     own = "a strategy of session.distribute: SessionTrainer(strategy=...)"
     kept = "save_strategy='no', and SessionTrainer(checkpoints=shoal.Checkpoints(...))"
-    refused: list[tuple[bool, str, str]] = [
+    best = "save_strategy='no' without it, and trainer.save_model(...) in a callback's on_evaluate"
+    generates = getattr(args, "predict_with_generate", False)
+    table: list[tuple[bool, str, str]] = [
         (args.fp16, "fp16=True", "bf16=True, or float32"),
         (bool(args.fsdp), "fsdp", own),
         (bool(args.deepspeed), "deepspeed", own),
@@ -463,9 +452,14 @@ def _refuse(args: Any, dataset: Any) -> None:
         (args.world_size != 1 or args.n_gpu > 1, "several processes or GPUs", "`shoal run`"),
         (args.auto_find_batch_size, "auto_find_batch_size=True", "a batch size"),
         (args.torch_compile, "torch_compile=True", "torch.compile(model) before it is distributed"),
-        (args.save_strategy != "no", f"save_strategy={str(args.save_strategy)!r}", kept),
-        (args.load_best_model_at_end, "load_best_model_at_end=True", kept),
+        (args.load_best_model_at_end, "load_best_model_at_end=True", best),
+        (args.save_strategy != "no", f"save_strategy={str(args.save_strategy.value)!r}", kept),
         (args.enable_jit_checkpoint, "enable_jit_checkpoint=True", kept),
+        (
+            generates and not isinstance(trainer, Seq2SeqTrainer),
+            "predict_with_generate=True",
+            "SessionSeq2SeqTrainer, whose evaluation generates",
+        ),
         (args.eval_on_start, "eval_on_start=True", "trainer.evaluate() after a step"),
         (
             args.fp16_full_eval or args.bf16_full_eval,
@@ -483,10 +477,6 @@ def _refuse(args: Any, dataset: Any) -> None:
             "a data set with len() and items by index",
         ),
     ]
-    for is_there, seen, expected in refused:
+    for is_there, seen, expected in table:
         if is_there:
-            raise _refused("Trainer in a session", seen, expected)
-
-
-def _refused(what: str, seen: str, expected: str) -> InvalidSpec:
-    return InvalidSpec(what, seen=seen, expected=expected, fix="docs/integrations.md")
+            raise refused("Trainer in a session", seen, expected)
