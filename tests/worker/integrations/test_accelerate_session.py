@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.tracking import GeneralTracker
 from support.frameworks import accelerate_bodies
 from support.frameworks.accelerate_bodies import (
     ACCELERATED_STEPS,
@@ -118,6 +119,27 @@ def test_what_would_be_one_members_alone_is_refused(
     accelerator = SessionAccelerator(session, cpu=True)
     with pytest.raises(InvalidSpec, match=rf"accelerator\.{call}.*{words}"):
         getattr(accelerator, call)(torch.ones(1))
+
+
+def test_trackers_are_finished_and_the_session_goes_on(session: shoal.Session) -> None:
+    """accelerate's own would end the group, which is that of the members."""
+
+    class Noting(GeneralTracker):
+        name, requires_logging_directory = "noting", False
+        is_finished = False
+
+        @property
+        def tracker(self) -> None:
+            """There is none behind it."""
+
+        def finish(self) -> None:
+            self.is_finished = True
+
+    accelerator = SessionAccelerator(session, cpu=True)
+    tracker = Noting()
+    accelerator.trackers = [tracker]
+    accelerator.end_training()
+    assert tracker.is_finished
 
 
 def test_a_model_is_prepared_with_its_optimizer_and_data(session: shoal.Session) -> None:

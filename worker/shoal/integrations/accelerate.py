@@ -125,6 +125,11 @@ class SessionAccelerator(Accelerator):
     def is_local_main_process(self) -> bool:
         return self._session.is_first
 
+    def end_training(self) -> None:
+        """Trackers are finished. The group of the members is left to the session."""
+        for tracker in self.trackers:
+            tracker.finish()
+
     def clip_grad_value_(self, *_: Any) -> Any:
         raise _refused("clip_grad_value_", "a value", "clip_grad_norm_")
 
