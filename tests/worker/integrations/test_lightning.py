@@ -33,6 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.integrations.agreed_stopping import AgreedCheckpoints
 from shoal.integrations.lightning import SessionStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, JobFinished
@@ -241,6 +242,31 @@ def test_bfloat16_is_autocast_and_weights_are_written_by_one_member(
     assert all(torch.equal(found[name], own[name]) for name in own)
 
 
+def test_who_comes_knows_which_checkpoints_are_kept(session: shoal.Session, tmp_path: Path) -> None:
+    """Else it would keep a worse one as the best, once it has rank 0. Its folder may be another."""
+
+    class Judged(Net):
+        def on_train_epoch_end(self) -> None:
+            self.log("score", torch.tensor([3.0, 1.0, 2.0][self.current_epoch]))
+
+    options = {"monitor": "score", "save_top_k": 2, "save_last": True, "save_weights_only": True}
+    kept = ModelCheckpoint(tmp_path / "old", filename="{epoch}", **options)  # type: ignore[arg-type]
+    fit(session, Judged, max_epochs=3, enable_checkpointing=True, callbacks=[kept])
+    newcomer = ModelCheckpoint(tmp_path / "new", **options)  # type: ignore[arg-type]
+    AgreedCheckpoints(newcomer, session).load_state_dict(
+        AgreedCheckpoints(kept, session).state_dict()
+    )
+    new = tmp_path / "new"
+    assert newcomer.best_model_path == str(new / "epoch=1.ckpt")
+    assert newcomer.last_model_path == str(new / "last.ckpt")
+    assert newcomer.best_k_models == {
+        str(new / "epoch=1.ckpt"): 1.0,
+        str(new / "epoch=2.ckpt"): 2.0,
+    }
+    assert newcomer.best_model_score == 1.0
+    assert newcomer.kth_value == 2.0
+
+
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -276,7 +302,7 @@ def test_batches_beside_those_that_the_session_has_cut_are_refused(session: shoa
     elastic = SessionStrategy(session)
     elastic.batches(data(), global_batch_size=12)
     module = Net(session, say_nothing, Run(**NOBODY))
-    with pytest.raises(InvalidSpec, match="other batches"):
+    with pytest.raises(InvalidSpec, match=r"other batches.*datamodule\.setup"):
         trainer_of(elastic).fit(module, DataLoader(TensorDataset(*data()), 12))
 
 

@@ -1,13 +1,24 @@
-"""Lightning's EarlyStopping as one decision of the job, and not one of each member."""
+"""Lightning's EarlyStopping and ModelCheckpoint as decisions of the job, and not of each member."""
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from shoal.session.session import Session
+
+
+def agreed(session: Session, metric: Any) -> Tensor:
+    """The mean over members; of what is the same on all of them, that."""
+    value = float(metric)
+    ends = session.all_reduce({"high": value, "low": -value}, "max")
+    if float(ends["high"]) != -float(ends["low"]):
+        value = float(session.all_reduce(value, "mean"))
+    return torch.tensor(value, dtype=torch.float64)
 
 
 class AgreedStopping:
@@ -21,12 +32,7 @@ class AgreedStopping:
         vars(callback)["_evaluate_stopping_criteria"] = self.evaluate
 
     def evaluate(self, current: Tensor) -> Any:
-        """By the mean over members; of what is the same on all of them, by that."""
-        value = float(current)
-        ends = self._session.all_reduce({"high": value, "low": -value}, "max")
-        if float(ends["high"]) != -float(ends["low"]):
-            value = float(self._session.all_reduce(value, "mean"))
-        return self._evaluate(torch.tensor(value, dtype=torch.float64))
+        return self._evaluate(agreed(self._session, current))
 
     def state_dict(self) -> dict[str, Any]:
         callback = self._callback
@@ -40,3 +46,57 @@ class AgreedStopping:
         self._callback.wait_count = state_dict["wait_count"]
         self._callback.stopped_epoch = state_dict["stopped_epoch"]
         self._callback.best_score = torch.tensor(state_dict["best_score"], dtype=torch.float64)
+
+
+class AgreedCheckpoints:
+    """Lets the callback choose by a value, and by names, that all members have in common: whoever
+    has rank 0 writes next. What it has kept is state of the job: a member that joins knows which
+    checkpoint is the best. Paths are told relative to its folder, which members have anywhere."""
+
+    def __init__(self, callback: ModelCheckpoint, session: Session) -> None:
+        self._callback: Any = callback
+        self._session = session
+        own = vars(callback)
+        self._save_best: Callable[..., None] = self._callback._save_topk_checkpoint
+        self._exists: Callable[..., bool] = self._callback.file_exists
+        own["_save_topk_checkpoint"], own["file_exists"] = self.save_best, self.exists
+
+    def save_best(self, trainer: Any, metrics: dict[str, Tensor]) -> None:
+        monitor = self._callback.monitor
+        if monitor in metrics and sys.exception() is None:
+            metrics = {**metrics, monitor: agreed(self._session, metrics[monitor])}
+        self._save_best(trainer, metrics)
+
+    def exists(self, path: Any, trainer: Any) -> bool:
+        """As the member of rank 0 finds it: others may look when it has written already."""
+        found = self._exists(path, trainer)
+        if sys.exception() is not None:
+            return found  # a checkpoint of a member that ends
+        return bool(self._session.all_reduce(float(found and self._session.is_first), "max"))
+
+    def state_dict(self) -> dict[str, Any]:
+        callback = self._callback
+        return {
+            "kept": {self._told(path): float(v) for path, v in callback.best_k_models.items()},
+            "best": self._told(callback.best_model_path),
+            "worst": self._told(callback.kth_best_model_path),
+            "last": self._told(callback.last_model_path),
+            "step": callback._last_global_step_saved,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        callback, kept = self._callback, state_dict["kept"]
+        scores = {self._own(path): torch.tensor(v).double() for path, v in kept.items()}
+        callback.best_k_models = scores
+        callback.best_model_path = self._own(state_dict["best"])
+        callback.kth_best_model_path = self._own(state_dict["worst"])
+        callback.last_model_path = self._own(state_dict["last"])
+        callback.best_model_score = scores.get(callback.best_model_path)
+        callback.kth_value = scores.get(callback.kth_best_model_path, callback.kth_value)
+        callback._last_global_step_saved = state_dict["step"]
+
+    def _told(self, path: str) -> str:
+        return os.path.relpath(path, self._callback.dirpath) if path else ""
+
+    def _own(self, path: str) -> str:
+        return f"{self._callback.dirpath}/{path}" if path else ""

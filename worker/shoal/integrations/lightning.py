@@ -28,7 +28,7 @@ from typing import Any, Unpack
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, default_collate
 from shoal.data.batch_options import LoadingOptions
 from shoal.data.batches import Dataset
 from shoal.data.samples import Collate
-from shoal.integrations.agreed_stopping import AgreedStopping
+from shoal.integrations.agreed_stopping import AgreedCheckpoints, AgreedStopping
 from shoal.integrations.job_batches import JobBatches
 from shoal.integrations.lightning_batches import CollatedWhole, LightningBatches
 from shoal.integrations.trainer_limits import JobCounters, refuse_parts_of_epochs
@@ -184,6 +184,15 @@ class SessionStrategy(SingleDeviceStrategy):
                 stopping = AgreedStopping(each, self._session)
                 if self._session.strategy.name not in OWN_REPLICAS:
                     self._session.register(f"lightning-early-stopping-{number}", stopping)
+            self._take_checkpoints(trainer)
+
+    def _take_checkpoints(self, trainer: Trainer) -> None:
+        """Members of which each looks at its own clock have no decision in common."""
+        for number, each in enumerate(trainer.checkpoint_callbacks):
+            if isinstance(each, ModelCheckpoint) and each._train_time_interval is None:
+                kept = AgreedCheckpoints(each, self._session)
+                if self._session.strategy.name not in OWN_REPLICAS:
+                    self._session.register(f"lightning-checkpoints-{number}", kept)
 
     def _refuse_distributed(self, trainer: Trainer) -> None:
         """Raise InvalidSpec for what the module's `configure_optimizers` has brought along."""
@@ -357,7 +366,8 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             "a session's step is Lightning's automatic one",
             seen="automatic_optimization = False",
             expected="True",
-            fix="Train in a loop of your own: with session.step(): ...",
+            fix="Train in a loop of your own: with session.step(): ... For several optimizers see"
+            " 'Several models and optimizers' in docs/strategies.md.",
         )
     plugin = trainer.precision_plugin
     is_bf16 = type(plugin) is MixedPrecision and plugin.scaler is None
@@ -410,5 +420,9 @@ def _refuse_callbacks(trainer: Trainer) -> None:
 def _other_batches() -> InvalidSpec:
     return InvalidSpec(
         "the Trainer was given other batches",
+        seen="a DataLoader of the script's own, a datamodule, or train_dataloader()",
         expected="trainer.fit(module, strategy.batches(dataset, ...))",
+        fix="A DataLoader may be the dataset; its batch size is then that of all members together."
+        " Of a datamodule: datamodule.setup('fit'), then trainer.fit(module,"
+        " strategy.batches(datamodule.train_dataloader()), datamodule.val_dataloader()).",
     )
