@@ -74,6 +74,10 @@ def sum_over_samples(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs, targets, reduction="sum")
 
 
+def sum_with_smoothed_labels(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets, reduction="sum", label_smoothing=0.1)
+
+
 def variational(outputs: Tensor, targets: Tensor) -> Tensor:
     """As the losses of variational autoencoders are written."""
     wanted = one_hot(targets, 5).to(outputs)
@@ -119,7 +123,7 @@ def test_a_mean_over_something_else_is_refused(
 
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("loss", [sum_over_samples, variational])
+@pytest.mark.parametrize("loss", [sum_over_samples, sum_with_smoothed_labels, variational])
 def test_a_sum_over_samples_is_refused(cluster: LocalCluster, strategy: str, loss: Loss) -> None:
     with pytest.raises(InvalidSpec, match=r"a sum over samples.*loss / len\(batch\.indices\)"):
         train(cluster, strategy, taking(loss))

@@ -89,8 +89,11 @@ def mixes_parts_and_wholes(error: BaseException) -> bool:
 _MEAN, _SUM = 1, 2
 """Of `_saved_reduction`."""
 
-_ADDING = frozenset({"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0"})
-"""Nodes that leave what they are given as large as it is."""
+_ADDING = frozenset(
+    {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "MulBackward1"}
+)
+"""Nodes that leave what they are given as large as it is. By the last one torch's `cross_entropy`
+weighs its two parts where labels are smoothed; what a script multiplies by has another."""
 
 
 def counted_targets(node: Any) -> Tensor | None:
