@@ -318,6 +318,15 @@ def test_an_error_in_one_worker_is_the_runs_code(shoal_run: Run) -> None:
     assert code == 4, output
 
 
+@pytest.mark.long
+def test_a_script_for_torchrun_is_told_so(shoal_run: Run) -> None:
+    """torch says only that RANK is not set. Once, and not for each worker."""
+    script = "import torch; torch.distributed.init_process_group('gloo')"
+    code, output = finish(shoal_run(script, "-n", "2"))
+    assert code == 1
+    assert output.count("torchrun --rdzv-backend=shoal") == 1, output
+
+
 def test_ctrl_c_prints_no_traceback(shoal_run: Run) -> None:
     """A worker is asked to end as by SIGTERM, wherever its script is."""
     process = shoal_run("print('here', flush=True); import time; time.sleep(60)", "-n", "2")

@@ -127,6 +127,8 @@ class Launcher:
         self._say(f"{self._outcome()}; exit code {code}")
         if self._lost:
             self._say(str(self._reporter.lost))
+        for advice in sorted({slot.advice for slot in self.slots} - {""}):
+            self._say(advice)
         return code
 
     def give_up(self, reason: str) -> None:

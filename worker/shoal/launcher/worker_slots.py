@@ -17,6 +17,15 @@ MAX_FENCED_PAUSE_S = 30.0
 host that swaps, a debugger, a laptop's lid) may go on for a while."""
 
 
+FOR_TORCHRUN = (
+    "a script that calls torch.distributed.init_process_group, or what does so, is for torchrun:"
+    " start it with torchrun --rdzv-backend=shoal (docs/torchrun.md), or leave the call out and let"
+    " it train in a session (docs/tutorials/ddp.md, 'From a script for torchrun')"
+)
+"""What to do about an error of torch's, which says that RANK is not set."""
+NEWEST_BYTES = 1 << 14
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exit:
     """How one process of a slot ended."""
@@ -66,6 +75,14 @@ class WorkerSlot:
     def found_it_finished(self) -> bool:
         """Whether others had completed the job before its newest process could."""
         return bool(self.exits) and self.exits[-1].found_it_finished
+
+    @property
+    def advice(self) -> str:
+        """What to do about an error that does not say so itself; empty if nothing is known."""
+        if not self.exits or self.exits[-1].code in (0, DRAINED):
+            return ""
+        newest = self.printed.part(NEWEST_BYTES).data
+        return FOR_TORCHRUN if b"using env:// rendezvous" in newest else ""
 
     @property
     def pause_s(self) -> float:
