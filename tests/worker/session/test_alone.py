@@ -244,3 +244,15 @@ def test_settings_of_the_script_that_a_checkpoint_replaces_are_told(
     assert "initial_lr of group 0: 0.2 in the script, 0.1 in it" in told
     assert "; lr of group 0: 0.2 in the script, 0." in told
     assert told.count(" in it") == 3
+
+
+def test_a_session_that_was_not_entered_distributes_nothing() -> None:
+    """It would wait for a first generation of which it is no member. Nor does one that is left."""
+    model, optimizer = model_and_optimizer()
+    session = shoal.join()
+    with pytest.raises(InvalidSpec, match=r"distribute outside a session.*with shoal\.join"):
+        session.distribute(model, optimizer)
+    with session:
+        pass
+    with pytest.raises(InvalidSpec, match="outside a session"):
+        session.distribute(model, optimizer)

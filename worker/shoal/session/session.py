@@ -35,7 +35,7 @@ from shoal.session.evaluation import Evaluation, Measure
 from shoal.session.own_pause import PAUSE_S, ScriptPause
 from shoal.session.shared_calls import Reduction, SharedCalls, Value, note_loss, present, stop
 from shoal.session.step import Step, Steps, reason_of, reason_of_end
-from shoal.session.step_reports import StepReports
+from shoal.session.step_reports import StepReports, check_entered
 from shoal.state.registered.objects import Stateful
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
@@ -197,6 +197,7 @@ class Session:
 
         Raises UnknownStrategy, or what the strategy refuses the model or optimizer with.
         """
+        check_entered(self._reports, "session.distribute")
         if self._trained.fields:
             raise InvalidSpec(
                 "a session distributes once",
@@ -353,10 +354,7 @@ class Session:
 
         Asynchronous strategies wait for nobody, paused or not.
         """
-        if self._reports is None:
-            raise InvalidSpec(
-                "a pause outside a session", expected="with shoal.join(...) as session: ..."
-            )
+        check_entered(self._reports, "session.pause")
         return self._pause.hold(reason, limit_s)
 
     def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:

@@ -11,12 +11,23 @@ from shoal.membership.health import HealthReporter
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.training_pauses import TrainingPauses
 from shoal.strategies.base import Strategy
+from shoal_proto.errors import InvalidSpec
 from shoal_proto.health import CourseFigures, HealthFigures
 
 log = structlog.get_logger(__name__)
 
 INTERVAL_S = 1.0
 """Reading a loss may wait for the device, so it is done no more often than this."""
+
+
+def check_entered(reports: "StepReports | None", call: str) -> None:
+    """Raise InvalidSpec for a call outside the block of its session, which alone has some."""
+    if reports is None:
+        raise InvalidSpec(
+            f"{call} outside a session",
+            seen="a session whose `with` block was not entered, or is left",
+            expected="with shoal.join(...) as session: ..., and the call in it",
+        )
 
 
 class StepReports:
