@@ -218,6 +218,26 @@ def test_what_a_session_cannot_keep_exact_is_refused(
         SessionTrainer(session, **inputs_of(**changes))
 
 
+def test_losses_of_steps_that_are_taken_again_are_counted_once(
+    session: shoal.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the mean that is logged, also where the job goes back by several steps."""
+    trainer = SessionTrainer(session, **inputs_of(logging_steps=100))
+    before: list[float] = []
+
+    class Noting(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            before.append(float(trainer._tr_loss))
+
+    trainer.add_callback(Noting())
+    trainer.train()
+    monkeypatch.setattr(trainer._present(), "position", lambda: 3)
+    trainer._globalstep_last_logged = 0
+    trainer._go_back()
+    assert float(trainer._tr_loss) == pytest.approx(before[3])
+    assert before[3] > 0
+
+
 def test_a_checkpoint_of_trainers_own_is_refused(session: shoal.Session) -> None:
     with pytest.raises(InvalidSpec, match="resume_from_checkpoint"):
         SessionTrainer(session, **inputs_of()).train(resume_from_checkpoint=True)

@@ -39,6 +39,10 @@ FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
 """Strategies under which a member evaluates its model without the others."""
 
 
+MAX_STEPS_BACK = 256
+"""So many losses are kept; a job goes back by two copies of its state at most."""
+
+
 class SessionTrainer(Trainer):
     """A Trainer for one member; see the module.
 
@@ -67,7 +71,8 @@ class SessionTrainer(Trainer):
         self._strategy, self._kept = strategy, checkpoints
         self._steps: TrainerSteps | None = None
         self._samples: DataLoader[Any] | None = None
-        self._counted: Tensor | None = None
+        self._counted: dict[int, Tensor] = {}
+        """What the losses since the last log came to, before each step that may be taken again."""
         super().__init__(*arguments, **options)
         _refuse(self)
         self.add_callback(_Position(self))
@@ -207,8 +212,8 @@ class SessionTrainer(Trainer):
         steps, state = self._present(), self.state
         state.global_step = steps.position()
         self.control.should_training_stop = steps.is_over
-        if self._counted is not None:
-            self._tr_loss.copy_(self._counted)
+        if (counted := self._counted.get(state.global_step)) is not None:
+            self._tr_loss.copy_(counted)
         if state.global_step < self._globalstep_last_logged:
             self._globalstep_last_logged = state.global_step
             self._tr_loss.zero_()
@@ -246,7 +251,9 @@ class SessionTrainer(Trainer):
             return [], None
         first = self._session.is_first
         self.state.is_world_process_zero = self.state.is_local_process_zero = first
-        self._counted = self._tr_loss.clone()
+        self._counted[self.state.global_step] = self._tr_loss.clone()
+        while len(self._counted) > MAX_STEPS_BACK:
+            del self._counted[min(self._counted)]
         if self.state.global_step + 1 == self.state.max_steps:
             steps.last_wanted("max_steps, or a part of an epoch, is trained")
         return [{} for _ in range(num_batches)], None
@@ -309,7 +316,6 @@ class SessionTrainer(Trainer):
 
     def _commit(self) -> None:
         self._present().commit()
-        self._counted = None
 
     # --- evaluation ---
 
