@@ -31,6 +31,7 @@ from support.training import lightning_bodies
 from support.training.lightning_bodies import ORDER, Net, Run, data, trainer_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 import shoal
 from shoal.integrations.agreed_stopping import AgreedCheckpoints
@@ -242,6 +243,23 @@ def test_bfloat16_is_autocast_and_weights_are_written_by_one_member(
     assert all(torch.equal(found[name], own[name]) for name in own)
 
 
+def test_a_metric_is_of_this_member_alone(session: shoal.Session) -> None:
+    """As what `self.log` keeps is. torchmetrics would gather over the members by itself, and all of
+    them would end with an error of torch's if one is lost meanwhile."""
+    found: list[bool] = []
+
+    class Measured(Net):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.score = MeanMetric()
+
+        def on_train_epoch_end(self) -> None:
+            found.append(self.score.sync_on_compute)
+
+    fit(session, Measured)
+    assert found == [False]
+
+
 def test_who_comes_knows_which_checkpoints_are_kept(session: shoal.Session, tmp_path: Path) -> None:
     """Else it would keep a worse one as the best, once it has rank 0. Its folder may be another."""
 
@@ -258,7 +276,7 @@ def test_who_comes_knows_which_checkpoints_are_kept(session: shoal.Session, tmp_
     )
     new = tmp_path / "new"
     assert newcomer.best_model_path == str(new / "epoch=1.ckpt")
-    assert newcomer.last_model_path == str(new / "last.ckpt")
+    assert newcomer.last_model_path == newcomer._last_checkpoint_saved == str(new / "last.ckpt")
     assert newcomer.best_k_models == {
         str(new / "epoch=1.ckpt"): 1.0,
         str(new / "epoch=2.ckpt"): 2.0,

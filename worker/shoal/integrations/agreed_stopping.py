@@ -81,6 +81,7 @@ class AgreedCheckpoints:
             "best": self._told(callback.best_model_path),
             "worst": self._told(callback.kth_best_model_path),
             "last": self._told(callback.last_model_path),
+            "newest": self._told(callback._last_checkpoint_saved),
             "step": callback._last_global_step_saved,
         }
 
@@ -91,6 +92,8 @@ class AgreedCheckpoints:
         callback.best_model_path = self._own(state_dict["best"])
         callback.kth_best_model_path = self._own(state_dict["worst"])
         callback.last_model_path = self._own(state_dict["last"])
+        # Without it, who comes would write a last one at the end, and ask the others of its name.
+        callback._last_checkpoint_saved = self._own(state_dict["newest"])
         callback.best_model_score = scores.get(callback.best_model_path)
         callback.kth_value = scores.get(callback.kth_best_model_path, callback.kth_value)
         callback._last_global_step_saved = state_dict["step"]

@@ -36,6 +36,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, default_collate
+from torchmetrics import Metric
 
 from shoal.data.batch_options import LoadingOptions
 from shoal.data.batches import Dataset
@@ -185,6 +186,7 @@ class SessionStrategy(SingleDeviceStrategy):
                 if self._session.strategy.name not in OWN_REPLICAS:
                     self._session.register(f"lightning-early-stopping-{number}", stopping)
             self._take_checkpoints(trainer)
+            _leave_metrics_alone(self.lightning_module)
 
     def _take_checkpoints(self, trainer: Trainer) -> None:
         """Members of which each looks at its own clock have no decision in common."""
@@ -402,6 +404,14 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             seen=f"ckpt_path={trainer.ckpt_path!r}",
             expected="shoal.Checkpoints, from which a job continues by itself",
         )
+
+
+def _leave_metrics_alone(module: LightningModule | None) -> None:
+    """They would gather over the members by themselves, and end each of them if one is lost."""
+    assert module is not None, "Lightning connects it before it trains"
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part.sync_on_compute = False
 
 
 def _refuse_callbacks(trainer: Trainer) -> None:
