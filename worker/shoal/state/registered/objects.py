@@ -112,8 +112,8 @@ class RegisteredState:
                 f"nothing of {name!r} would be carried: its state_dict() is empty",
                 seen=type(registered).__name__,
                 expected="a module with parameters, or with persistent buffers",
-                fix="A metric of torchmetrics: metric.persistent(True) before, and update it alike"
-                " on all members; or session.evaluate, which sums over them.",
+                fix="A metric of torchmetrics: metric.persistent(True) and sync_on_compute=False,"
+                " and update it alike on all members; or session.evaluate, which sums over them.",
             )
         if len(self._objects) == MAX_OBJECTS:
             raise InvalidSpec("too many registered objects", expected=f"at most {MAX_OBJECTS}")
