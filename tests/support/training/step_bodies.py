@@ -41,7 +41,8 @@ class Steps(Elastic):
     step 5 on)."""
     clips: str = ""
     """To what gradients are clipped from step 5 on: "own" (to another norm on the last member),
-    "but one" (all members but the last do), "own by torch" (with torch's function)."""
+    "but one" (all members but the last do), "own by torch" (with torch's function),
+    "drops" (instead the last member drops a gradient)."""
 
 
 def rate(step: int) -> float:
@@ -151,6 +152,9 @@ def clip(session: Session, model: torch.nn.Module, clips: str) -> None:
     norm = 0.25 if is_last else 0.5
     if clips == "own by torch":
         torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    elif clips == "drops":
+        if is_last:
+            next(iter(model.parameters())).grad = None
     elif not (is_last and clips == "but one"):
         session.clip_grad_norm(norm)
 

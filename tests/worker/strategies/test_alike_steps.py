@@ -183,6 +183,19 @@ def test_members_that_clip_to_different_norms_are_refused_by_member(
 
 
 @pytest.mark.sampled()
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_a_member_that_drops_a_gradient_alone_is_named(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """As a script does that skips a step in which its own loss is large."""
+    run = steps(cluster, strategy, clips="drops")
+    text, steps_before = all_refused(run, tmp_path, "InvalidSpec")
+    assert "different parameters in step 5;" in text
+    assert "parameter.grad = None" in text
+    assert max(steps_before) <= 4
+
+
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
 def test_a_schedule_that_a_joiner_began_anew_is_told(
     cluster: LocalCluster, tmp_path: Path, strategy: str

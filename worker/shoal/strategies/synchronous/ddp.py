@@ -1,6 +1,6 @@
 """Data parallel: every member holds the whole model; gradients are averaged in each step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -287,7 +287,7 @@ class DDP(SynchronousStrategy):
         if not all(replica.exchange.complete for replica in replicas):
             raise self._not_averaged()
         # On its way while this member looks at its gradients.
-        self._propose()
+        self._propose(idle=self._without_gradients())
         overflowed = False
         for replica in replicas:
             if self._registered.scaler is None:
@@ -307,6 +307,14 @@ class DDP(SynchronousStrategy):
         self._commit_step()
         self._checkpoint()
         acknowledged()
+
+    def _without_gradients(self) -> Sequence[str]:
+        """What the optimizer will pass over here, as where a script has dropped gradients: it has
+        to be the same on every member. Of several models, each has its turn."""
+        if self._passes.training is not None or not self.position.meets_in_passes:
+            return ()
+        parameters = self._state.parameters.items()
+        return [name for name, each in parameters if each.grad is None and each.requires_grad]
 
     def _write_checkpoint(self) -> None:
         def state_shard() -> StateShard:

@@ -409,7 +409,8 @@ class StepAgreement:
             " together",
             fix="Call a layer that a member's samples do not need with none of them (inputs[:0]),"
             " and add its sum to the loss; or use shoal.DDP(find_unused_parameters=True) or"
-            " shoal.Zero1(find_unused_parameters=True).",
+            " shoal.Zero1(find_unused_parameters=True). Where the script drops gradients"
+            " (parameter.grad = None), let it drop the same on every member.",
         )
 
 
