@@ -119,8 +119,10 @@ def test_a_strategy_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("shoal.backends.choice.CAN_RECONFIGURE", True)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = shoal.join("digits", reconfigure=True)
-    with pytest.raises(InvalidSpec, match="async-sgd has no process group"):
+    with (
+        shoal.join("digits", reconfigure=True) as session,
+        pytest.raises(InvalidSpec, match="async-sgd has no process group"),
+    ):
         session.distribute(model, optimizer, strategy="async-sgd")
 
 
