@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY, WIDTH, POSITIONS = 11, 8, 6
 
@@ -154,3 +156,45 @@ def momentum(parameters: object) -> torch.optim.Optimizer:
 def adamw(parameters: object) -> torch.optim.Optimizer:
     # Where a gradient is nothing but rounding, the default epsilon would make steps of it.
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)  # type: ignore[arg-type]
+
+
+def normalised() -> nn.Module:
+    """Its weights are divided by norms that each forward pass comes closer to."""
+    layers = [spectral_norm(nn.Linear(5, 7)), nn.Tanh(), spectral_norm(nn.Linear(7, 6)), nn.Tanh()]
+    return nn.Sequential(*layers, Again(spectral_norm(nn.Linear(6, 6))), nn.Linear(6, 2))
+
+
+class Again(nn.Module):
+    """Computes its layer once more in the backward pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.layer, x, use_reentrant=False)
+        return out
+
+
+class Counting(nn.Module):
+    """A layer that keeps something of each forward pass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            kept = self.get_buffer("kept")
+            if self.kind == "passes, in another tensor":
+                self.kept = kept + 1
+            elif self.kind == "passes, unseen":
+                kept.data.add_(1)
+            else:
+                kept.add_({"passes": 1, "samples": len(x), "values": x.detach().mean()}[self.kind])
+        return x + 0 * self.get_buffer("kept")
+
+
+def counting(kind: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), Counting(kind), nn.Linear(4, 2))

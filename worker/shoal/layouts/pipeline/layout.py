@@ -15,6 +15,7 @@ from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.pass_gradients import PassGradients
 from shoal.layouts.pipeline.outline import Outline
+from shoal.layouts.pipeline.pass_buffers import PassBuffers
 from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.schedules import PipelineRunner, StepInputs, num_microbatches
 from shoal.layouts.pipeline.shared_messages import SharedRoom, StageLanes, room_bytes
@@ -59,6 +60,8 @@ class PipelineLayout(Layout):
         if prepare is not None:
             prepare(self.stage.model)
         materialise(self.stage.model, world.device)
+        world.exchanges.is_told = True
+        self.stage.pass_buffers = PassBuffers(self.stage.model, self._tell)
         self._schedule = schedule
         self._runners: dict[str, PipelineRunner] = {}
         self._words = Words(self._near.group, 1)
@@ -190,6 +193,10 @@ class PipelineLayout(Layout):
         if len(self._runners) > MAX_SHAPES:
             del self._runners[next(iter(self._runners))]
         return runner
+
+    def _tell(self, refusal: InvalidSpec) -> None:
+        """The other stages wait for this one, and have found nothing."""
+        self.world.exchanges.tell(refusal)
 
     def _tied(self) -> dict[str, nn.Parameter]:
         """What this stage trains and others use as well."""

@@ -1,7 +1,7 @@
 """Micro-batches through the stages of a pipeline, by torch's own schedules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -14,9 +14,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from shoal import randomness
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.layouts.base import LossFunction
+from shoal.layouts.pipeline.pass_buffers import BACKWARD, FORWARD
 from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.shared_messages import MAX_BYTES, StageLanes, bytes_of
 from shoal.layouts.pipeline.stages import Stage
+from shoal.torch_private.modules import buffer_table
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
@@ -74,6 +76,7 @@ class PipelineRunner:
         self, stage: Stage, near: Neighbours, name: str, step_inputs: StepInputs, count: int
     ) -> None:
         self._stage, self._near, self._count = stage, near, count
+        self._buffers = stage.pass_buffers
         self._step_inputs = step_inputs
         self._losses: list[Tensor] = []
         given, returned = self._probe()
@@ -107,6 +110,7 @@ class PipelineRunner:
         self._step_inputs = step_inputs
         self._torch_stage.p2p = way
         self._losses.clear()
+        self._buffers.begin()
         rows = torch.arange(step_inputs.num_samples)
         target = rows if self.is_last else None
         wrapped: BaseException | None = None
@@ -148,6 +152,12 @@ class PipelineRunner:
                 raise _not_a_tensor(self._stage.index, output)
         return tuple(output.contiguous() for output in outputs)
 
+    @contextmanager
+    def micro_batch(self, deed: str) -> Iterator[None]:
+        """Within, one of the micro-batches of a pass does this."""
+        with self._buffers.of_micro_batch(deed) if self._count > 1 else nullcontext():
+            yield
+
     def rows_of(self, microbatch: int) -> tuple[int, int]:
         size = self._step_inputs.num_samples // self._count
         return microbatch * size, (microbatch + 1) * size
@@ -171,8 +181,16 @@ class PipelineRunner:
         given: list[Tensor] = []
         if stage.index:
             given = near.receive(source=stage.index - 1, values=False)
+        start, stop = self.rows_of(0)
+
+        def of_one() -> Any:
+            return self.compute(given, start, stop)
+
+        def of_two() -> Any:
+            return self.compute([_twice(each, stop) for each in given], start, 2 * stop)
+
         with _undone(stage.model, near.device):
-            outputs = self.compute(given, *self.rows_of(0))
+            outputs = self._buffers.probe(of_one, of_two) if self._count > 1 else of_one()
         if self.is_last:
             return given, [torch.zeros(1, device=near.device)]
         near.send(outputs, to=stage.index + 1, values=False)
@@ -206,7 +224,8 @@ class _PlacedStage(PipelineStage):
         return ops
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with randomness.part(*self.runner.rows_of(bwd_chunk_id)):
+        rows = self.runner.rows_of(bwd_chunk_id)
+        with self.runner.micro_batch(BACKWARD), randomness.part(*rows):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
@@ -223,12 +242,19 @@ class _Part(nn.Module):
     def forward(self, *activations: Tensor, rows: Tensor) -> Any:
         runner: PipelineRunner = self.__dict__["_rounds"]
         start, stop = int(rows[0]), int(rows[-1]) + 1
-        outputs = runner.compute(activations, start, stop)
+        with runner.micro_batch(FORWARD):
+            outputs = runner.compute(activations, start, stop)
         return runner.loss_of(outputs, start, stop) if runner.is_last else outputs
 
 
 def _as_it_is(loss: Tensor, rows: Tensor) -> Tensor:
     return loss
+
+
+def _twice(tensor: Tensor, num_samples: int) -> Tensor:
+    """What stands for the activations of twice as many samples."""
+    of_samples = tensor.ndim and tensor.shape[0] == num_samples
+    return torch.cat([tensor, tensor]) if of_samples else tensor
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -237,10 +263,14 @@ def _like(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _undone(model: nn.Module, device: torch.device) -> Iterator[None]:
+    tables = [(table, dict(table)) for part in model.modules() if (table := buffer_table(part))]
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
+    # Where a layer has put another tensor, as `self.count = self.count + 1` does.
+    for table, kept in tables:
+        table.update(kept)
     with torch.no_grad():
         for buffer, content in before:
             buffer.copy_(content)

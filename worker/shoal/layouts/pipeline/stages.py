@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from shoal.layouts.pipeline.outline import Outline, is_used, paths_of, uses_of
+from shoal.layouts.pipeline.pass_buffers import PassBuffers
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.torch_private.compiling import (
     compile_alike,
@@ -24,6 +25,9 @@ from shoal_proto.errors import InvalidSpec
 
 class Stage:
     """One stage of a model: the user's module without what others hold, and what to run of it."""
+
+    pass_buffers: PassBuffers
+    """Of the module once it has its memory."""
 
     def __init__(self, model: nn.Module, outline: Outline, stage_of: Sequence[int], index: int):
         """Takes the model as its own and drops from it what this stage does not need.

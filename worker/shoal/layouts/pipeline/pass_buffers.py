@@ -1,0 +1,187 @@
+"""Buffers that a pass changes, where a stage runs it once for each micro-batch.
+
+One process changes them once. So each micro-batch begins with what they held when the pass began.
+Where all of them leave the same behind, as power iterations of the weights do (spectral norm), that
+is what one process has. Where it depends on the samples, or on how many there are, no order of
+micro-batches gives that.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shoal.torch_private.modules import buffer_table, has_batch_statistics
+from shoal.torch_private.tensors import num_writes
+from shoal_proto.errors import InvalidSpec
+
+FORWARD, BACKWARD = "forward", "backward"
+"""What a micro-batch does; in a backward pass, activation checkpointing computes layers again."""
+
+_T = TypeVar("_T")
+_Values = Mapping[int, Tensor]
+"""Of the buffers that were changed, by their place."""
+
+
+class PassBuffers:
+    """Those of one stage, but for statistics over batches: docs/strategies.md tells of them."""
+
+    def __init__(self, model: nn.Module, refuse: Callable[[InvalidSpec], None]) -> None:
+        """`refuse`: lets all ranks know of what this one is about to raise."""
+        self._refuse = refuse
+        places = [
+            (f"{path}.{name}" if path else name, buffer_table(part), name)
+            for path, part in model.named_modules()
+            if not has_batch_statistics(part)
+            for name, buffer in buffer_table(part).items()
+            if buffer is not None
+        ]
+        self._names = [name for name, _, _ in places]
+        self._tables = [table for _, table, _ in places]
+        self._keys = [key for _, _, key in places]
+        self._buffers: list[Tensor | None] = [None] * len(places)
+        self._copies: list[Tensor] = []
+        """What each held when the pass began."""
+        self._writes: list[int] = [-1] * len(places)
+        """How often each had been written to, at some time before."""
+        self._changing: set[int] = set()
+        """Those that passes are known to change, be it unseen by that number."""
+        self._left: dict[str, _Values] = {}
+        """What the first micro-batch of the pass has left behind each of its deeds."""
+        self._at: str | None = None
+        """Behind which of them the buffers are as they are now; None: as when the pass began."""
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._left, self._at = {}, None
+        if not self._keys:
+            return
+        present = self._present()
+        writes = list(map(_writes, present))
+        if not self._copies:
+            self._copies = [torch.empty(0)] * len(present)
+        for place, buffer in enumerate(present):
+            as_before = buffer is self._buffers[place] and writes[place] == self._writes[place]
+            if buffer is not None and (not as_before or place in self._changing):
+                self._copies[place] = buffer.detach().clone()
+        self._buffers, self._writes = present, writes
+
+    @contextmanager
+    def of_micro_batch(self, deed: str) -> Iterator[None]:
+        """Within, a micro-batch of the pass does this. Raises InvalidSpec where it leaves something
+        else behind than the first one."""
+        if not self._keys:
+            yield
+            return
+        self._go_to(FORWARD if deed == BACKWARD else None)
+        yield
+        left, first = self._changed(), self._left.get(deed)
+        if first is None:
+            passed = self._left.get(FORWARD)
+            # Without layers that are computed again there is nothing to go back to.
+            first = left if passed is None or self._differing(passed, left) else passed
+            self._left[deed] = first
+        else:
+            self._compare(first, left, "one micro-batch, and another value by another")
+        self._at = FORWARD if first is self._left[FORWARD] else deed
+
+    def probe(self, of_one: Callable[[], _T], of_two: Callable[[], object]) -> _T:
+        """Find what a pass changes, by one over the samples of a micro-batch; returns what that
+        does. Raises InvalidSpec where one over those of two leaves something else behind. Changes
+        are not undone."""
+        self.begin()
+        returned = of_one()
+        left = self._changed(closely=True)
+        self._changing |= left.keys()
+        if left:
+            self._put({})
+            try:
+                of_two()
+            except Exception as error:
+                error.add_note(
+                    "This was a pass over the samples of two micro-batches at once, to see whether"
+                    f" what it leaves in buffers depends on how many there are: {self._named(left)}"
+                )
+                raise
+            found = self._changed(closely=True)
+            self._changing |= found.keys()
+            self._compare(left, found, "one micro-batch, and another by the samples of two")
+        return returned
+
+    def _go_to(self, deed: str | None) -> None:
+        """Let the buffers hold what the first micro-batch has left behind this deed, or what they
+        held when the pass began."""
+        if self._at != deed:
+            self._put({} if deed is None else self._left[deed])
+            self._at = deed
+
+    def _present(self) -> list[Tensor | None]:
+        return list(map(dict.get, self._tables, self._keys))
+
+    def _changed(self, *, closely: bool = False) -> _Values:
+        """What they hold that is not what they held when the pass began; `closely`: whoever wrote
+        it past what torch counts."""
+        found = {}
+        for place, now in enumerate(self._present()):
+            buffer = self._buffers[place]
+            if now is None or buffer is None:
+                continue
+            is_other = now is not buffer or _writes(now) != self._writes[place]
+            if (
+                is_other
+                or place in self._changing
+                or (closely and not _same(now, self._copies[place]))
+            ):
+                found[place] = now.detach().clone()
+        return found
+
+    @torch.no_grad()
+    def _put(self, values: _Values) -> None:
+        """Let them hold this, and all others what they held when the pass began."""
+        for place, now in enumerate(self._present()):
+            buffer = self._buffers[place]
+            if buffer is None:
+                continue
+            is_other = now is not buffer or _writes(buffer) != self._writes[place]
+            if is_other or place in values or place in self._changing:
+                self._tables[place][self._keys[place]] = buffer
+                buffer.copy_(values.get(place, self._copies[place]))
+
+    def _differing(self, first: _Values, second: _Values) -> list[int]:
+        return [
+            place
+            for place in sorted(first.keys() | second.keys())
+            if not _same(*(each.get(place, self._copies[place]) for each in (first, second)))
+        ]
+
+    def _compare(self, first: _Values, second: _Values, by: str) -> None:
+        if differing := self._differing(first, second):
+            refusal = _refusal(self._named(differing), f"one value left behind by {by}")
+            self._refuse(refusal)
+            raise refusal
+
+    def _named(self, places: Sequence[int] | _Values) -> str:
+        return ", ".join(self._names[place] for place in list(places)[:5])
+
+
+def _writes(buffer: Tensor | None) -> int:
+    return -1 if buffer is None else num_writes(buffer)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _refusal(names: str, seen: str) -> InvalidSpec:
+    return InvalidSpec(
+        f"a forward pass computes buffers from its samples, which a pipeline takes in"
+        f" micro-batches: {names}",
+        seen=seen,
+        expected="what passes leave in buffers to be the same whatever samples they have, and"
+        " however many: then it is what one process has, whose pass is one over the whole batch",
+        fix="microbatches=1; or compute it behind the step, from session.all_reduce.",
+    )
