@@ -8,13 +8,14 @@ micro-batches gives that.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shoal.torch_private.modules import buffer_table, has_batch_statistics
-from shoal.torch_private.tensors import num_writes
+from shoal.torch_private.tensors import all_writes, num_writes
 from shoal_proto.errors import InvalidSpec
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -46,6 +47,9 @@ class PassBuffers:
         """What each held when the pass began."""
         self._writes: list[int] = [-1] * len(places)
         """How often each had been written to, at some time before."""
+        self._counted: list[Tensor] = []
+        self._num_writes: list[int] = []
+        """The same of those whose writes are counted at all, for a quick look."""
         self._changing: set[int] = set()
         """Those that passes are known to change, be it unseen by that number."""
         self._left: dict[str, _Values] = {}
@@ -59,7 +63,10 @@ class PassBuffers:
         if not self._keys:
             return
         present = self._present()
+        if self._copies and self._are_as_begun(present):
+            return
         writes = list(map(_writes, present))
+        self._counted = [each for each in present if each is not None and not each.is_inference()]
         if not self._copies:
             self._copies = [torch.empty(0)] * len(present)
         for place, buffer in enumerate(present):
@@ -67,6 +74,7 @@ class PassBuffers:
             if buffer is not None and (not as_before or place in self._changing):
                 self._copies[place] = buffer.detach().clone()
         self._buffers, self._writes = present, writes
+        self._num_writes = all_writes(self._counted)
 
     @contextmanager
     def of_micro_batch(self, deed: str) -> Iterator[None]:
@@ -120,11 +128,23 @@ class PassBuffers:
     def _present(self) -> list[Tensor | None]:
         return list(map(dict.get, self._tables, self._keys))
 
+    def _are_as_begun(self, present: list[Tensor | None]) -> bool:
+        """Whether nobody has written to these since the pass began, nor may have unseen: one quick
+        look, as most stages have masks and the like alone."""
+        return (
+            not self._changing
+            and all(map(is_, present, self._buffers))
+            and all_writes(self._counted) == self._num_writes
+        )
+
     def _changed(self, *, closely: bool = False) -> _Values:
         """What they hold that is not what they held when the pass began; `closely`: whoever wrote
         it past what torch counts."""
-        found = {}
-        for place, now in enumerate(self._present()):
+        found: dict[int, Tensor] = {}
+        present = self._present()
+        if not closely and self._are_as_begun(present):
+            return found
+        for place, now in enumerate(present):
             buffer = self._buffers[place]
             if now is None or buffer is None:
                 continue
@@ -140,7 +160,10 @@ class PassBuffers:
     @torch.no_grad()
     def _put(self, values: _Values) -> None:
         """Let them hold this, and all others what they held when the pass began."""
-        for place, now in enumerate(self._present()):
+        present = self._present()
+        if not values and self._are_as_begun(present):
+            return
+        for place, now in enumerate(present):
             buffer = self._buffers[place]
             if buffer is None:
                 continue
