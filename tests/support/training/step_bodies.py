@@ -152,6 +152,9 @@ def clip(session: Session, model: torch.nn.Module, clips: str) -> None:
     norm = 0.25 if is_last else 0.5
     if clips == "own by torch":
         torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    elif clips == "asks for the norm":
+        if is_last:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
     elif clips == "drops":
         if is_last:
             next(iter(model.parameters())).grad = None

@@ -183,6 +183,19 @@ def test_members_that_clip_to_different_norms_are_refused_by_member(
 
 
 @pytest.mark.sampled()
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_one_member_may_ask_for_the_norm_alone(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """As the one that logs does: to clip to infinity changes nothing."""
+    run = steps(cluster, strategy, clips="asks for the norm")
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
+        schedule.start(3)
+        check_weights(schedule.finish(), run, scheduled=False)
+
+
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_a_member_that_drops_a_gradient_alone_is_named(
     cluster: LocalCluster, tmp_path: Path, strategy: str

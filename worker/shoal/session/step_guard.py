@@ -8,6 +8,7 @@ drops the gradients behind what was its optimizer.step(), so that the session st
 """
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -234,7 +235,8 @@ class StepGuard:
                 expected="session.clip_grad_norm(max_norm), which takes the norm of the whole"
                 " model's gradients",
             )
-        if is_ours and not self._commits:
+        if is_ours and not self._commits and not math.isinf(max_norm):
+            # To infinity is how a script asks for the norm alone, as for the log of one member.
             self._note_norm(max_norm)
 
     def _note_norm(self, max_norm: float) -> None:
