@@ -161,18 +161,18 @@ def adamw(parameters: object) -> torch.optim.Optimizer:
 def normalised() -> nn.Module:
     """Its weights are divided by norms that each forward pass comes closer to."""
     layers = [spectral_norm(nn.Linear(5, 7)), nn.Tanh(), spectral_norm(nn.Linear(7, 6)), nn.Tanh()]
-    return nn.Sequential(*layers, Again(spectral_norm(nn.Linear(6, 6))), nn.Linear(6, 2))
+    return nn.Sequential(*layers, Recomputed(spectral_norm(nn.Linear(6, 6))), nn.Linear(6, 2))
 
 
-class Again(nn.Module):
+class Recomputed(nn.Module):
     """Computes its layer once more in the backward pass."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.layer = layer
+        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.layer, x, use_reentrant=False)
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
         return out
 
 

@@ -152,20 +152,20 @@ def test_a_sum_over_all_gathered_rows_is_the_same_on_every_member(cluster: Local
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-def test_so_it_is_in_one_call(cluster: LocalCluster, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "refusal"),
+    [
+        pytest.param(by_class, r"no mean over samples.*weight=", id="uneven mean"),
+        pytest.param(sum_over_samples, r"a sum over samples", id="sum"),
+    ],
+)
+def test_so_it_is_in_one_call(
+    cluster: LocalCluster, strategy: str, loss: Loss, refusal: str
+) -> None:
     def take(session: Session, _: Any, batch: shoal.Batch) -> None:
-        session.forward_backward(batch, by_class)
+        session.forward_backward(batch, loss)
 
-    with pytest.raises(InvalidSpec, match=r"no mean over samples.*weight="):
-        train(cluster, strategy, take)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-def test_so_is_a_sum_in_one_call(cluster: LocalCluster, strategy: str) -> None:
-    def take(session: Session, _: Any, batch: shoal.Batch) -> None:
-        session.forward_backward(batch, sum_over_samples)
-
-    with pytest.raises(InvalidSpec, match=r"a sum over samples"):
+    with pytest.raises(InvalidSpec, match=refusal):
         train(cluster, strategy, take)
 
 

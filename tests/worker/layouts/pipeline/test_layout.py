@@ -18,7 +18,6 @@ from support.processes.worlds import (
     train_rank,
 )
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal import randomness
@@ -178,21 +177,11 @@ class Forgetful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.drop = nn.Linear(5, 6), nn.Dropout(0.4)
-        self.second = Recomputed(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)))
+        self.second = models.Recomputed(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)))
         self.third = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.third(self.second(self.drop(self.first(x))))
-        return out
-
-
-class Recomputed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
         return out
 
 

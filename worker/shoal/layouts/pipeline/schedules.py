@@ -1,7 +1,7 @@
 """Micro-batches through the stages of a pipeline, by torch's own schedules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -152,11 +152,9 @@ class PipelineRunner:
                 raise _not_a_tensor(self._stage.index, output)
         return tuple(output.contiguous() for output in outputs)
 
-    @contextmanager
-    def micro_batch(self, deed: str) -> Iterator[None]:
+    def micro_batch(self, deed: str) -> AbstractContextManager[None]:
         """Within, one of the micro-batches of a pass does this."""
-        with self._buffers.of_micro_batch(deed) if self._count > 1 else nullcontext():
-            yield
+        return self._buffers.of_micro_batch(deed) if self._count > 1 else nullcontext()
 
     def rows_of(self, microbatch: int) -> tuple[int, int]:
         size = self._step_inputs.num_samples // self._count
