@@ -3,10 +3,13 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from e2e.conftest import Shoal, finish, read_until
 
 SCRIPT = """
@@ -92,6 +95,122 @@ def test_a_run_that_is_told_to_end_drains(shoal_command: Shoal, tmp_path: Path) 
     assert output.count("was drained (exit code 143)") == 2, output
     assert "SIGKILL" not in output
     assert shoal_command.await_none(5.0) == {}
+
+
+KEEPS = """
+import pathlib, sys, time
+import shoal, torch
+
+here = pathlib.Path(__file__).parent
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = (torch.randn(240, 8), torch.randn(240, 2))
+strategy = {"local-sgd": shoal.LocalSGD(every_steps=7)}.get(sys.argv[1], sys.argv[1])
+keeps = shoal.Checkpoints(here / "kept", every_steps=100_000)
+with shoal.join() as session:
+    model, optimizer = session.distribute(model, optimizer, strategy=strategy, checkpoints=keeps)
+    for batch in session.batches(data, global_batch_size=6, epochs=10):
+        with session.step() as step:
+            session.forward_backward(batch, torch.nn.functional.mse_loss)
+        with open(here / "steps", "a") as steps:
+            print(session.member_id, batch.step, session.world_size, step.committed, file=steps)
+        if not (here / "finish").exists():
+            time.sleep(0.02)
+    state = session.state_dict()
+    if session.is_first:
+        torch.save(state, here / "trained.pt")
+"""
+
+
+def last_step(directory: Path) -> int:
+    """The last step that a member of KEEPS has committed."""
+    lines = [line.split() for line in (directory / "steps").read_text().splitlines()]
+    return max(int(step) for _, step, _, committed in lines if committed == "True")
+
+
+def as_one_process(directory: Path) -> dict[str, torch.Tensor]:
+    """The weights that KEEPS trains without any other member, from its first step to its last."""
+    alone = directory / "alone"
+    alone.mkdir()
+    (alone / "train.py").write_text(KEEPS)
+    (alone / "finish").touch()
+    script = [sys.executable, str(alone / "train.py"), "ddp"]
+    subprocess.run(script, check=True, capture_output=True, timeout=120)
+    return torch.load(alone / "trained.pt")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "fsdp",
+        pytest.param("ddp", marks=pytest.mark.long),
+        pytest.param("pipeline", marks=pytest.mark.long),
+        pytest.param("local-sgd", marks=pytest.mark.long),
+    ],
+)
+def test_a_job_that_is_told_to_end_keeps_its_last_step(
+    shoal_command: Shoal, tmp_path: Path, strategy: str
+) -> None:
+    """SIGTERM to the only launcher: the members write a checkpoint of the last step that any of
+    them has committed, and the job goes on from it."""
+    script = tmp_path / "train.py"
+    script.write_text(KEEPS)
+    command = ("run", "-n", "2", "--ps", "0", str(script), strategy)
+    run = shoal_command.start(*command)
+    await_steps(tmp_path, 2)
+    run.send_signal(signal.SIGTERM)
+    code, output = finish(run)
+    assert code == 128 + signal.SIGTERM, output
+    assert output.count("was drained (exit code 143)") == 2, output
+    behind = last_step(tmp_path) + 1
+    kept = [path.name for path in (tmp_path / "kept").iterdir()]
+    assert kept == [f"step-{behind:08d}"], output
+
+    (tmp_path / "steps").unlink()
+    (tmp_path / "finish").touch()
+    code, output = finish(shoal_command.start(*command))
+    assert code == 0, output
+    first = (tmp_path / "steps").read_text().splitlines()[0].split()
+    assert int(first[1]) == behind, "it has gone on from the checkpoint"
+    if strategy != "local-sgd":
+        trained = torch.load(tmp_path / "trained.pt")
+        for name, expected in as_one_process(tmp_path).items():
+            torch.testing.assert_close(trained[name], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+def test_a_process_alone_keeps_its_last_step(tmp_path: Path) -> None:
+    """SIGTERM to `python train.py`: the checkpoint of its last step is there when it has ended."""
+    script = tmp_path / "train.py"
+    script.write_text(KEEPS)
+    process = subprocess.Popen([sys.executable, str(script), "ddp"])
+    await_steps(tmp_path, 1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    kept = [path.name for path in (tmp_path / "kept").iterdir()]
+    assert kept == [f"step-{last_step(tmp_path) + 1:08d}"]
+
+
+@pytest.mark.long
+def test_a_job_that_an_operator_stops_keeps_its_last_step(
+    shoal_command: Shoal, tmp_path: Path
+) -> None:
+    """`shoal stop` ends all members behind one step, of which they write a checkpoint."""
+    script = tmp_path / "train.py"
+    script.write_text(KEEPS)
+    run = shoal_command.start("run", "-n", "2", "--ps", "0", str(script), "fsdp")
+    lines = read_until(run, "coordinator at ")
+    found = re.search(r"coordinator at ([^, ]+)", lines[-1])
+    assert found is not None
+    await_steps(tmp_path, 2)
+    stop = ("stop", "train", "--coordinator", found.group(1))
+    code, said = finish(shoal_command.start(*stop))
+    assert code == 0, said
+    code, output = finish(run)
+    assert code == 128 + signal.SIGTERM, output
+    kept = [path.name for path in (tmp_path / "kept").iterdir()]
+    assert kept == [f"step-{last_step(tmp_path) + 1:08d}"]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ PACKAGES = {
     "shoal": ROOT / "worker",
     "shoal_server": ROOT / "server",
 }
-MAX_MODULES, MAX_LINES, MAX_ATTRIBUTES = 15, 500, 15
+MAX_MODULES, MAX_LINES, MAX_ATTRIBUTES = 24, 1000, 20
 
 
 @cache

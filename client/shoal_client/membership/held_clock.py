@@ -15,6 +15,7 @@ class HeldClock:
         self.away = True
         """Whether no coordinator holds this member's stream."""
         self._turned_s = -math.inf
+        self._away_since_s: float | None = None
         self._paused: Sequence[str] = ()
         """Whom the others wait for."""
         self._released_s = -math.inf
@@ -23,7 +24,14 @@ class HeldClock:
 
     def turn(self, now_s: float, *, away: bool) -> None:
         """The stream has ended, or its first notice came."""
+        # An attempt to come back that fails ends a stream once more.
+        if not away or self._away_since_s is None:
+            self._away_since_s = now_s if away else None
         self.away, self._turned_s = away, now_s
+
+    def away_s(self, now_s: float) -> float:
+        """Seconds since a coordinator last held this member's stream; 0 while one does."""
+        return 0.0 if self._away_since_s is None else now_s - self._away_since_s
 
     def pause(self, member_ids: Sequence[str], now_s: float) -> None:
         """These are paused now, and nobody else."""

@@ -173,7 +173,9 @@ class MemberCore:
             case "pauses":
                 self.clock.pause(notice.pauses.member_ids, now_s)
             case "drain":
-                effects = self._take_drain(notice.reason, now=notice.drain.now)
+                effects = self._take_drain(
+                    notice.reason, now=notice.drain.now, everyone=notice.drain.everyone
+                )
             case "refused" if event.refusal is not None:
                 effects = self._fail(event.refusal)
         return effects
@@ -371,14 +373,16 @@ class MemberCore:
         """Who leaves is no member any more by its own will."""
         return [] if self.leaving.has_begun else [ev.TellEnding(error=error)]
 
-    def _take_drain(self, reason: str, *, now: bool) -> Effects:
-        """`now`: nobody needs this member any more."""
+    def _take_drain(self, reason: str, *, now: bool, everyone: bool = False) -> Effects:
+        """`now`: nobody needs this member any more. `everyone`: all members of its generation
+        leave."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # Heard twice: when the coordinator agrees, and when the others go on. A line is enough.
         is_detail = self.leaving.is_noticed
         self.leaving.is_noticed = True
         effects: Effects = [ev.Log(event="drain_noticed", fields=fields, is_detail=is_detail)]
         self.leaving.ask(reason or "asked to")
+        self.leaving.with_all |= everyone
         if now:
             # Not through `_fail`: the step that is under way is to end well.
             drained = self._drained(self.leaving.reason)
@@ -425,13 +429,25 @@ class MemberCore:
             effects.append(self._calls.new(request, ev.Persistence.LAST, within_s, now_s))
         return effects
 
+    def leaves_with_all(self, now_s: float) -> bool:
+        """True if this member is to leave and, as far as it knows, nobody can take the state over:
+        all members of its generation leave, or no coordinator is there to agree on another one."""
+        leaving = self.leaving
+        is_cut_off = self.clock.away_s(now_s) > self.limits.lease_s
+        return leaving.with_all or (bool(leaving.reason) and is_cut_off)
+
     # --- the trainer's decisions ---
 
     def begin_step(
-        self, step: int, now_s: float, *, handed_over: bool = True
+        self, step: int, now_s: float, *, handed_over: bool = True, stays_with_all: bool = False
     ) -> ev.Begun | ev.BringUp | ev.HandOver | ev.WaitUntil | ev.Raise:
-        """Whether step number `step` (0-based) may begin in the current generation."""
-        if self.failure is not None:
+        """Decide whether step number `step` (0-based) may begin in the current generation.
+
+        `stays_with_all`: a member that is to leave together with all others takes further steps,
+        until the members have agreed on the last one.
+        """
+        stays = stays_with_all and self.leaving.with_all and isinstance(self.failure, MemberDrained)
+        if self.failure is not None and not stays:
             return ev.Raise(error=self.failure)
         answer = self.track.begin_step(step)
         if not isinstance(answer, PlannedChange):
@@ -439,6 +455,8 @@ class MemberCore:
             return answer
         if answer.stop_at is not None and not handed_over:
             return ev.HAND_OVER
+        if self.failure is not None and answer.stop_at is not None:
+            return ev.Raise(error=self.failure)
         if self._held_since_s is None:
             self._held_since_s = now_s
         since_s = self._held_since_s

@@ -170,7 +170,11 @@ class MemberSession:
     # --- training ---
 
     def begin_step(
-        self, step: int, hand_over: Callable[[], None] | None = None
+        self,
+        step: int,
+        hand_over: Callable[[], None] | None = None,
+        *,
+        stays_with_all: bool = False,
     ) -> pb.GenerationRecord | None:
         """Ask whether step number `step` (0-based) may begin in the current generation.
 
@@ -179,12 +183,20 @@ class MemberSession:
         no longer than a step of the slowest where a coordinator is there; and, where the next
         generation goes on without this member, until it runs; before that wait it calls
         `hand_over`, once. Raises what ended the membership: MemberDrained after that.
+
+        `stays_with_all`: if all members of the generation are to leave, the step begins all the
+        same, so that they can agree on the last one (see `leaves_with_all`).
         """
         core = self._core
         while True:
             handed_over = hand_over is None
             decision = self._decided(
-                lambda now_s: core.begin_step(step, now_s, handed_over=handed_over)  # noqa: B023
+                lambda now_s: core.begin_step(
+                    step,
+                    now_s,
+                    handed_over=handed_over,  # noqa: B023
+                    stays_with_all=stays_with_all,
+                )
             )
             if decision is ev.BEGUN:
                 return None
@@ -277,6 +289,11 @@ class MemberSession:
     def draining(self) -> bool:
         """Whether this member is to leave, asked by itself or by an operator."""
         return bool(self._core.leaving.reason)
+
+    @property
+    def leaves_with_all(self) -> bool:
+        """See `MemberCore.leaves_with_all`. Free to call; any thread."""
+        return self._core.leaves_with_all(time.monotonic())
 
     def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
         """End the membership; return whether the coordinator took note.

@@ -139,9 +139,13 @@ class LoneMember:
     # --- training ---
 
     def begin_step(
-        self, step: int, hand_over: Callable[[], None] | None = None
+        self,
+        step: int,
+        hand_over: Callable[[], None] | None = None,
+        *,
+        stays_with_all: bool = False,
     ) -> pb.GenerationRecord | None:
-        if self._drain_reason:
+        if self._drain_reason and not stays_with_all:
             raise MemberDrained("this member was asked to leave", seen=self._drain_reason)
         return None
 
@@ -174,6 +178,10 @@ class LoneMember:
 
     def drain(self, reason: str) -> None:
         self._drain_reason = reason
+
+    @property
+    def leaves_with_all(self) -> bool:
+        return bool(self._drain_reason)
 
     def leave(self, *, completed: bool, reason: str) -> bool:
         return True

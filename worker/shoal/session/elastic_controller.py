@@ -22,6 +22,7 @@ from shoal_proto.errors import (
     BringUpFailed,
     GenerationBroken,
     InvalidSpec,
+    MemberDrained,
     RejoinError,
     RetryError,
     ShoalError,
@@ -127,6 +128,7 @@ class ElasticController:
                 limits=self.membership.limits,
                 held_until_s=lambda: self.membership.held_until_s,
                 is_away=lambda: self.membership.is_away,
+                leaves_with_all=lambda: self.membership.leaves_with_all,
                 ended=lambda: self.membership.failure,
                 shared_directory=self.member.shared_directory,
                 does=self.membership.does,
@@ -163,13 +165,20 @@ class ElasticController:
             raise InvalidSpec("the session is over", expected="a new shoal.join")
         if self._is_ready:
             self._end_of_script(strategy)
+            if strategy.leaves_together():
+                told = MemberDrained("all members of the job leave", seen="all are told to end")
+                raise self.membership.failure or told
         self.call.may_be_made = True
         while True:
             if not self._is_ready:
                 self._form(fields)
             strategy.asks(begins=True)
             try:
-                record = self.membership.begin_step(strategy.step, self._hand_over_and_leave)
+                record = self.membership.begin_step(
+                    strategy.step,
+                    self._hand_over_and_leave,
+                    stays_with_all=strategy.writes_checkpoints,
+                )
             finally:
                 strategy.asks(begins=False)
             generation = self.generation

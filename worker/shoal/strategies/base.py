@@ -164,6 +164,16 @@ class Strategy(ABC):
         return None
 
     @property
+    def writes_checkpoints(self) -> bool:
+        """True if the members write checkpoints: one more, if all of them are told to end."""
+        return False
+
+    def leaves_together(self) -> bool:
+        """True if the members have agreed that the last step was the job's last for now, since all
+        are to leave. Returns once the checkpoint of that step is written, or has failed."""
+        return False
+
+    @property
     def checkpoint_failure(self) -> ShoalError | None:
         """What the last checkpoint of the job failed with, once all steps are taken."""
         return None

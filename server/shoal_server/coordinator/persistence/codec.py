@@ -346,7 +346,7 @@ def notice_to_pb(
         case events.PausesNotice():
             message.pauses.CopyFrom(pb.Pauses(member_ids=notice.member_ids))
         case events.DrainNotice():
-            message.drain.CopyFrom(pb.Drain(now=notice.now))
+            message.drain.CopyFrom(pb.Drain(now=notice.now, everyone=notice.everyone))
         case events.RefusedNotice():
             message.refused.CopyFrom(to_detail(refusal_to_error(notice.refusal, generation)))
         case _:

@@ -3,6 +3,7 @@
 from shoal_server.core.generations.incarnations import is_older
 from shoal_server.core.generations.ranges import device_problem
 from shoal_server.core.generations.roster import NO_GENERATION, Generation
+from shoal_server.core.job.drains import Drains
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.job.pause_keeper import PauseKeeper
 from shoal_server.core.job.removal import Removal
@@ -10,7 +11,6 @@ from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     Admit,
     Continued,
-    DrainNotice,
     Event,
     Halted,
     Joined,
@@ -27,10 +27,13 @@ from shoal_server.core.membership.setbacks import MAX_TRIES
 class Arrivals:
     """Lets members in, and knows those that are in from those that were."""
 
-    def __init__(self, state: JobState, pause_keeper: PauseKeeper, removal: Removal) -> None:
+    def __init__(
+        self, state: JobState, pause_keeper: PauseKeeper, removal: Removal, drains: Drains
+    ) -> None:
         self._state = state
         self._pause_keeper = pause_keeper
         self._removal = removal
+        self._drains = drains
 
     def known(self, event: Event) -> Member:
         member = self._state.members.get(event.member_id)
@@ -141,7 +144,7 @@ class Arrivals:
         if self._pause_keeper.told_paused:
             self._state.tell(member, self._pause_keeper.notice())
         if reason := self._state.end.stopping:
-            self._state.tell(member, DrainNotice(reason=reason, now=True))
+            self._drains.tell_stopping(member, reason)
 
     def _is_over(self, member: Member, generation: Generation) -> bool:
         """Whether the generation is over that the member says it is in, as it may not know.

@@ -22,7 +22,7 @@ class Drains:
             self._state.log(
                 "drain_asked", f"{member.member_id} is to leave: {event.reason}", member
             )
-        self._state.tell(member, DrainNotice(reason=event.reason, now=member.drain.let_go))
+        self._tell(member, event.reason, now=member.drain.let_go)
 
     def let_go(self, now_s: float) -> None:
         """Tell those to leave now whom no planned change can spare the others."""
@@ -31,11 +31,30 @@ class Drains:
                 continue
             member.drain.let_go = True
             member.waits("nothing: it leaves at its next step boundary", now_s)
-            self._state.tell(member, DrainNotice(reason=member.drain.reason, now=True))
+            self._tell(member, member.drain.reason, now=True)
+
+    def tell_stopping(self, member: Member, reason: str) -> None:
+        """Tell a member of a job that an operator has stopped to leave now."""
+        self._tell(member, reason, now=True)
+
+    def _tell(self, member: Member, reason: str, *, now: bool) -> None:
+        everyone = now and self._everyone_leaves(member)
+        self._state.tell(member, DrainNotice(reason=reason, now=now, everyone=everyone))
+
+    def _everyone_leaves(self, member: Member) -> bool:
+        """True if all members of the generation in which this one trains are to leave."""
+        running = self._state.running
+        if running is None or not running.synchronous or not member.is_in(running):
+            return False
+        if self._state.end.stopping:
+            return True
+        return all(m.drain.since_s is not None for m in self._state.members_of(running))
 
     def _is_worth_waiting(self, member: Member, now_s: float) -> bool:
-        """Whether a generation without the member may soon follow the one it trains in."""
-        if self._may_hand_over(member):
+        """True if a generation without the member may soon follow the one it trains in."""
+        # A change that members are agreeing on is carried out first, though all of them are to
+        # leave by now: one that left amid it would take the state of the others with it.
+        if self._may_hand_over(member) or self._is_changing(member):
             return not passed(member.drain.since_s, self._state.limits.drain_s, now_s)
         roster = self._state.attempt if member.is_in(self._state.attempt) else self._state.running
         if roster is None or not roster.synchronous or not member.is_in(roster):
@@ -53,6 +72,12 @@ class Drains:
         return any(
             m.drain.since_s is None and not m.is_in(roster) for m in self._state.members.values()
         )
+
+    def _is_changing(self, member: Member) -> bool:
+        """True if the synchronous generation of this member is being changed by plan."""
+        running, attempt = self._state.running, self._state.attempt
+        changes = running is not None and running.synchronous and attempt is not None
+        return changes and (member.is_in(running) or member.is_in(attempt))
 
     def _may_hand_over(self, member: Member) -> bool:
         """Whether nobody but who is to leave holds the job's state, and somebody can take it."""

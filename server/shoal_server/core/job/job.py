@@ -92,8 +92,8 @@ class Job:
         self._pause_keeper = PauseKeeper(self.state)
         self._endings = Endings(self.state)
         self._removal = Removal(self.state, self._endings)
-        self._arrivals = Arrivals(self.state, self._pause_keeper, self._removal)
         self._drains = Drains(self.state, self._removal)
+        self._arrivals = Arrivals(self.state, self._pause_keeper, self._removal, self._drains)
         self._lifetime = Lifetime(self.state, self._removal, self._drains)
         self._bring_ups = BringUps(self.state, self._endings, self._removal)
         self._breaks = Breaks(self.state, self._endings, self._removal, self._bring_ups)
@@ -358,10 +358,9 @@ class Job:
             return  # they would stop for nothing: the change comes when all can take part in it
         if self.state.stage.phase is Phase.RUNNING:
             self.state.to(Trigger.CHANGE_WANTED, wanted, now_s)
-        # Members that have not proposed yet are on their way: one stop takes them along.
-        coming = len(self.state.table.candidates) + len(self.state.table.draining) < len(
-            self.state.members
-        )
+        # Members that have not proposed yet are on their way, and where one is told to end others
+        # mostly are within moments: one stop takes them along.
+        coming = len(self.state.table.candidates) < len(self.state.members)
         if not coming or passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
             self._freeze(chosen, now_s)
 

@@ -15,9 +15,9 @@ from shoal_server.core.membership import events
 from shoal_server.core.membership.phases import Phase
 
 
-def running(*names: str, low: int = 1, high: int = 8) -> World:
+def running(*names: str, low: int = 1, high: int = 8, max_delay_s: float = 0.0) -> World:
     spec = JobSpec(job="j", min_members=low, max_members=high, desired_members=len(names))
-    w = World(spec)
+    w = World(spec, max_delay_s=max_delay_s)
     for name in names:
         w.join(name)
     w.run(1.0)
@@ -231,6 +231,65 @@ def test_the_leaver_hears_of_the_record_and_the_boundary() -> None:
     last = told[-1]
     assert isinstance(last, events.DrainNotice)
     assert last.now
+
+
+def drain_notices(w: World) -> dict[str, list[events.DrainNotice]]:
+    """The drain notices that each member gets from now on."""
+    told: dict[str, list[events.DrainNotice]] = {name: [] for name in w.members}
+    take = w._take
+
+    def spy(member: object, notice: events.Notice) -> None:
+        if isinstance(notice, events.DrainNotice):
+            told[getattr(member, "name", "")].append(notice)
+        take(member, notice)  # type: ignore[arg-type]
+
+    w._take = spy  # type: ignore[method-assign, assignment]
+    return told
+
+
+def test_members_that_are_all_told_to_end_leave_together() -> None:
+    """Signals come one after the other; no generation of some of them is formed in between."""
+    w = running("a", "b", "c")
+    told = drain_notices(w)
+    for name in "abc":
+        w.drain(name)
+        w.run(w.now_s + 0.05)
+    w.run(w.now_s + 1.0)
+    for name in "abc":
+        assert told[name][-1].now, name
+        assert told[name][-1].everyone, name
+    assert list(w.written) == [1], "no further generation"
+
+
+def test_a_member_that_leaves_others_behind_is_not_told_that_all_leave() -> None:
+    """Its state is with those that stay: nothing is written for its sake."""
+    w = running("a", "b", "c")
+    told = drain_notices(w)
+    w.drain("b")
+    w.run(1.5)
+    assert told["b"][-1].now
+    assert not any(notice.everyone for notices in told.values() for notice in notices)
+
+
+def test_all_that_are_told_to_end_amid_a_change_carry_it_out_first() -> None:
+    """The change for the first one is agreed when the others are told: it takes place, and those
+    that are left leave together."""
+    w = running("a", "b", "c", max_delay_s=0.02)
+    told = drain_notices(w)
+    w.drain("b")
+    deadline_s = w.now_s + 5.0
+    while w.job.attempt is None:
+        assert w.now_s < deadline_s
+        w.run(w.now_s + 0.01)
+    w.drain("a")
+    w.drain("c")
+    w.run(w.now_s + 1.0)
+    assert told["b"][-1].now
+    assert not told["b"][-1].everyone
+    assert w.written[2][0].roster.member_ids == ("a", "c")
+    for name in "ac":
+        assert told[name][-1].now, name
+        assert told[name][-1].everyone, name
 
 
 @pytest.mark.parametrize("step", [3, 9])

@@ -18,6 +18,7 @@ from shoal.membership.generation import Generation
 from shoal.model.same_optimizer import replaced_settings
 from shoal.state.resharding import gather
 from shoal.state.shards import StateShard
+from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal_proto.errors import CheckpointFailed, StateLost
 from shoal_proto.v1 import membership_pb2 as pb
 
@@ -32,7 +33,9 @@ MAX_SETTINGS_NAMED = 8
 class GenerationCheckpoints:
     """One member's part in them; nothing happens where the script asked for none."""
 
-    def __init__(self) -> None:
+    def __init__(self, position: ScriptPosition) -> None:
+        """`position`: a checkpoint is written where all members leave, too."""
+        self._position = position
         self._checkpoints: Checkpoints | None = None
         self._writers: Peers | None = None
         self.samples = TrainedSamples({}, None, moves=False)
@@ -110,7 +113,7 @@ class GenerationCheckpoints:
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
         """Where one is due after so many steps, the last just committed, have it written."""
         checkpoints = self._checkpoints
-        if checkpoints is not None and checkpoints.due(step):
+        if checkpoints is not None and self.due(step):
             assert self._writers is not None
             try:
                 checkpoints.close()
@@ -128,8 +131,15 @@ class GenerationCheckpoints:
         return self._checkpoints.written_step if self._checkpoints is not None else None
 
     def due(self, step: int) -> bool:
-        """Whether one is to be written of the state after so many steps."""
-        return self._checkpoints is not None and self._checkpoints.due(step)
+        """True if one is to be written of the state after so many steps."""
+        checkpoints = self._checkpoints
+        is_last = step > 0 and self._position.all_leave_at == step
+        return checkpoints is not None and (is_last or checkpoints.due(step))
+
+    @property
+    def are_kept(self) -> bool:
+        """True if the script asked for checkpoints."""
+        return self._checkpoints is not None
 
     def conclude(self) -> None:
         """Return once what was begun is written, or has failed: see `failure`. What was trained is

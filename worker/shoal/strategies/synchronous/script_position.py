@@ -8,7 +8,7 @@ it all the same; whether the others have it too is found out when the next gener
 A script that wishes to stop says so in the agreement on the next step, or when a generation begins.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -50,6 +50,10 @@ class ScriptPosition:
     """The step behind which all members do."""
     reason: str = ""
     """Why, in the words of whoever wished it."""
+    leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
+    """True if this member is to leave and nobody can take its state over."""
+    all_leave_at: int | None = None
+    """The step behind which all members leave, having written a checkpoint of it."""
     is_shared: bool = False
     """Whether the generation began with all members behind the same step, with its state."""
     form: StepMessages = StepMessages.PRESENT
@@ -107,6 +111,8 @@ class ScriptPosition:
         self._place = None
         if self.wish is not None and self.wish > step:
             self.wish = None
+        if self.all_leave_at is not None and self.all_leave_at > step:
+            self.all_leave_at = None
 
     def stepped(self) -> None:
         """A step is committed."""

@@ -103,7 +103,7 @@ _BITS = 16
 
 _SHARES = StepMessages.PRESENT
 """Members of one machine that know this form tell each other in memory that they share."""
-_CONFLICT, _STOP_BEFORE, _STOP_BEHIND, _FAULT = 1, 2, 4, 8
+_CONFLICT, _STOP_BEFORE, _STOP_BEHIND, _FAULT, _LEAVES = 1, 2, 4, 8, 16
 """In the third word."""
 _FLAG_BITS = 8
 """Behind so many bits the third word says for which layers a member has met its peers."""
@@ -234,18 +234,19 @@ class StepAgreement:
             word = 2 * self._passes + 1
             self._position.exchanges.end()
             exchanged = self._position.exchanges.word() << _FLAG_BITS
-            more = self._stop(self._step) | _FAULT * is_faulty | exchanged
+            more = self._ending(self._step) | _FAULT * is_faulty | exchanged
             self._idle = idle
             digest = self._with_norms(self._hyper.digest() ^ (digest_of(idle) if idle else 0))
             self._send(word, digest, conflict=bool(self._conflict), more=more)
 
-    def _stop(self, step: int) -> int:
-        """What this member's script wishes of the step behind so many."""
+    def _ending(self, step: int) -> int:
+        """Flags of this member that end the job, or its run, with the step behind so many."""
+        leaves = _LEAVES if self._position.leaves() else 0
         wish = self._position.wish
         if wish is None or wish > step + 1:
-            return 0
+            return leaves
         refuse_earlier(self._position.form, "session.stop")
-        return _STOP_BEFORE if wish <= step else _STOP_BEHIND
+        return leaves | (_STOP_BEFORE if wish <= step else _STOP_BEHIND)
 
     def settle(self) -> float | None:
         """Return if all members take the step in the same way, and wait for that: by what the
@@ -276,6 +277,8 @@ class StepAgreement:
             self._compare_values([(self._step, self._values())])
         if any(row[2] & _STOP_BEHIND for row in rows):
             self._position.agree_to_stop(self._step + 1)
+        if all(row[2] & _LEAVES for row in rows):
+            self._position.all_leave_at = self._step + 1
         return self._factor([row[3] for row in rows if len(row) > 3])
 
     def _factor(self, words: Sequence[int]) -> float:
@@ -310,12 +313,14 @@ class StepAgreement:
         changes = _changes(applied)
         self._conflict = conflict
         behind = max(applied) + 1
-        self._send(1, digest_of(changes), conflict=bool(conflict), more=self._stop(behind))
+        self._send(1, digest_of(changes), conflict=bool(conflict), more=self._ending(behind))
         rows = self._words.hear()
         if any(row[1] != rows[0][1] or row[2] & _CONFLICT for row in rows):
             self._compare_values(changes)
         if any(row[2] & _STOP_BEFORE for row in rows):
             self._position.agree_to_stop(behind)
+        if all(row[2] & _LEAVES for row in rows):
+            self._position.all_leave_at = behind
 
     # --- messages ---
 

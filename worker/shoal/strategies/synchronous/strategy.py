@@ -59,9 +59,9 @@ class SynchronousStrategy(Strategy):
         self._generation_group = GenerationGroup()
         self._process_group: dist.ProcessGroup | None = None
         self._coordinators: Coordinators | None = None
-        self._checkpoints = GenerationCheckpoints()
-        self._registered = RegisteredState()
         self.position = ScriptPosition()
+        self._checkpoints = GenerationCheckpoints(self.position)
+        self._registered = RegisteredState()
         self._step = 0
         self._has_state = False
         self._passes = StepPasses()
@@ -95,6 +95,8 @@ class SynchronousStrategy(Strategy):
 
     def attach(self, context: Context) -> None:
         super().attach(context)
+        if self.writes_checkpoints:
+            self.position.leaves = context.leaves_with_all
         if context.coordinators:
             self._coordinators = Coordinators(context.coordinators)
         if self._backend.is_watched:
@@ -319,6 +321,16 @@ class SynchronousStrategy(Strategy):
     @property
     def written_checkpoint(self) -> int | None:
         return self._checkpoints.written_step
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        return self._checkpoints.are_kept
+
+    def leaves_together(self) -> bool:
+        if self.position.all_leave_at != self._step:
+            return False
+        self._checkpoints.conclude()
+        return True
 
     @property
     def checkpoint_failure(self) -> ShoalError | None:
