@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs report help demo test test-long nightly fuzz check lint types contracts proto proto-check compose-test locks wheelhouse browser-test bench clean
+.PHONY: docs report help demo test test-long nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -67,6 +67,22 @@ test: $(VENV)/.installed ## every capability once, on real parts
 test-long: $(VENV)/.installed ## their further combinations
 	$(call run_tests,long)
 
+# A distribution's own Python may pickle, or report, otherwise than the one at hand: what writes files and what reads
+# them again is tried on that one too, and a run from end to end.
+SYSTEM_PYTHON ?= /usr/bin/python3
+SYSTEM_VENV := .venv-system
+SYSTEM_TESTS := tests/worker/checkpoint tests/worker/state tests/proto tests/e2e/test_drain.py
+
+$(SYSTEM_VENV)/.installed: pyproject.toml constraints.txt
+	$(SYSTEM_PYTHON) -m venv $(SYSTEM_VENV)
+	$(SYSTEM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo]' \
+		pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+test-system: $(SYSTEM_VENV)/.installed ## the tests of files and of a run, on the system's own Python
+	$(SYSTEM_VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 0 -m "$(TESTS) and not long" \
+		$(SYSTEM_TESTS)
+
 check: lint types contracts proto-check test test-long ## what CI runs: all tests that need neither Docker nor a browser
 
 nightly: $(VENV)/.installed ## the longer tests, and 10,000 seeds of each simulation
@@ -124,4 +140,4 @@ bench: $(VENV)/.installed ## make bench NAME=demo runs bench/demo.py
 	$(BIN)/python bench/$(NAME).py
 
 clean:
-	rm -rf .venv .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-system .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache
