@@ -114,7 +114,8 @@ class MemberCore:
                 effects = self._pause(event, now_s)
             case ev.DrainWished():
                 self.leaving.ask(event.reason)
-                effects = [self._drain_call(event.reason, now_s)]
+                # Asked for before this member is one: on admission.
+                effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
             case ev.LeaveWished():
                 effects = self._leave(event, now_s)
             case ev.ThreadFailed():
@@ -190,10 +191,10 @@ class MemberCore:
                 patience_s=limits.watchdog_s,
             )
         ]
-        if not again:
-            return effects + self._calls.admitted(now_s)
         if self.leaving.reason:
             effects.append(ev.AskDrain(reason=self.leaving.reason))
+        if not again:
+            return effects + self._calls.admitted(now_s)
         # A new leader knows the roster from etcd, not what each member has said since.
         pause = self._own_pause
         said = (
@@ -381,12 +382,13 @@ class MemberCore:
         self.leaving.ask(reason or "asked to")
         if now:
             # Not through `_fail`: the step that is under way is to end well.
-            drained = self._drained(self.leaving.reason)
+            drained = self.drained(self.leaving.reason)
             self.failure = self.failure or drained
             effects += self._tell_ending(drained)
         return effects
 
-    def _drained(self, reason: str) -> MemberDrained:
+    def drained(self, reason: str) -> MemberDrained:
+        """What ends the membership of a member that was asked to leave."""
         identity = self.identity
         return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
 
@@ -459,7 +461,7 @@ class MemberCore:
     def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
         if change.stop_at is not None:
             # The others have stopped too, and the coordinator is not there to say how it went on.
-            return self._drained("the others' next generation did not report that it runs")
+            return self.drained("the others' next generation did not report that it runs")
         return DeadlineExceeded(
             "the members did not agree on a step to stop at", seen=self.waiting_for
         )

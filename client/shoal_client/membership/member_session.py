@@ -98,17 +98,23 @@ class MemberSession:
         """Become a member.
 
         Raises DeadlineExceeded if no coordinator admits it within `timeout_s`, by itself the
-        member's `admission_s`, and what the coordinator refuses with: JobFinished, StateLost,
-        InvalidSpec, ProposalConflict, ProtocolMismatch.
+        member's `admission_s`, MemberDrained if it was asked to leave before it was admitted, and
+        what the coordinator refuses with: JobFinished, StateLost, InvalidSpec, ProposalConflict,
+        ProtocolMismatch.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
         # It holds one stream after another, until the membership ends.
         wished = ev.JoinWished(within_s=timeout_s)
         self._threads.start("shoal-member", lambda: self._do(wished))
+        self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
-            self._changed.wait_for(lambda: core.admitted or core.failure, timeout=timeout_s)
+            self._changed.wait_for(
+                lambda: core.admitted or core.failure or core.leaving.reason, timeout=timeout_s
+            )
             failure, admitted = core.failure, core.admitted
+            if core.leaving.reason and not admitted:
+                failure = failure or core.drained(core.leaving.reason)
         if failure is not None or not admitted:
             self.close()
             if failure is not None:
@@ -121,7 +127,6 @@ class MemberSession:
                 " SHOAL_ADMISSION_S a worker waits longer.",
             )
         self._threads.start("shoal-heartbeat", self._beat)
-        self._threads.start("shoal-drain", self._ask_for_drain)
 
     def propose(
         self,

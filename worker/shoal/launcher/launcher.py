@@ -31,6 +31,7 @@ from shoal_client.connection.admission import ADMISSION_VARIABLE
 from shoal_client.host.beats import HostBeats
 from shoal_client.host.outputs import HostOutputs
 from shoal_client.host.reports import CALL_TIMEOUT_S, HostReporter
+from shoal_client.host.stop_orders import StopOrders
 from shoal_client.liveness.beat_board import BeatBoard, Ending
 from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Command, Process, Supervisor
@@ -48,9 +49,6 @@ that there is nothing left to join."""
 WORKER_ADMISSION_S = 24 * 3600
 """How long a worker waits for a coordinator to admit it: one was there when the run began, so the
 address is right, and the others train on while there is none."""
-SAME_ORDER_S = 2.0
-"""A SIGTERM so soon behind another is the same order: `timeout` and others signal a process, and
-then its group."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -76,8 +74,10 @@ _Event = Process | _Halted | _Signalled | _GivenUp
 class Launcher:
     """One `shoal run`: `run` returns the exit code when no worker is left."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, orders: StopOrders) -> None:
+        """`orders`: of this process, so that those before and after the run count, too."""
         self._config = config
+        self._orders = orders
         self._host = socket.gethostname()
         self.slots = [
             WorkerSlot(index=index, member_id=member_id)
@@ -317,8 +317,6 @@ class Launcher:
     def _interrupt(self, event: _Signalled) -> None:
         running = [slot.process for slot in self.slots if slot.process is not None]
         # The first time they may finish; a second one, or the bound, ends them.
-        if event.number == self._interrupted == signal.SIGTERM and self._is_ordered_just_now():
-            return
         self._kill_at_s = time.monotonic() + self._config.restart.grace_s
         if self._interrupted or event.number == signal.SIGKILL:
             self._say(f"killing {len(running)} worker{'' if len(running) == 1 else 's'}")
@@ -338,12 +336,6 @@ class Launcher:
             # traceback each.
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGCONT)
-
-    def _is_ordered_just_now(self) -> bool:
-        """Whether workers were told to end a moment ago."""
-        assert self._kill_at_s is not None, "they were told to end"
-        ordered_s = self._kill_at_s - self._config.restart.grace_s
-        return time.monotonic() < ordered_s + SAME_ORDER_S
 
     def _exit_code(self) -> int:
         """0 if the job was completed: what signals took from it on the way does not count."""
@@ -441,7 +433,8 @@ class Launcher:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         def note(number: int, frame: FrameType | None) -> None:
-            self._events.put(_Signalled(number))
+            if not self._orders.repeats(number):
+                self._events.put(_Signalled(number))
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

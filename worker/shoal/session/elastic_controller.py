@@ -104,11 +104,13 @@ class ElasticController:
         )
 
     def attend(self) -> None:
-        """Become a member. Raises what the coordinator refuses with, or Unavailable."""
+        """Become a member. Raises what the coordinator refuses with, Unavailable, or Drained if
+        this member was asked to leave before."""
         if self._check_peers != "never":
             self._listen()
         try:
-            self.membership.join()
+            with drained():
+                self.membership.join()
         except BaseException:
             self._stop_listening()
             raise

@@ -84,8 +84,12 @@ class Session:
 
     def __enter__(self) -> Self:
         use_own_gpu(self._place)
-        self._controller.attend()
         self._signal.install()
+        try:
+            self._controller.attend()
+        except BaseException:
+            self._signal.restore()
+            raise
         self._reports = StepReports(self._controller)
         return self
 
