@@ -45,13 +45,16 @@ from google.protobuf.message import DecodeError
 from shoal_client.liveness.lifeline import SIZE_BYTES, Lifeline
 from shoal_proto.errors import (
     AddressInUse,
+    Fenced,
     InvalidSpec,
     JobFinished,
+    LeaseExpired,
     MemberDrained,
     NoServers,
     PeersUnreachable,
     RefusedError,
     RejoinError,
+    RetryError,
     ShoalError,
     StateLost,
 )
@@ -83,6 +86,8 @@ class Ending(enum.IntEnum):
     """The job is over."""
     DRAINED = 4
     """It was asked to leave."""
+    PASSING = 5
+    """A time limit passed, or a part was away: a fresh process may do better."""
 
     @classmethod
     def of(cls, error: ShoalError) -> "Ending":
@@ -91,9 +96,11 @@ class Ending(enum.IntEnum):
             return cls.FINISHED
         if isinstance(error, MemberDrained):
             return cls.DRAINED
-        if isinstance(error, RejoinError):
+        if isinstance(error, Fenced | LeaseExpired):
             # Whoever was replaced by another process would only take that one's place again.
             return cls.REFUSED if error.details.get("replaced_by") else cls.FENCED
+        if isinstance(error, RetryError | RejoinError):
+            return cls.PASSING
         lasting = isinstance(error, RefusedError | StateLost)
         return cls.REFUSED if lasting and not isinstance(error, _PASSING) else cls.UNKNOWN
 
@@ -257,6 +264,8 @@ class BeatSlot:
     def refused(self, claim: SlotClaim, error: ShoalError) -> None:
         """A coordinator refused the beat for what is claimed here still."""
         now = self.claimed(claim.pid)
+        if isinstance(error, RetryError):
+            return  # it may be accepted the next time: the membership has not ended
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self.end(Ending.of(error))
 

@@ -294,13 +294,14 @@ class MemberSession:
         self.close()
         return self._core.leaving.was_told
 
-    def failed_for_good(self, error: ShoalError) -> None:
-        """The trainer ends with an error that a process of the same script would end with again.
+    def failed(self, error: ShoalError) -> None:
+        """The trainer ends with this error, which is not the membership's own.
 
-        The launcher is told, so that it does not try.
+        The launcher is told if a process of the same script would end with it again, or may not.
         """
-        if self._slot is not None and Ending.of(error) is Ending.REFUSED:
-            self._slot.end(Ending.REFUSED)
+        ending = Ending.of(error)
+        if self._slot is not None and ending in (Ending.REFUSED, Ending.PASSING):
+            self._slot.end(ending)
 
     def close(self) -> None:
         """Stop the threads and the connection without a word to the coordinator."""

@@ -8,8 +8,8 @@ workers that live, so that one which is busy is not taken for lost. The launcher
 worker exits, is halted, is to be started again, or a signal arrives.
 
 What a worker ended for is not in its exit code alone: the board that it shares with the launcher
-says how its membership ended. One that was fenced (declared lost, and it lived) is started again
-whatever its code; one that would be refused again is not.
+says how its membership ended. One that was fenced (declared lost, and it lived), or that a time
+limit ended, is started again whatever its code; one that would be refused again is not.
 """
 
 import os
@@ -254,9 +254,9 @@ class Launcher:
         last = slot.exits[-1]
         if last.code in (0, DRAINED) or self._ends:
             return False
-        if last.ending not in (Ending.UNKNOWN, Ending.FENCED):
+        if last.ending not in (Ending.UNKNOWN, Ending.FENCED, Ending.PASSING):
             return False
-        if last.code > 0 and not last.fenced and self._config.restart.restart_on == "signal":
+        if last.code > 0 and not last.may_pass and self._config.restart.restart_on == "signal":
             return False
         # What the answer to the report of this exit says of the job.
         self._reporter.flush(KILLED_ANSWER_S if last.code < 0 else CALL_TIMEOUT_S)
@@ -343,9 +343,7 @@ class Launcher:
             # A replacement that came after the end was refused: no failure of the job. Nor is
             # one whose members went on without it.
             firsts = [slot.exits[0] for slot in self.slots if slot.exits[-1].code != 0]
-            failed = [each for each in firsts if each.code > 0 and each.code != DRAINED]
-            own = [each for each in failed if each.ending not in (Ending.FENCED, Ending.FINISHED)]
-            return next((each.code for each in own), 0)
+            return next((each.code for each in firsts if each.is_scripts_own), 0)
         if self._given_up:
             return 1
         if self._interrupted:

@@ -111,7 +111,9 @@ class ElasticController:
         try:
             with drained():
                 self.membership.join()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ShoalError):
+                self.membership.failed(error)
             self._stop_listening()
             raise
         log.debug("job_joined", job=self.member.spec.job, member=self.member.member_id)
