@@ -114,9 +114,9 @@ def configuration() -> str:
             "\n## Other variables\n",
             *table(("variable", "what it is"), [(f"`{k}`", v) for k, v in OTHER_VARIABLES.items()]),
             "\n## Time limits\n",
-            "Of a coordinator with its defaults, in seconds. Four are chosen (`--heartbeat-s`,"
-            " `--join-s`, `--collective-s`, `--wait-for-members-s`), the others follow; `shoal config` prints them for"
-            " other choices.\n",
+            "Of a coordinator with its defaults, in seconds. Chosen are `--heartbeat-s`,"
+            " `--join-s`, `--collective-s` and `--wait-for-members-s`; the others follow, and"
+            " `shoal config` prints them for other choices.\n",
             *table(("limit", "seconds", "what it is"), times),
             "",
         ]

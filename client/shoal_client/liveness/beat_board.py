@@ -227,16 +227,22 @@ class BeatSlot:
 
     def claimed(self, pid: int) -> SlotClaim | None:
         """What process `pid` claimed; None if it did not, is about to, or hangs for good."""
+        claim = self.claim_of(pid)
+        if claim is None:
+            return None
+        patience_s = _CLAIM_FORM.unpack_from(self._memory, self._start + _CLAIM)[2]
+        return None if time.monotonic_ns() - self._get(_RAN) > patience_s * 1e9 else claim
+
+    def claim_of(self, pid: int) -> SlotClaim | None:
+        """What process `pid` claimed and has not withdrawn, even if it hangs."""
         start = self._start
         length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _MOVED])
         claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, _ENDING)]
         if length <= _CLAIM_FORM.size or zlib.crc32(claim) != checksum:
             return None
-        claimant, heartbeat_s, patience_s = _CLAIM_FORM.unpack_from(claim)
+        claimant, heartbeat_s, _ = _CLAIM_FORM.unpack_from(claim)
         if claimant != pid:
             return None  # a child of the worker's, whose life the launcher does not see
-        if time.monotonic_ns() - self._get(_RAN) > patience_s * 1e9:
-            return None
         try:
             token = Token.FromString(claim[_CLAIM_FORM.size :])
         except DecodeError:
@@ -268,6 +274,11 @@ class BeatSlot:
             return  # it may be accepted the next time: the membership has not ended
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self.end(Ending.of(error))
+
+    def has_left(self, pid: int) -> bool:
+        """True if process `pid` was a member, and has ended that by itself."""
+        claimant = _CLAIM_FORM.unpack_from(self._memory, self._start + _CLAIM)[0]
+        return claimant == pid and self.claim_of(pid) is None
 
     @property
     def ending(self) -> Ending:

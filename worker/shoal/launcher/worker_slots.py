@@ -73,12 +73,21 @@ class WorkerSlot:
     launch_secret: str = field(default_factory=drawn, repr=False)
     """By which the coordinator knows that a report on its processes is their launcher's."""
     process: Process | None = None
+    halted: bool = False
+    """A signal has halted the process."""
+    was_killed: bool = False
+    """The launcher has killed the process."""
     watch: Watch | None = None
     start_at_s: float | None = None
     """When the next process is to be started, by the monotonic clock."""
     exits: list[Exit] = field(default_factory=list)
     printed: OutputTail = field(default_factory=OutputTail, repr=False)
     """The newest lines of all its processes."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0: there is none."""
+        return self.process.pid if self.process is not None else 0
 
     @property
     def is_over(self) -> bool:

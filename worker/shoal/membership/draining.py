@@ -58,7 +58,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class DrainSignal:
-    """Takes a SIGTERM as a wish to drain. A repetition within SAME_ORDER_S has no effect, even while
+    """Takes a SIGTERM as a wish to drain. A repetition within SAME_ORDER_S has no effect, even as
     the script unwinds; a second SIGTERM after that ends the process, as by default.
 
     Only if nobody else handles it, and if handlers can be set: in the main thread. A process that
@@ -102,8 +102,8 @@ class DrainSignal:
             signal.raise_signal(number)
 
     def _stay_while_fresh(self) -> None:
-        """Let no handler that the script sets now, or puts back, take a repetition of the order. The
-        script sees its handler in place; it gets the second order."""
+        """Let no handler that the script sets now, or puts back, take a repetition of the order.
+        The script sees its handler in place, which gets the second order."""
         set_before, get_before = signal.signal, signal.getsignal
 
         def set_behind(number: int, handler: Handler) -> Handler:

@@ -104,10 +104,7 @@ class Timeouts:
         ready = list(self._state.table.candidates.values())
         left_out = self._state.setbacks.all_left_out(now_s)
         without = "".join(f"; {name} was left out: {error}" for name, error in left_out)
-        reason = (
-            f"no generation formed within {limit_s:g} s:"
-            f" {self._who_was_ready(ready)}{without}"
-        )
+        reason = f"no generation formed within {limit_s:g} s: {self._who_was_ready(ready)}{without}"
         for member in [m for m in ready if now_s >= self._waits_since_s(m) + limit_s]:
             self._removal.refuse(member, refusals.timeout(reason), now_s)
         # The limit is another one once no member that keeps the job is left.
