@@ -55,9 +55,9 @@ class FewJob:
 
     def lose_one(self) -> None:
         """Kill one of two that train; return when the other one waits."""
-        self._await_both(STEPS_BEFORE)
-        victim, self.survivor = self.job.steps.training(2, STEPS_BEFORE)
-        os.kill(victim, signal.SIGKILL)
+        self._await_both(STEPS_BEFORE, without=0)
+        self._victim, self.survivor = self.job.steps.training(2, STEPS_BEFORE)
+        os.kill(self._victim, signal.SIGKILL)
         give_up_s = time.monotonic() + START_S
         while not self.is_waiting():
             if time.monotonic() > give_up_s:
@@ -77,7 +77,7 @@ class FewJob:
         """Start a replacement, and end the job once both have trained."""
         waited_s, started_s = time.monotonic() - self._began_s, time.monotonic()
         self.job.launch(1, max_restarts=0)
-        self._await_both(1)
+        self._await_both(1, without=self._victim)
         resume_s = time.monotonic() - started_s
         if self.survivor not in self.job.steps.training(2, 1):
             raise Stuck(f"the survivor of {self.strategy} is gone:\n{logs_in(self.directory)}")
@@ -92,9 +92,12 @@ class FewJob:
             for name, value, unit in figures
         ]
 
-    def _await_both(self, num_steps: int) -> None:
-        steps = self.job.steps
-        if not steps.await_true(lambda: bool(steps.training(2, num_steps)), START_S):
+    def _await_both(self, num_steps: int, without: int) -> None:
+        def train() -> bool:
+            pids = self.job.steps.training(2, num_steps)
+            return bool(pids) and without not in pids
+
+        if not self.job.steps.await_true(train, START_S):
             raise Stuck(f"no two workers of {self.strategy} train:\n{logs_in(self.directory)}")
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from support.members.elastic_schedule import Schedule, check_no_trace, elastic
 from support.network import http
@@ -49,7 +50,11 @@ def await_waiting(cluster: LocalCluster, schedule: Schedule, for_s: float) -> No
     while True:
         assert not schedule.alive[0].kinds().count("raised"), schedule.alive[0].seen[-1]
         schedule.alive[0].catch_up()
-        members = [each["member"] for each in http.get(f"{url}/members").json()]
+        try:
+            answer = http.get(f"{url}/members").json()
+        except httpx.ConnectError:
+            answer = []  # the coordinator is being started again
+        members = [each["member"] for each in answer]
         if len(members) == 1 and members[0]["waiting_for"] == "1 more member, no limit":
             why = http.get(f"{url}/members/{members[0]['member_id']}/why").json()
             if why["waiting_s"] >= for_s:

@@ -77,9 +77,9 @@ def test_a_member_that_cannot_hand_on_its_state_goes_on_with_it(
     )
     with Ranks() as ranks:
         a, *rest = start(ranks, run, "ab"[:low])
-        reached = a.expect("stepped")["step"]
+        while a.expect("stepped")["step"] < 20:
+            pass
         for rank in rest:
-            rank.expect("stepped")
             rank.send_signal(signal.SIGKILL)
             rank.join()
         (tmp_path / "fails").touch()
@@ -93,9 +93,10 @@ def test_a_member_that_cannot_hand_on_its_state_goes_on_with_it(
         why = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/members/c/why").json()
         assert "a could not bring it up: UnsupportedOptimizer" in why["waiting_for"]
         if low == 1:
-            reached = a.expect("stepped")["step"]
+            a.expect("stepped")
         (tmp_path / "fails").unlink()
-        assert c.expect("stepped", timeout_s=unhurried(60.0))["step"] > reached
+        # Nothing but the newest step may be lost with one that was killed.
+        assert c.expect("stepped", timeout_s=unhurried(60.0))["step"] >= 19
         a.catch_up()
         assert "raised" not in a.kinds()
 

@@ -156,7 +156,7 @@ class MemberCore:
         if self._certificate.accepted():
             self.waiting_for = "the coordinator to admit this member again"
         notice, kind = event.notice, event.notice.WhichOneof("kind")
-        self.waiting_for = notice.reason or self.waiting_for
+        waited_for, self.waiting_for = self.waiting_for, notice.reason or self.waiting_for
         self.stands_by = kind == "standby" or (self.stands_by and kind in UNCHANGING)
         self.clock.stand_by(now_s, stands_by=self.stands_by)
         effects: Effects = []
@@ -173,6 +173,9 @@ class MemberCore:
                 effects = self._break(getattr(notice, "break").generation, notice.reason, now_s)
             case "pauses":
                 self.clock.pause(notice.pauses.member_ids, now_s)
+            case "standby" if notice.reason != waited_for:
+                fields = {"member": self.identity.member_id, "reason": notice.reason}
+                effects = [ev.Log(event="member_waits", fields=fields)]
             case "drain":
                 effects = self._take_drain(notice.reason, now=notice.drain.now)
             case "refused" if event.refusal is not None:

@@ -597,6 +597,18 @@ def test_a_halted_worker_that_is_lost_is_replaced(shoal_run: Run, book: ExitBook
     assert "was killed by SIGKILL; started again (restart 1 of 3)" in output
 
 
+def test_a_lost_worker_that_does_not_end_is_replaced(shoal_run: Run, book: ExitBook) -> None:
+    """It hangs where it hears nothing, while the job trains: the grace time is all it gets."""
+    book.refused = {"first": Fenced("no member any more")}
+    script = JOINS.replace("str(os.getpid())", "'again' if os.path.exists('again') else 'first'")
+    script += "joins(); os.path.exists('again') and sys.exit()\n"
+    script += "pathlib.Path('again').touch(); deaf()"
+    code, output = finish(shoal_run(script, "-n", "1", "--job", "j", "--grace-s", "0.5"))
+    assert code == 0, output
+    assert "was declared lost and does not end" in output
+    assert "was killed by SIGKILL; started again (restart 1 of 3)" in output
+
+
 def test_a_halted_worker_that_is_not_lost_is_left_alone(shoal_run: Run, book: ExitBook) -> None:
     """A stop that is short enough has no effect."""
     book.members = ("w",)

@@ -256,7 +256,7 @@ class Launcher:
         slot.watch = None
         self._reported.discard(process.pid)
         process.drain(OUTPUT_S)
-        slot.process, slot.halted, slot.was_killed = None, False, False
+        slot.process, slot.halted, slot.was_killed, slot.lost_s = None, False, False, None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]
         if code == 0:
@@ -360,10 +360,15 @@ class Launcher:
         if standing.job == self._config.job and standing.phase:
             self._reporter.heard(standing.phase)
         slot = next((s for s in self._running if s.pid == standing.pid), None)
-        if slot is None or not standing.is_lost or not slot.halted or slot.was_killed:
+        if slot is None or not standing.is_lost or slot.was_killed:
             return
-        self._say(f"{slot.member_id} was declared lost while it was halted")
-        self._kill([slot])
+        now_s = time.monotonic()
+        slot.lost_s = now_s if slot.lost_s is None else slot.lost_s
+        # One that runs hears of it, and ends by itself.
+        if slot.halted or now_s >= slot.lost_s + self._config.restart.grace_s:
+            how = "while it was halted" if slot.halted else "and does not end"
+            self._say(f"{slot.member_id} was declared lost {how}")
+            self._kill([slot])
 
     def _end_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
         """End the workers whose time is over."""

@@ -75,6 +75,8 @@ class WorkerSlot:
     process: Process | None = None
     halted: bool = False
     """A signal has halted the process."""
+    lost_s: float | None = None
+    """Since when the process claims to be a member that was lost, by the monotonic clock."""
     was_killed: bool = False
     """The launcher has killed the process."""
     watch: Watch | None = None

@@ -29,10 +29,11 @@ class BringUps:
         # A member that keeps the job fails for those that come to it, such as in handing them its
         # state: that costs them the attempt, and never the job the member.
         is_spared = own and member.keeps_job and bool(newcomers)
-        if is_spared or (is_attempt and not own and self._state.running is not None):
-            self._put_off(newcomers, error, now_s)
+        puts_off = is_spared or (is_attempt and not own and self._state.running is not None)
         if is_attempt:
             self._endings.abort(error, now_s)
+        if puts_off:
+            self._put_off(newcomers, error, now_s)
         # Else another's word came first, which may have been a consequence of this.
         if is_spared:
             member.failed_in = event.generation
@@ -60,11 +61,10 @@ class BringUps:
 
     def _newcomers(self) -> list[Member]:
         """Members of the newest bring-up that come to others, which keep the job."""
-        roster, running = self._brought_up, self._state.running
+        roster = self._brought_up
         members = self._state.members_of(roster) if roster is not None else []
-        if not any(m.keeps_job or m.is_in(running) for m in members):
-            return []
-        return [m for m in members if not m.is_in(running) and not m.keeps_job]
+        newcomers = [m for m in members if not self._state.stays(m)]
+        return newcomers if len(newcomers) < len(members) else []
 
     def _put_off(self, newcomers: list[Member], error: str, now_s: float) -> None:
         """The others go on without them for now, whose coming they stopped for in vain."""

@@ -1,13 +1,15 @@
 """A job that has trained waits for members for as long as the operator allows."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from support.members.job_world import World
 
 from shoal_client.membership import member_events as ev
-from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.generations.roster import JobSpec, MemberInfo
 from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
 from shoal_server.core.membership.events import RefusalKind
 from shoal_server.core.membership.phases import Phase
 
@@ -62,6 +64,22 @@ def test_a_newcomer_waits_with_it() -> None:
     assert w.roster() == ["a", "b", "c"]
 
 
+def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
+    """It has never stopped; the state is on servers."""
+    w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
+    for name in ("a", "b"):
+        member = w.join(name)
+        member.proposal = replace(member.proposal, synchronous=False)
+        proposed = events.Proposed(**w._who(member), proposal=member.proposal)
+        w.send(member, proposed)
+    w.run(1.0)
+    assert w.is_running()
+    w.kill("b", seen_by_launcher=True)
+    w.run(10 * JOIN_S)
+    assert w.members["a"].refused is None
+    assert w.job.members["a"].waiting_for == "1 more member, no limit"
+
+
 def test_newcomers_by_themselves_keep_the_join_limit() -> None:
     """Nobody has anything to lose."""
     w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
@@ -86,6 +104,41 @@ def test_a_newcomer_that_is_left_alone_has_the_join_limit_again() -> None:
     w.run(8 * JOIN_S)
     assert b.refused is not None
     assert b.refused.kind is RefusalKind.TIMEOUT
+
+
+def test_a_newcomer_that_rejects_the_roster_is_refused_alone() -> None:
+    """The member that holds the state is not to blame, and waits for another."""
+    w = below_minimum()
+    a, c = w.members["a"], w.join("c")
+    w.rejecting.add("c")
+    w.run(5.0)
+    assert a.refused is None
+    assert c.refused is not None
+    assert c.refused.kind is RefusalKind.CONFLICT
+    w.join("d")
+    w.run(6.0)
+    assert w.roster() == ["a", "d"]
+
+
+def test_a_newcomer_that_cannot_be_reached_is_refused_alone() -> None:
+    w = below_minimum()
+    a, c = w.members["a"], w.join("c")
+    w.cut.add(("a", "c"))
+    w.run(5.0)
+    assert a.refused is None
+    assert c.refused is not None
+    assert c.refused.kind is RefusalKind.UNREACHABLE
+
+
+def test_a_newcomer_on_another_host_is_refused_alone_if_only_this_one_reaches_what_waits() -> None:
+    w = below_minimum()
+    a = w.members["a"]
+    w.job.members["a"].info = replace(w.job.members["a"].info, address="127.0.0.1")
+    c = w.join("c", info=MemberInfo(host="elsewhere", address="10.0.0.7"))
+    w.run(5.0)
+    assert a.refused is None
+    assert c.refused is not None
+    assert c.refused.kind is RefusalKind.CONFLICT
 
 
 @pytest.mark.parametrize("allowed_s", [30.0, 1000.0])
