@@ -107,23 +107,29 @@ def measure(cluster: LocalCluster, directory: Path, strategy: str, num_faults: i
             done = run.strike()
             print(f"{strategy}: {number + 1}: {done} by step {newest(job).step}", flush=True)
         run.await_whole()
-        reached = max(own[-1].step for own in job.steps.by_pid.values())
-        (directory / "later").write_text(str(reached + MARGIN_STEPS))
-        (directory / "later").rename(directory / "stop")
-        give_up_s = time.monotonic() + END_S
-        while not (directory / "weights.pt").exists():
-            if time.monotonic() > give_up_s:
-                raise Stuck(f"no result within {END_S:g} s:\n{logs_in(directory)}")
-            time.sleep(0.1)
-        result = torch.load(directory / "weights.pt", weights_only=True)
-    expected = one_process(result["step"])
-    own = result["weights"]
-    difference = max(float((own[name] - expected[name]).abs().max()) for name in expected)
+        num_steps, difference = end(job, directory)
     return [
         Row(metric=f"elastic_exactness_{strategy}", value=difference, unit="", runs=1),
-        Row(metric=f"elastic_steps_{strategy}", value=result["step"], unit="steps", runs=1),
+        Row(metric=f"elastic_steps_{strategy}", value=num_steps, unit="steps", runs=1),
         Row(metric=f"elastic_faults_{strategy}", value=num_faults, unit="faults", runs=1),
     ]
+
+
+def end(job: ShoalJob, directory: Path) -> tuple[int, float]:
+    """Let all workers stop: the steps behind the result, and the largest difference of its weights
+    from those of one process."""
+    reached = max(own[-1].step for own in job.steps.by_pid.values())
+    (directory / "later").write_text(str(reached + MARGIN_STEPS))
+    (directory / "later").rename(directory / "stop")
+    give_up_s = time.monotonic() + END_S
+    while not (directory / "weights.pt").exists():
+        if time.monotonic() > give_up_s:
+            raise Stuck(f"no result within {END_S:g} s:\n{logs_in(directory)}")
+        time.sleep(0.1)
+    result = torch.load(directory / "weights.pt", weights_only=True)
+    expected, own = one_process(result["step"]), result["weights"]
+    difference = max(float((own[name] - expected[name]).abs().max()) for name in expected)
+    return result["step"], difference
 
 
 def newest(job: ShoalJob) -> Step:

@@ -38,12 +38,15 @@ class ShoalJob:
         max_members: int,
         script: tuple[str, ...] = ("on_shoal.py",),
         restarts: bool = True,
+        num_workers: int = NUM_WORKERS,
+        min_members: int = 1,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`script`: its name and what it gets behind the directory. `restarts`: whoever is killed
         is started again at once; else the caller launches another one when it likes to.
         `variables`: of the environment of its workers."""
         self._restarts, self._variables = restarts, variables
+        self._num_workers, self._min_members = num_workers, min_members
         self._cluster = cluster
         self._script, *self._script_arguments = script
         self._directory = directory
@@ -56,8 +59,8 @@ class ShoalJob:
         self._directory.mkdir()
         self._supervisor.__enter__()
         if self._restarts:
-            self.launch(NUM_WORKERS)
-        for _ in range(0 if self._restarts else NUM_WORKERS):
+            self.launch(self._num_workers)
+        for _ in range(0 if self._restarts else self._num_workers):
             self.launch(1, max_restarts=0)
         return self
 
@@ -74,7 +77,8 @@ class ShoalJob:
                     *(sys.executable, "-m", "shoal_client", "run"),
                     *("-n", str(num_workers), "--job", self.name),
                     *("--coordinator", self._cluster.coordinator),
-                    *("--desired", str(NUM_WORKERS), "--max", str(self._max_members)),
+                    *("--desired", str(self._num_workers), "--max", str(self._max_members)),
+                    *("--min", str(self._min_members)),
                     *("--max-restarts", str(max_restarts)),
                     *(str(HERE / self._script), str(self._directory), *self._script_arguments),
                 ),

@@ -88,7 +88,7 @@ def commands() -> str:
 def configuration() -> str:
     """Settings that are no options of a command: the environment of a worker, and time limits."""
     from shoal.membership import join_config  # noqa: PLC0415
-    from shoal_server.config_command import meanings  # noqa: PLC0415
+    from shoal_server.config_command import meanings, shown  # noqa: PLC0415
     from shoal_server.core.limits import Limits  # noqa: PLC0415
 
     documented = field_docs(inspect.getsource(join_config), "JoinConfig")
@@ -101,7 +101,7 @@ def configuration() -> str:
         if name in variables
     ]
     limits = Limits()
-    times = [(f"`{name}`", f"{getattr(limits, name):g}", text) for name, text in meanings()]
+    times = [(f"`{name}`", shown(limits, name), text) for name, text in meanings()]
     return "\n".join(
         [
             "# Configuration\n",
@@ -114,9 +114,9 @@ def configuration() -> str:
             "\n## Other variables\n",
             *table(("variable", "what it is"), [(f"`{k}`", v) for k, v in OTHER_VARIABLES.items()]),
             "\n## Time limits\n",
-            "Of a coordinator with its defaults, in seconds. Three are chosen (`--heartbeat-s`,"
-            " `--join-s`, `--collective-s`), the others follow; `shoal config` prints them for"
-            " other choices.\n",
+            "Of a coordinator with its defaults, in seconds. Chosen are `--heartbeat-s`,"
+            " `--join-s`, `--collective-s` and `--wait-for-members-s`; the others follow, and"
+            " `shoal config` prints them for other choices.\n",
             *table(("limit", "seconds", "what it is"), times),
             "",
         ]

@@ -18,6 +18,8 @@ _CHOSEN = {
     "You choose it: --join-s.",
     "collective_s": "The longest wait in one collective before it is taken for hung, and for a"
     " trainer to stop after a break. You may choose it: --collective-s.",
+    "wait_for_members_s": "How long a job that has trained waits for members while fewer than its"
+    " minimum are there. You may choose it: --wait-for-members-s.",
 }
 
 
@@ -43,7 +45,7 @@ def show(config: ShowConfig) -> int:
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("meaning", overflow="fold", ratio=1)
     for name, meaning in meanings():
-        table.add_row(name, f"{getattr(limits, name):g}", meaning)
+        table.add_row(name, shown(limits, name), meaning)
     console.print(table)
     console.print("\nEach must be below the next, or the coordinator does not start:", style="dim")
     for chain in _chains(limits):
@@ -57,6 +59,12 @@ def meanings() -> Iterator[tuple[str, str]]:
     for name, attribute in vars(Limits).items():
         if isinstance(attribute, property):
             yield name, (attribute.__doc__ or "").partition("\n")[0]
+
+
+def shown(limits: Limits, name: str) -> str:
+    """The limit of this name in seconds, or "none"."""
+    seconds: float | None = getattr(limits, name)
+    return "none" if seconds is None else f"{seconds:g}"
 
 
 def _as_dict(limits: Limits) -> dict[str, object]:

@@ -1,7 +1,9 @@
 """A member that does not come through a bring-up: real members, and what it costs the others."""
 
+import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.network import http
@@ -48,6 +50,55 @@ def test_the_others_train_on_and_it_hears_its_own_error(
     told = [each for each in shown["events"] if each["kind"] == "bring_up_failed"]
     assert [each["member_id"] for each in told] == ["c"] * 3
     assert "try 3 of 3" in told[-1]["reason"]
+
+
+def failures_of(cluster: LocalCluster, run: Run) -> list[str]:
+    """What was told of bring-ups that failed by a member's own fault."""
+    shown = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
+    told = [each for each in shown["events"] if each["kind"] == "bring_up_failed"]
+    assert {each["member_id"] for each in told} <= {"a"}
+    return [each["reason"] for each in told]
+
+
+@pytest.mark.sampled("strategy")
+@pytest.mark.parametrize("low", [1, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_member_that_cannot_hand_on_its_state_goes_on_with_it(
+    cluster: LocalCluster, tmp_path: Path, strategy: str, low: int
+) -> None:
+    """However often others come, and though the job needs them: they are put off, and hear why."""
+    run = Run(
+        coordinator=cluster.coordinator,
+        job=f"keeps-{strategy}-{low}",
+        strategy=strategy,
+        low=low,
+        desired=low,
+        gives_nothing=str(tmp_path / "fails"),
+    )
+    with Ranks() as ranks:
+        a, *rest = start(ranks, run, "ab"[:low])
+        while a.expect("stepped")["step"] < 20:
+            pass
+        for rank in rest:
+            rank.send_signal(signal.SIGKILL)
+            rank.join()
+        (tmp_path / "fails").touch()
+        (c,) = start(ranks, run, "c")
+        give_up_s = time.monotonic() + unhurried(60.0)
+        while len(told := failures_of(cluster, run)) < 3:
+            assert time.monotonic() < give_up_s, (told, a.seen[-1], c.seen)
+            a.catch_up()
+            time.sleep(0.1)
+        assert all("UnsupportedOptimizer: the state of Hist cannot be handed" in e for e in told)
+        why = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/members/c/why").json()
+        assert "a could not bring it up: UnsupportedOptimizer" in why["waiting_for"]
+        if low == 1:
+            a.expect("stepped")
+        (tmp_path / "fails").unlink()
+        # Nothing but the newest step may be lost with one that was killed.
+        assert c.expect("stepped", timeout_s=unhurried(60.0))["step"] >= 19
+        a.catch_up()
+        assert "raised" not in a.kinds()
 
 
 def test_one_that_gets_through_at_the_second_try_trains_with_the_others(

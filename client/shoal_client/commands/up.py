@@ -12,12 +12,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from shoal_client.commands.address import DEFAULT_URL
 from shoal_client.host.reports import check_reachable
+from shoal_client.host.stop_orders import StopOrders
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
@@ -91,9 +92,16 @@ class UpConfig:
 def up(config: UpConfig) -> int:
     """Run a cluster until Ctrl-C or SIGTERM (0), or until a part of it cannot stay up (1)."""
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    orders = StopOrders()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        # What stops the cluster is not to be cut short by a repetition.
+        if not orders.repeats(number):
+            raise KeyboardInterrupt
+
     with ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _interrupt)
+            signal.signal(number, interrupt)
         try:
             directory = config.directory or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-up-"))
@@ -194,10 +202,6 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _welcome(cluster: LocalCluster, directory: Path) -> str:

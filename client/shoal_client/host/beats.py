@@ -2,16 +2,16 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import structlog
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.liveness.beat_board import BeatSlot, SlotClaim, beat_of
+from shoal_client.liveness.beat_board import BeatSlot, Ending, SlotClaim, beat_of
 from shoal_client.membership import calls as membership_calls
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import ShoalError, UnknownJob
 from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
 
@@ -19,6 +19,8 @@ log = structlog.get_logger(__name__)
 
 IDLE_S = 0.2
 """How often the board is looked at while no worker has claimed its slot."""
+ASKS_EVERY_S = 0.5
+"""How often a coordinator is asked what became of a worker that can no longer hear it by itself."""
 CALL_TIMEOUT_S = 2.0
 """Meanwhile the workers beat by themselves: a call that hangs harms nobody."""
 
@@ -27,7 +29,32 @@ CALL_TIMEOUT_S = 2.0
 class _Watched:
     slot: BeatSlot
     pid: int
+    job: str
+    """The launcher's."""
     halted: bool = False
+
+    @property
+    def asked_of(self) -> tuple[str, str] | None:
+        """The job that the process is in, if it cannot hear what becomes of that, and the member
+        that it claims to be, if it does: it is halted, hangs, or its membership has ended and it
+        has not left."""
+        claim = self.slot.claim_of(self.pid)
+        if claim is None:
+            return (self.job, "") if self.halted and not self.slot.has_left(self.pid) else None
+        hears = self.slot.claimed(self.pid) and self.slot.ending is Ending.UNKNOWN
+        return None if hears and not self.halted else (claim.token.job, claim.token.member_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What became of a worker, as a coordinator says."""
+
+    pid: int
+    job: str
+    phase: str
+    """The job's; empty if there is no such job."""
+    is_lost: bool
+    """It claims to be a member, and is none."""
 
 
 class HostBeats:
@@ -37,7 +64,14 @@ class HostBeats:
     launcher's beats are not accepted.
     """
 
-    def __init__(self, coordinators: Sequence[str]) -> None:
+    def __init__(
+        self,
+        coordinators: Sequence[str],
+        on_standing: Callable[[Standing], None] = lambda standing: None,
+    ) -> None:
+        """`on_standing` is told, on the thread, of workers that cannot hear it by themselves."""
+        self._on_standing = on_standing
+        self._asks_at_s = 0.0
         self.coordinators = Coordinators(coordinators)
         """Open within the block; others of the launcher's may call over it, too."""
         self._lock = threading.Lock()
@@ -60,10 +94,10 @@ class HostBeats:
         self.coordinators.close()
         self._thread.join()
 
-    def started(self, pid: int, slot: BeatSlot) -> None:
+    def started(self, pid: int, slot: BeatSlot, job: str) -> None:
         """Beat for the process as soon as it has claimed the slot."""
         with self._lock:
-            self._watched[pid] = _Watched(slot=slot, pid=pid)
+            self._watched[pid] = _Watched(slot=slot, pid=pid, job=job)
 
     def ended(self, pid: int) -> None:
         """The process is gone."""
@@ -84,12 +118,32 @@ class HostBeats:
             next_s = time.monotonic() + interval_s
             if claims:
                 self._send(claims)
+            if time.monotonic() >= self._asks_at_s:
+                self._ask_for_others()
 
     def _claims(self) -> list[tuple[BeatSlot, SlotClaim]]:
         with self._lock:
             running = [each for each in self._watched.values() if not each.halted]
         claims = ((each.slot, each.slot.claimed(each.pid)) for each in running)
         return [(slot, claim) for slot, claim in claims if claim is not None]
+
+    def _ask_for_others(self) -> None:
+        with self._lock:
+            asked = [(each.pid, of) for each in self._watched.values() if (of := each.asked_of)]
+        if asked:
+            self._asks_at_s = time.monotonic() + ASKS_EVERY_S
+        for pid, (job, member_id) in asked:
+            try:
+                standing = self.coordinators.call(
+                    membership_calls.get_job, pb.GetJobRequest(job=job), timeout_s=CALL_TIMEOUT_S
+                )
+            except UnknownJob:
+                standing = pb.JobStanding()
+            except ShoalError as error:
+                log.debug("standing_not_known", job=job, reason=str(error))
+                continue
+            is_lost = bool(member_id) and member_id not in standing.member_ids
+            self._on_standing(Standing(pid=pid, job=job, phase=standing.phase, is_lost=is_lost))
 
     def _send(self, claims: Sequence[tuple[BeatSlot, SlotClaim]]) -> None:
         request = pb.HeartbeatRequest(

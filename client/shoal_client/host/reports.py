@@ -187,6 +187,15 @@ class HostReporter:
         """Whether the newest answer said that the job is neither finished nor over."""
         return self._phase not in ("", FINISHED) and not self.over
 
+    @property
+    def finished(self) -> bool:
+        """Whether the newest answer said that the job's work is done."""
+        return self._phase == FINISHED
+
+    def heard(self, phase: str) -> None:
+        """Take in the job's phase from another answer. Safe from any thread."""
+        self._phase = phase
+
     def report(self, request: Report) -> None:
         """Send it as soon as the ones before are sent. Safe from any thread; returns at once."""
         if self._reports.qsize() < MAX_REPORTS:

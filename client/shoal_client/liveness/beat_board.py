@@ -45,13 +45,16 @@ from google.protobuf.message import DecodeError
 from shoal_client.liveness.lifeline import SIZE_BYTES, Lifeline
 from shoal_proto.errors import (
     AddressInUse,
+    Fenced,
     InvalidSpec,
     JobFinished,
+    LeaseExpired,
     MemberDrained,
     NoServers,
     PeersUnreachable,
     RefusedError,
     RejoinError,
+    RetryError,
     ShoalError,
     StateLost,
 )
@@ -83,6 +86,8 @@ class Ending(enum.IntEnum):
     """The job is over."""
     DRAINED = 4
     """It was asked to leave."""
+    PASSING = 5
+    """A time limit passed, or a part was away: a fresh process may do better."""
 
     @classmethod
     def of(cls, error: ShoalError) -> "Ending":
@@ -91,9 +96,11 @@ class Ending(enum.IntEnum):
             return cls.FINISHED
         if isinstance(error, MemberDrained):
             return cls.DRAINED
-        if isinstance(error, RejoinError):
+        if isinstance(error, Fenced | LeaseExpired):
             # Whoever was replaced by another process would only take that one's place again.
             return cls.REFUSED if error.details.get("replaced_by") else cls.FENCED
+        if isinstance(error, RetryError | RejoinError):
+            return cls.PASSING
         lasting = isinstance(error, RefusedError | StateLost)
         return cls.REFUSED if lasting and not isinstance(error, _PASSING) else cls.UNKNOWN
 
@@ -220,16 +227,22 @@ class BeatSlot:
 
     def claimed(self, pid: int) -> SlotClaim | None:
         """What process `pid` claimed; None if it did not, is about to, or hangs for good."""
+        claim = self.claim_of(pid)
+        if claim is None:
+            return None
+        patience_s = _CLAIM_FORM.unpack_from(self._memory, self._start + _CLAIM)[2]
+        return None if time.monotonic_ns() - self._get(_RAN) > patience_s * 1e9 else claim
+
+    def claim_of(self, pid: int) -> SlotClaim | None:
+        """What process `pid` claimed and has not withdrawn, even if it hangs."""
         start = self._start
         length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _MOVED])
         claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, _ENDING)]
         if length <= _CLAIM_FORM.size or zlib.crc32(claim) != checksum:
             return None
-        claimant, heartbeat_s, patience_s = _CLAIM_FORM.unpack_from(claim)
+        claimant, heartbeat_s, _ = _CLAIM_FORM.unpack_from(claim)
         if claimant != pid:
             return None  # a child of the worker's, whose life the launcher does not see
-        if time.monotonic_ns() - self._get(_RAN) > patience_s * 1e9:
-            return None
         try:
             token = Token.FromString(claim[_CLAIM_FORM.size :])
         except DecodeError:
@@ -257,8 +270,15 @@ class BeatSlot:
     def refused(self, claim: SlotClaim, error: ShoalError) -> None:
         """A coordinator refused the beat for what is claimed here still."""
         now = self.claimed(claim.pid)
+        if isinstance(error, RetryError):
+            return  # it may be accepted the next time: the membership has not ended
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self.end(Ending.of(error))
+
+    def has_left(self, pid: int) -> bool:
+        """True if process `pid` was a member, and has ended that by itself."""
+        claimant = _CLAIM_FORM.unpack_from(self._memory, self._start + _CLAIM)[0]
+        return claimant == pid and self.claim_of(pid) is None
 
     @property
     def ending(self) -> Ending:

@@ -15,7 +15,7 @@ _LIMIT = Parameter(
         help="By default those of `shoal coordinator`: see `shoal config`.",
     ),
 )
-LIMITS = ("heartbeat_s", "join_s", "collective_s")
+LIMITS = ("heartbeat_s", "join_s", "collective_s", "wait_for_members_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,12 @@ class ClusterOptions:
     heartbeat_s: Annotated[float | None, _LIMIT] = None
     """Time between heartbeats."""
     join_s: Annotated[float | None, _LIMIT] = None
-    """The longest that a member waits for a generation."""
+    """The longest that a newcomer waits for a generation."""
     collective_s: Annotated[float | None, _LIMIT] = None
     """The longest wait in a collective before it counts as hung."""
+    wait_for_members_s: Annotated[float | None, _LIMIT] = None
+    """The longest that a job which has trained waits for members while fewer than --min are there.
+    By default there is no limit."""
 
     def __post_init__(self) -> None:
         if self.num_parameter_servers < 0:

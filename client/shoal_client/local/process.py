@@ -25,6 +25,8 @@ from typing import IO
 
 from shoal_proto.errors import InvalidSpec
 
+KILLED_S = 5.0
+"""Time for a child to go after SIGKILL. One that hangs in the kernel stays: it is left there."""
 MAX_LINE_BYTES = 1 << 16
 """A longer line of a child's output is handed on in pieces of this size."""
 
@@ -107,17 +109,16 @@ class Process:
             if self._popen.returncode is None:
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def stop(self, grace_s: float) -> int:
-        """SIGTERM, then SIGKILL if it has not exited after `grace_s`. Returns the exit code."""
+    def ask_to_end(self) -> None:
+        """SIGTERM, which a stopped child sees, too."""
         self.send_signal(signal.SIGTERM)
-        # A stopped child would not see the SIGTERM before it is continued.
         self.send_signal(signal.SIGCONT)
-        if self.wait(grace_s) is None:
-            self.kill()
-            self.wait()
-        code = self.exit_code
-        assert code is not None
-        return code
+
+    def stop(self, grace_s: float) -> int | None:
+        """SIGTERM, then SIGKILL if it has not exited after `grace_s`. Returns the exit code; None
+        if it hangs in the kernel."""
+        stop_all([self], grace_s)
+        return self.exit_code
 
     def _watch(
         self,
@@ -205,6 +206,11 @@ class Supervisor:
             self._processes = [each for each in self._processes if each.exit_code is None]
             return list(self._processes)
 
+    def leave(self, process: Process) -> None:
+        """Wait no more for a child that hangs in the kernel."""
+        with self._lock:
+            self._processes.remove(process)
+
     def close(self) -> None:
         """Stop every child (SIGTERM, and SIGKILL after the grace time) and start none any more."""
         with self._lock:
@@ -213,14 +219,13 @@ class Supervisor:
             self._closed = True
         try:
             stop_all(self.running, self._grace_s)
+        except BaseException:
+            # A Ctrl-C in the midst of the grace time.
+            kill_all(self.running)
+            raise
         finally:
-            # Also on a Ctrl-C in the midst of the grace time.
             self._orders.put(None)
             self._forker.join()
-            for process in self.running:
-                process.kill()
-            for process in self.running:
-                process.wait()
 
     def _fork(self) -> None:
         while (item := self._orders.get()) is not None:
@@ -281,12 +286,19 @@ def how_it_ended(code: int) -> str:
 def stop_all(processes: Sequence[Process], grace_s: float) -> None:
     """Stop several at once: one grace time for all of them together."""
     for process in processes:
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGCONT)
-    deadline_s = time.monotonic() + grace_s
-    for process in processes:
-        process.wait(max(0.0, deadline_s - time.monotonic()))
+        process.ask_to_end()
+    _wait_all(processes, grace_s)
+    kill_all(processes)
+
+
+def kill_all(processes: Sequence[Process]) -> None:
+    """Kill several at once, and wait for KILLED_S for them to go."""
     for process in processes:
         process.kill()
+    _wait_all(processes, KILLED_S)
+
+
+def _wait_all(processes: Sequence[Process], limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
     for process in processes:
-        process.wait()
+        process.wait(max(0.0, deadline_s - time.monotonic()))

@@ -31,6 +31,11 @@ def get_roster_chunks(channel: grpc.Channel) -> Method[pb.RosterChunks]:
     return MembershipStub(channel).GetRosterChunks
 
 
+def get_job(channel: grpc.Channel) -> Method[pb.JobStanding]:
+    """How a job stands, and who its members are."""
+    return MembershipStub(channel).GetJob
+
+
 def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
     """The one that is answered by more than that it was heard."""
     return MembershipStub(channel).Heartbeat

@@ -114,7 +114,8 @@ class MemberCore:
                 effects = self._pause(event, now_s)
             case ev.DrainWished():
                 self.leaving.ask(event.reason)
-                effects = [self._drain_call(event.reason, now_s)]
+                # Asked for before this member is one: on admission.
+                effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
             case ev.LeaveWished():
                 effects = self._leave(event, now_s)
             case ev.ThreadFailed():
@@ -155,7 +156,7 @@ class MemberCore:
         if self._certificate.accepted():
             self.waiting_for = "the coordinator to admit this member again"
         notice, kind = event.notice, event.notice.WhichOneof("kind")
-        self.waiting_for = notice.reason or self.waiting_for
+        waited_for, self.waiting_for = self.waiting_for, notice.reason or self.waiting_for
         self.stands_by = kind == "standby" or (self.stands_by and kind in UNCHANGING)
         self.clock.stand_by(now_s, stands_by=self.stands_by)
         effects: Effects = []
@@ -172,6 +173,9 @@ class MemberCore:
                 effects = self._break(getattr(notice, "break").generation, notice.reason, now_s)
             case "pauses":
                 self.clock.pause(notice.pauses.member_ids, now_s)
+            case "standby" if notice.reason != waited_for:
+                fields = {"member": self.identity.member_id, "reason": notice.reason}
+                effects = [ev.Log(event="member_waits", fields=fields)]
             case "drain":
                 effects = self._take_drain(
                     notice.reason, now=notice.drain.now, everyone=notice.drain.everyone
@@ -192,10 +196,10 @@ class MemberCore:
                 patience_s=limits.watchdog_s,
             )
         ]
-        if not again:
-            return effects + self._calls.admitted(now_s)
         if self.leaving.reason:
             effects.append(ev.AskDrain(reason=self.leaving.reason))
+        if not again:
+            return effects + self._calls.admitted(now_s)
         # A new leader knows the roster from etcd, not what each member has said since.
         pause = self._own_pause
         said = (
@@ -385,12 +389,13 @@ class MemberCore:
         self.leaving.with_all |= everyone
         if now:
             # Not through `_fail`: the step that is under way is to end well.
-            drained = self._drained(self.leaving.reason)
+            drained = self.drained(self.leaving.reason)
             self.failure = self.failure or drained
             effects += self._tell_ending(drained)
         return effects
 
-    def _drained(self, reason: str) -> MemberDrained:
+    def drained(self, reason: str) -> MemberDrained:
+        """What ends the membership of a member that was asked to leave."""
         identity = self.identity
         return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
 
@@ -477,7 +482,7 @@ class MemberCore:
     def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
         if change.stop_at is not None:
             # The others have stopped too, and the coordinator is not there to say how it went on.
-            return self._drained("the others' next generation did not report that it runs")
+            return self.drained("the others' next generation did not report that it runs")
         return DeadlineExceeded(
             "the members did not agree on a step to stop at", seen=self.waiting_for
         )

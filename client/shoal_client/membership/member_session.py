@@ -98,17 +98,23 @@ class MemberSession:
         """Become a member.
 
         Raises DeadlineExceeded if no coordinator admits it within `timeout_s`, by itself the
-        member's `admission_s`, and what the coordinator refuses with: JobFinished, StateLost,
-        InvalidSpec, ProposalConflict, ProtocolMismatch.
+        member's `admission_s`, MemberDrained if it was asked to leave before it was admitted, and
+        what the coordinator refuses with: JobFinished, StateLost, InvalidSpec, ProposalConflict,
+        ProtocolMismatch.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
         # It holds one stream after another, until the membership ends.
         wished = ev.JoinWished(within_s=timeout_s)
         self._threads.start("shoal-member", lambda: self._do(wished))
+        self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
-            self._changed.wait_for(lambda: core.admitted or core.failure, timeout=timeout_s)
+            self._changed.wait_for(
+                lambda: core.admitted or core.failure or core.leaving.reason, timeout=timeout_s
+            )
             failure, admitted = core.failure, core.admitted
+            if core.leaving.reason and not admitted:
+                failure = failure or core.drained(core.leaving.reason)
         if failure is not None or not admitted:
             self.close()
             if failure is not None:
@@ -121,7 +127,6 @@ class MemberSession:
                 " SHOAL_ADMISSION_S a worker waits longer.",
             )
         self._threads.start("shoal-heartbeat", self._beat)
-        self._threads.start("shoal-drain", self._ask_for_drain)
 
     def propose(
         self,
@@ -306,13 +311,14 @@ class MemberSession:
         self.close()
         return self._core.leaving.was_told
 
-    def failed_for_good(self, error: ShoalError) -> None:
-        """The trainer ends with an error that a process of the same script would end with again.
+    def failed(self, error: ShoalError) -> None:
+        """The trainer ends with this error, which is not the membership's own.
 
-        The launcher is told, so that it does not try.
+        The launcher is told if a process of the same script would end with it again, or may not.
         """
-        if self._slot is not None and Ending.of(error) is Ending.REFUSED:
-            self._slot.end(Ending.REFUSED)
+        ending = Ending.of(error)
+        if self._slot is not None and ending in (Ending.REFUSED, Ending.PASSING):
+            self._slot.end(ending)
 
     def close(self) -> None:
         """Stop the threads and the connection without a word to the coordinator."""

@@ -5,6 +5,7 @@ heartbeats expels the living, a collective that outwaits the watchdog is killed 
 the order is checked once, where the numbers enter.
 """
 
+import math
 from dataclasses import dataclass
 
 MIN_HEARTBEAT_S = 0.05
@@ -12,16 +13,21 @@ MIN_HEARTBEAT_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds, all of them. Only `heartbeat_s`, `join_s` and `collective_s` are chosen."""
+    """Seconds, all of them. Only `heartbeat_s`, `join_s`, `collective_s` and `wait_for_members_s`
+    are chosen."""
 
     heartbeat_s: float = 0.5
     """Seconds between heartbeats. Lower values detect a silent loss sooner and cost more."""
     join_s: float = 120.0
-    """How long a member waits for a generation before it gets an error that says why, in seconds.
+    """How long a newcomer waits for a generation before it gets an error that says why, in seconds.
     The other limits follow from it."""
     collective_s: float = 0.0
     """How long a collective may take before it counts as hung, and a trainer to stop after its
     generation broke, in seconds. 0: a quarter of --join-s."""
+    wait_for_members_s: float | None = None
+    """How long a job that has trained waits for members while fewer than --min are there, in
+    seconds: those that hold its state, and newcomers with them. After that its state is lost,
+    unless there is a checkpoint. By default there is no limit."""
 
     def __post_init__(self) -> None:
         if not self.heartbeat_s >= MIN_HEARTBEAT_S:
@@ -33,6 +39,14 @@ class Limits:
                 f"bad --collective-s; saw {self.collective_s:g}; expected seconds above 0,"
                 " or 0 for a quarter of --join-s"
             )
+        wait_s = self.wait_for_members_s
+        if wait_s is not None and not wait_s > 0:
+            raise ValueError(
+                f"bad --wait-for-members-s; saw {wait_s:g}; expected seconds above 0,"
+                " or nothing, for no limit"
+            )
+        if wait_s == math.inf:
+            object.__setattr__(self, "wait_for_members_s", None)
         if not self.collective_s:
             object.__setattr__(self, "collective_s", self.join_s / 4)
         for smaller, larger in self.hierarchy():

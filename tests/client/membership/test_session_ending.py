@@ -11,10 +11,14 @@ from support.clusters.coordinator_world import entered, propose, served
 from shoal_client.liveness.beat_board import BeatBoard, BeatSlot, Ending
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import (
+    DeadlineExceeded,
     Fenced,
+    GenerationBroken,
     InternalError,
     JobFinished,
+    PeersUnreachable,
     ProposalConflict,
+    ShoalError,
     Unavailable,
 )
 from shoal_proto.v1.membership_pb2 import Prepare, Rejection
@@ -95,15 +99,26 @@ async def test_who_was_replaced_is_not_to_come_back(slot: BeatSlot) -> None:
         assert slot.ending is Ending.REFUSED
 
 
-async def test_what_the_trainer_ends_with_for_good(slot: BeatSlot) -> None:
-    """The next process would end with it as well; what may pass says nothing."""
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (ProposalConflict("members differ"), Ending.REFUSED),
+        (DeadlineExceeded("no generation formed"), Ending.PASSING),
+        (Unavailable("nobody is there"), Ending.PASSING),
+        (GenerationBroken("generation 3 hung"), Ending.PASSING),
+        (PeersUnreachable("a firewall"), Ending.UNKNOWN),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, ShoalError) else value.name,
+)
+async def test_what_the_trainer_ends_with(
+    slot: BeatSlot, error: ShoalError, ending: Ending
+) -> None:
+    """The launcher is told if the next process would end with it as well, and if it may not."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)
-        member.failed_for_good(Unavailable("nobody is there"))
-        assert slot.ending is Ending.UNKNOWN
-        member.failed_for_good(ProposalConflict("members differ"))
-        assert slot.ending is Ending.REFUSED
+        member.failed(error)
+        assert slot.ending is ending
 
 
 async def test_who_joins_the_job_again_that_it_has_finished(

@@ -59,6 +59,16 @@ class Schedule:
         self.all: list[Rank] = []
         self.done: list[str] = []
 
+    @property
+    def job(self) -> str:
+        return self._run.job
+
+    @property
+    def run_of_all(self) -> Elastic:
+        """What all members do."""
+        assert isinstance(self._run, Elastic)
+        return self._run
+
     def start(self, count: int) -> None:
         """The members that the first generation is made of."""
         for _ in range(count):
@@ -84,6 +94,14 @@ class Schedule:
         assert victim.join() == -signal.SIGKILL
         self._await_change()
         self.done.append("kill")
+
+    def lose(self) -> Rank:
+        """SIGKILL one, which leaves too few to go on; one that is left."""
+        victim = self._pick()
+        victim.send_signal(signal.SIGKILL)
+        assert victim.join() == -signal.SIGKILL
+        self.done.append("lose")
+        return self.alive[0]
 
     def join(self) -> None:
         """One more member, which commits a step with the others."""

@@ -26,6 +26,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.membership.phases import Phase
 
+REJECTION = pb.Rejection(field="scratch", seen="3 GiB free", expected="10 GiB free")
 FIELDS = {"strategy": "ddp", "schema": "s1"}
 
 
@@ -102,6 +103,8 @@ class World:
         self.check: Callable[[], None] = lambda: None
         self.cut: set[tuple[str, str]] = set()
         """Pairs (from, to) of members of which the first cannot reach the second."""
+        self.rejecting: set[str] = set()
+        """Members whose validators reject every roster."""
 
     def _next_start(self) -> int:
         self._starts += 1
@@ -325,6 +328,7 @@ class World:
                 judged = ev.Judged(
                     generation=effect.prepare.roster.generation,
                     digest=effect.digest,
+                    rejections=[REJECTION] if member.name in self.rejecting else [],
                     unreachable={n: "refused" for n in names if (member.name, n) in self.cut},
                     checkpoint_steps=member.checkpoints,
                 )

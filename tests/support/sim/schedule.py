@@ -72,6 +72,11 @@ def _run(world: SimWorld, seed: int) -> None:
     limits = world.limits
     bound_s = 3 * limits.join_s + limits.collective_s
     rested = world.run(bound_s, until=world.at_rest)
+    living = [m for m in world.members.values() if m.living]
+    if not rested and 0 < len(living) < world.spec.min_members:
+        # Those that hold the state have waited for longer than a newcomer may.
+        world.join("late")
+        rested = world.run(bound_s, until=world.at_rest)
     job = world.leader.job
     if world.store.was_marked:
         assert MARK.items() <= world.store.state("j").items(), "what the next release wrote is gone"

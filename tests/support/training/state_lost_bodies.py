@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from support.processes.ranks import Report
 from support.training.rank_bodies import data, loss_of, model_and_optimizer
 
 import shoal
+from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
 from shoal.session.session import Session
 from shoal.state import shared_exchange
 from shoal.state.shared_exchange import SharedExchange
+from shoal_proto.errors import UnsupportedOptimizer
+from shoal_proto.v1.membership_pb2 import STATE_ACTION_RECEIVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,10 @@ class Run:
     desired: int = 2
     directory: str = ""
     """Of checkpoints, one every 5 steps; empty: none are written."""
+    low: int = 1
+    """The job's minimum."""
+    gives_nothing: str = ""
+    """While this file exists, it cannot hand its state to a member that comes."""
     num_failures: int = 0
     """So many of its bring-ups fail for want of memory."""
     exchange: str = ""
@@ -43,6 +51,19 @@ def _run_out_of_memory(session: Session, times: int) -> None:
         bring_up(*arguments)
 
     strategy._bring_up = try_to
+
+
+def _give_nothing(session: Session, while_exists: str) -> None:
+    strategy: Any = session.strategy
+    bring_up = strategy._bring_up
+
+    def fail(generation: Generation, *arguments: Any) -> None:
+        comes = any(entry.state == STATE_ACTION_RECEIVE for entry in generation.entries)
+        if comes and strategy.has_state and Path(while_exists).exists():
+            raise UnsupportedOptimizer("the state of Hist cannot be handed to another member")
+        bring_up(generation, *arguments)
+
+    strategy._bring_up = fail
 
 
 def _exchange(how: str) -> None:
@@ -63,6 +84,7 @@ def train(report: Report, run: Run) -> None:
         job=run.job,
         coordinators=(run.coordinator,),
         member_id=run.member_id,
+        min_members=run.low,
         desired_members=run.desired,
     )
     if run.exchange:
@@ -72,6 +94,8 @@ def train(report: Report, run: Run) -> None:
     with Session(config) as session:
         model, optimizer = session.distribute(model, optimizer, run.strategy, checkpoints=kept)
         _run_out_of_memory(session, run.num_failures)
+        if run.gives_nothing:
+            _give_nothing(session, run.gives_nothing)
         for batch in session.batches(data(), global_batch_size=10, epochs=10_000):
             with session.step() as step:
                 session.backward(loss_of(model(batch.inputs), batch.targets))

@@ -3,6 +3,7 @@
 The coordinator is a gRPC server that takes reports and knows no jobs.
 """
 
+import ctypes
 import os
 import queue
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pytest
@@ -36,8 +38,10 @@ from shoal_proto.v1.membership_pb2 import (
     BeatReply,
     GenerationRecord,
     GetGenerationRequest,
+    GetJobRequest,
     HeartbeatReply,
     HeartbeatRequest,
+    JobStanding,
     ReportExitRequest,
     ReportHaltRequest,
 )
@@ -47,6 +51,7 @@ from shoal_proto.v1.membership_pb2_grpc import (
 )
 
 DEADLINE_S = 30.0
+PTRACE_SEIZE = 0x4206
 
 
 class ExitBook(MembershipServicer):
@@ -63,10 +68,16 @@ class ExitBook(MembershipServicer):
         self.lost: ShoalError | None = None
         """What became of the job, if its state is lost."""
         self.phase = "running"
+        self.has_begun = False
+        """A worker was reported on: before, there is no such job."""
+        self.members: tuple[str, ...] = ()
+        self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Of whose standing the launcher asked."""
         self.goes_on = False
         """Whether a worker that exits with 0 leaves a job that is not finished."""
 
     def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
+        self.has_begun = True
         self.reports.put(request)
         self.secrets.put(request.launch_secret)
         self.told.put(f"{request.pid} {request.exit_code}")
@@ -76,24 +87,36 @@ class ExitBook(MembershipServicer):
         return Ack(phase=self.phase, lost=lost)
 
     def ReportHalt(self, request: ReportHaltRequest, context: grpc.ServicerContext) -> Ack:
+        self.has_begun = True
         assert request.host == socket.gethostname()
         self.told.put(f"{request.pid} {'halted' if request.halted else 'goes on'}")
         return Ack()
 
     def Heartbeat(self, request: HeartbeatRequest, context: grpc.ServicerContext) -> HeartbeatReply:
+        self.has_begun = True
         self.beats.put({beat.token.member_id: beat.step for beat in request.beats})
         errors = [self.refused.get(beat.token.incarnation) for beat in request.beats]
         return HeartbeatReply(
             replies=[BeatReply(error=to_detail(e)) if e else BeatReply() for e in errors]
         )
 
+    def GetJob(self, request: GetJobRequest, context: grpc.ServicerContext) -> JobStanding:
+        if not self.has_begun:
+            _no_job(request.job, context)
+        self.asked.put(request.job)
+        return JobStanding(phase=self.phase, member_ids=self.members)
+
     def GetGeneration(
         self, request: GetGenerationRequest, context: grpc.ServicerContext
     ) -> GenerationRecord:
-        code, text, metadata = to_status(UnknownJob(f"no job {request.job}"))
-        context.set_trailing_metadata(metadata)
-        context.abort(code, text)
-        raise AssertionError("abort raises")
+        _no_job(request.job, context)
+
+
+def _no_job(job: str, context: grpc.ServicerContext) -> NoReturn:
+    code, text, metadata = to_status(UnknownJob(f"no job {job}"))
+    context.set_trailing_metadata(metadata)
+    context.abort(code, text)
+    raise AssertionError("abort raises")
 
 
 @pytest.fixture
@@ -388,6 +411,7 @@ def test_one_call_beats_for_all_who_live(
         while book.beats.get(timeout=DEADLINE_S) != dict.fromkeys(members, 7):
             pass
 
+    book.members = ("w-0", "w-1", "w-2")  # a halted one is not lost
     process = shoal_run(CLAIM + WAIT, "-n", "3", "--max-restarts", "0")
     lines = [line for line in read_until(process, " pid ", count=3) if " pid " in line]
     pids = {line[1:4]: int(line.rpartition(" ")[2]) for line in lines}
@@ -538,6 +562,150 @@ def test_a_run_of_drained_workers(shoal_run: Run, other: int, expected: int) -> 
     script = "import os, sys; sys.exit(143 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else "
     code, output = finish(shoal_run(f"{script}{other})", "-n", "2"))
     assert code == expected, output
+
+
+JOINS = """
+import os, pathlib, signal, sys, time
+from shoal_client.liveness.beat_board import BeatSlot
+from shoal_proto.v1.identity_pb2 import Token
+member, job = os.environ["SHOAL_MEMBER_ID"], "j"
+def joins():
+    slot = BeatSlot.open(os.environ["SHOAL_BEATS"])
+    token = Token(job=job, member_id=member, incarnation=str(os.getpid()))
+    slot.claim(token, heartbeat_s=0.05, patience_s=60.0)
+    return slot
+def show(text):
+    print(text, os.getpid(), flush=True)
+def deaf():
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    show("deaf")
+    while True:
+        signal.pause()
+"""
+
+
+def test_a_halted_worker_that_is_lost_is_replaced(shoal_run: Run, book: ExitBook) -> None:
+    """Nobody needs to wait for a SIGCONT: it would be fenced."""
+    script = JOINS + "joins(); show('up'); pathlib.Path('again').exists() and sys.exit()\n"
+    script += "pathlib.Path('again').touch(); signal.pause()"
+    process = shoal_run(script, "-n", "1", "--job", "j")
+    pid = int(read_until(process, "up ")[-1].split()[-1])
+    os.kill(pid, signal.SIGSTOP)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "was declared lost while it was halted" in output
+    assert "was killed by SIGKILL; started again (restart 1 of 3)" in output
+
+
+def test_a_lost_worker_that_does_not_end_is_replaced(shoal_run: Run, book: ExitBook) -> None:
+    """It hangs where it hears nothing, while the job trains: the grace time is all it gets."""
+    book.refused = {"first": Fenced("no member any more")}
+    script = JOINS.replace("str(os.getpid())", "'again' if os.path.exists('again') else 'first'")
+    script += "joins(); os.path.exists('again') and sys.exit()\n"
+    script += "pathlib.Path('again').touch(); deaf()"
+    code, output = finish(shoal_run(script, "-n", "1", "--job", "j", "--grace-s", "0.5"))
+    assert code == 0, output
+    assert "was declared lost and does not end" in output
+    assert "was killed by SIGKILL; started again (restart 1 of 3)" in output
+
+
+def test_a_halted_worker_that_is_not_lost_is_left_alone(shoal_run: Run, book: ExitBook) -> None:
+    """A stop that is short enough has no effect."""
+    book.members = ("w",)
+    script = JOINS + "slot = joins(); show('up'); signal.sigwait({signal.SIGUSR1}); slot.withdraw()"
+    script = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n" + script
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_MEMBER_ID", "w")
+        process = shoal_run(script, "-n", "1", "--job", "j")
+    pid = int(read_until(process, "up ")[-1].split()[-1])
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(3):
+        assert book.asked.get(timeout=DEADLINE_S) == "j"
+    os.kill(pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGUSR1)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "SIGKILL" not in output
+
+
+@pytest.mark.parametrize(
+    "stuck",
+    ["show('up'); signal.pause()", "slot = joins(); deaf()", "deaf()"],
+    ids=["halted", "as-a-member", "before-it-joins"],
+)
+def test_a_launcher_ends_with_its_finished_job(
+    shoal_run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stuck: str
+) -> None:
+    """A worker that does not end within the grace time is killed, however it is stuck."""
+    monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
+    script = JOINS + f"if member == 'w-1':\n    {stuck}\n"
+    script += "while not os.path.exists('go'): time.sleep(0.01)"
+    process = shoal_run(script, "-n", "2", "--job", "j", "--grace-s", "0.5")
+    shown = read_until(process, "up " if "up" in stuck else "deaf ")[-1]
+    if "up" in stuck:
+        os.kill(int(shown.split()[-1]), signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    code, output = finish(process)
+    assert code == 0, output
+    assert "job j is finished, and w-1 did not end" in output
+    assert "w-1 was killed by SIGKILL" in output
+
+
+def test_a_script_that_has_left_its_finished_job_goes_on(
+    shoal_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may save or evaluate for as long as it likes; so may one that is in its next job."""
+    monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
+    script = (
+        JOINS
+        + """
+job = "another" if member == "w-2" else "j"
+if member != "w-0":
+    slot = joins()
+    if member == "w-1":
+        slot.withdraw()
+    time.sleep(2.0)
+    show("saved")
+    slot.withdraw()
+"""
+    )
+    code, output = finish(shoal_run(script, "-n", "3", "--job", "j", "--grace-s", "0.3"))
+    assert code == 0, output
+    assert output.count("saved") == 2, output
+    assert "SIGKILL" not in output
+
+
+@pytest.mark.parametrize("phase", ["lost", "stopped", "failed"])
+def test_a_launcher_ends_with_a_job_that_others_ended(
+    shoal_run: Run, book: ExitBook, phase: str
+) -> None:
+    """Its only worker hangs, and no longer hears of it; a coordinator is asked."""
+    book.phase, book.refused = phase, {"w": Fenced("no member any more")}
+    script = JOINS.replace("str(os.getpid())", "'w'") + "slot = joins(); deaf()"
+    code, output = finish(shoal_run(script, "-n", "1", "--job", "j", "--grace-s", "0.5"))
+    assert code == 128 + signal.SIGKILL, output
+    assert f"job j is {phase}, and" in output
+    assert "started again" not in output
+
+
+def test_a_worker_that_hangs_in_the_kernel_is_left_there(
+    shoal_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL does not end it; the launcher ends all the same, and names the process."""
+    monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
+    any_tracer = "import ctypes; ctypes.CDLL(None).prctl(0x59616d61, ctypes.c_ulong(-1))\n"
+    process = shoal_run(any_tracer + JOINS + "deaf()", "-n", "1", "--grace-s", "0.5")
+    pid = int(read_until(process, "deaf ")[-1].split()[-1])
+    # The launcher sees the end of a process that is traced only once its tracer has seen it.
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.ptrace(PTRACE_SEIZE, pid, None, None) == 0, os.strerror(ctypes.get_errno())
+    try:
+        process.send_signal(signal.SIGTERM)
+        code, output = finish(process)
+    finally:
+        os.waitpid(pid, 0)
+    assert code == 128 + signal.SIGTERM, output
+    assert f"w (pid {pid}) hangs in the kernel and does not end on SIGKILL" in output
 
 
 def test_workers_may_drain(shoal_run: Run) -> None:

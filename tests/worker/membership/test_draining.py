@@ -2,7 +2,12 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +15,7 @@ from support.training import rank_bodies
 
 import shoal
 from shoal.membership.draining import DrainSignal
+from shoal_client.host.stop_orders import SAME_ORDER_S
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import StateLost
 
@@ -65,16 +71,148 @@ def test_sigterm_is_taken_as_a_wish_only_while_the_session_lasts(cluster: LocalC
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_second_sigterm_ends_the_process() -> None:
-    """One that cannot be drained can still be stopped."""
-    asked: list[str] = []
-    drain_signal = DrainSignal(asked.append)
-    drain_signal.install()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert asked == ["SIGTERM"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    drain_signal.restore()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+TRAINS = """
+import ctypes, os, signal, sys, time
+import torch
+import shoal
+from shoal_client.host.stop_orders import SAME_ORDER_S
+
+def show(text):
+    print(text, flush=True)
+
+def own(number, frame):
+    show("the script's own handler")
+    sys.exit(7)
+
+def hang():  # in C, where no handler of Python's runs
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    show("hangs")
+    while True:
+        libc.pthread_mutex_lock(mutex)
+
+before = signal.getsignal(signal.SIGTERM)
+model = torch.nn.Linear(4, 1)
+try:
+    with shoal.join("alone") as session:
+        model, optimizer = session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in session.batches(torch.ones(8, 4), global_batch_size=4, epochs=10**9):
+            with session.step():
+                session.backward(model(batch.inputs).sum())
+            if batch.step == 3:
+                show("trains")
+finally:
+    UNWINDS
+"""
+
+
+@contextmanager
+def training(unwinds: str = "pass") -> Iterator["subprocess.Popen[str]"]:
+    """A script that trains alone, with this line behind its session."""
+    text = TRAINS.replace("UNWINDS", unwinds)
+    environment = {key: value for key, value in os.environ.items() if "SHOAL_" not in key}
+    with subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: "subprocess.Popen[str]", wanted: str) -> None:
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if wanted in line:
+            return
+    raise AssertionError(f"{wanted!r} did not come in {seen}")
+
+
+def told_twice(process: "subprocess.Popen[str]", between: str = "") -> int:
+    """The exit code after two SIGTERMs, the second one once the script has said `between`."""
+    read_until(process, "trains")
+    process.send_signal(signal.SIGTERM)
+    if between:
+        read_until(process, between)
+    else:
+        time.sleep(0.02)  # as Slurm sends them: two signals that are pending at once are one
+    process.send_signal(signal.SIGTERM)
+    return process.wait(30.0)
+
+
+def test_two_sigterms_at_once_are_one_wish() -> None:
+    """Slurm and systemd signal the worker, and so does its launcher."""
+    with training() as process:
+        assert told_twice(process) == 143
+
+
+@pytest.mark.parametrize(
+    "unwinds",
+    [
+        "",
+        "signal.signal(signal.SIGTERM, before); ",
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL); ",
+        "assert signal.signal(signal.SIGTERM, own) != own; ",
+    ],
+    ids=["as-the-session-left-it", "put-back", "by-default", "own"],
+)
+def test_a_second_sigterm_does_not_end_a_script_that_unwinds(unwinds: str) -> None:
+    """It saves what it has, wherever the repetition finds it, whatever handler it has put back."""
+    with training(unwinds=f"{unwinds}show('unwinds'); time.sleep(1.0)") as process:
+        assert told_twice(process, "unwinds") == 143
+
+
+def test_a_handler_that_is_put_back_while_the_order_is_fresh_takes_the_next_one() -> None:
+    """A script that handles the signal by itself behind its session goes on doing so."""
+    later = "signal.signal(signal.SIGTERM, own); time.sleep(SAME_ORDER_S + 0.2); show('later')"
+    with training(unwinds=f"{later}; time.sleep(30)") as process:
+        assert told_twice(process, "later") == 7
+
+
+@pytest.mark.parametrize("hangs", ["time.sleep(30)", "hang()"], ids=["in-python", "in-c"])
+def test_a_second_sigterm_that_comes_later_ends_the_process(hangs: str) -> None:
+    """One that cannot be drained can still be stopped, wherever its main thread hangs."""
+    with training(unwinds=f"show('late'); {hangs}") as process:
+        read_until(process, "trains")
+        process.send_signal(signal.SIGTERM)
+        read_until(process, "late")
+        time.sleep(SAME_ORDER_S + 0.2)  # what is tried: a signal that comes so late
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30.0) == -signal.SIGTERM
+
+
+def test_a_member_that_waits_to_be_admitted_leaves_when_it_is_told_to() -> None:
+    """Nothing needs it yet. A repetition does not kill it on its way out."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        script = (
+            "import shoal, time\n"
+            "try:\n"
+            f"    with shoal.join('away', coordinator='{address}'):\n"
+            "        pass\n"
+            "finally:\n"
+            "    print('unwinds', flush=True); time.sleep(1)\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "SHOAL_ADMISSION_S": "600"},
+        ) as process:
+            try:
+                read_until(process, "coordinator_away")
+                process.send_signal(signal.SIGTERM)
+                read_until(process, "unwinds")
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(30.0) == 143
+            finally:
+                process.kill()
 
 
 def test_a_script_that_handles_sigterm_itself_keeps_its_handler() -> None:

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from shoal.launcher.launcher import Launcher
 from shoal.launcher.run_config import RunConfig, threads_per_worker
@@ -17,6 +16,7 @@ from shoal_client.connection.admission import ADMISSION_VARIABLE, admission_s
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import chance
 from shoal_client.host.reports import check_reachable
+from shoal_client.host.stop_orders import StopOrders
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
@@ -42,14 +42,21 @@ def run(config: RunConfig) -> int:
     if "OMP_NUM_THREADS" not in config.environment and config.num_workers > 1:
         threads = threads_per_worker(config.num_workers)
         _say(f"OMP_NUM_THREADS={threads} for each worker; set it yourself for another number")
+    orders = StopOrders()
     with ExitStack() as stack:
         if config.coordinators:
             _await_coordinator(config)
             _say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
             _check_job(config)
-            return Launcher(config).run()
-        # Before the launcher takes the signals over: a SIGTERM must undo what has started.
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
+            return Launcher(config, orders).run()
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            # What undoes what has started is not to be cut short by a repetition.
+            if not orders.repeats(number):
+                raise SystemExit(128 + number)
+
+        # Before the launcher takes the signals over, and after it.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         cluster = _own_cluster(stack, config)
         tls = LauncherTls(folder=cluster.certificates)
         stack.enter_context(identity.using(tls.files))
@@ -60,7 +67,8 @@ def run(config: RunConfig) -> int:
                 cluster=ClusterOptions(),
                 tls=tls,
                 alone=True,
-            )
+            ),
+            orders,
         )
         cluster.when_given_up(launcher.give_up)
         return launcher.run()
@@ -114,10 +122,6 @@ def _own_cluster(stack: ExitStack, run: RunConfig) -> LocalCluster:
     cluster = stack.enter_context(LocalCluster(config, say=_say))
     _say(f"coordinator at {cluster.coordinator}, status page at {cluster.http_url}")
     return cluster
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _say(text: str) -> None:

@@ -5,13 +5,18 @@ incarnation of the same member. Every exit and every halt (SIGSTOP) is reported 
 at once, so that the others need not wait for a lease to run out (most exits before the kernel has
 taken the process down, see `shoal_client.liveness.lifeline`); and the launcher beats for the
 workers that live, so that one which is busy is not taken for lost. The launcher sleeps until a
-worker exits, is halted, is to be started again, or a signal arrives.
+worker exits, is halted, is to be started or ended, or a signal arrives.
+
+A launcher does not outlast its job for a worker that cannot end: one that was declared lost while
+it was halted is killed and replaced, and one that does not end within the grace time of its job's
+end is killed, and left to the kernel if it hangs there.
 
 What a worker ended for is not in its exit code alone: the board that it shares with the launcher
-says how its membership ended. One that was fenced (declared lost, and it lived) is started again
-whatever its code; one that would be refused again is not.
+says how its membership ended. One that was fenced (declared lost, and it lived), or that a time
+limit ended, is started again whatever its code; one that would be refused again is not.
 """
 
+import math
 import os
 import queue
 import signal
@@ -19,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -28,12 +33,13 @@ from shoal.launcher import metrics
 from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
 from shoal_client.connection.admission import ADMISSION_VARIABLE
-from shoal_client.host.beats import HostBeats
+from shoal_client.host.beats import HostBeats, Standing
 from shoal_client.host.outputs import HostOutputs
 from shoal_client.host.reports import CALL_TIMEOUT_S, HostReporter
+from shoal_client.host.stop_orders import StopOrders
 from shoal_client.liveness.beat_board import BeatBoard, Ending
 from shoal_client.liveness.lifeline import Watch
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import KILLED_S, Command, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
 from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
 from shoal_proto.terminal.printable import printable
@@ -48,9 +54,6 @@ that there is nothing left to join."""
 WORKER_ADMISSION_S = 24 * 3600
 """How long a worker waits for a coordinator to admit it: one was there when the run began, so the
 address is right, and the others train on while there is none."""
-SAME_ORDER_S = 2.0
-"""A SIGTERM so soon behind another is the same order: `timeout` and others signal a process, and
-then its group."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -70,14 +73,32 @@ class _GivenUp:
     reason: str
 
 
-_Event = Process | _Halted | _Signalled | _GivenUp
+@dataclass(kw_only=True)
+class _Ends:
+    """When workers that are left are taken out, by the monotonic clock. None: they are not."""
+
+    over_s: float | None = None
+    """The job is over: those that cannot end by themselves are killed."""
+    kill_s: float | None = None
+    """All are killed."""
+    leave_s: float | None = None
+    """Those that were killed and are there still hang in the kernel: they are left there."""
+
+    @property
+    def next_s(self) -> float:
+        return min((s for s in vars(self).values() if s is not None), default=math.inf)
+
+
+_Event = Process | _Halted | _Signalled | _GivenUp | Standing
 
 
 class Launcher:
     """One `shoal run`: `run` returns the exit code when no worker is left."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, orders: StopOrders) -> None:
+        """`orders`: of this process, so that those before and after the run count, too."""
         self._config = config
+        self._orders = orders
         self._host = socket.gethostname()
         self.slots = [
             WorkerSlot(index=index, member_id=member_id)
@@ -86,7 +107,7 @@ class Launcher:
         # Signal handlers put into it: a SimpleQueue is safe from there.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._reporter = HostReporter(config.coordinators)
-        self._beats = HostBeats(config.coordinators)
+        self._beats = HostBeats(config.coordinators, self._events.put)
         self._output = threading.Lock()
         self._reporting = threading.Lock()
         self._reported: set[int] = set()
@@ -95,7 +116,7 @@ class Launcher:
         self._interrupted = 0
         self._starved = False
         self._given_up = False
-        self._kill_at_s: float | None = None
+        self._ends_at = _Ends()
 
     def run(self) -> int:
         """Start the workers and stay until all have ended."""
@@ -121,7 +142,10 @@ class Launcher:
                     self._interrupt(event)
                 elif isinstance(event, _GivenUp):
                     self._end_given_up(event.reason)
+                elif isinstance(event, Standing):
+                    self._on_standing(event)
                 self._start_due(supervisor, board)
+                self._end_due(supervisor, board)
             self._reporter.flush()
         code = self._exit_code()
         self._say(f"{self._outcome()}; exit code {code}")
@@ -136,16 +160,15 @@ class Launcher:
         self._events.put(_GivenUp(reason))
 
     def _next_event(self) -> _Event | None:
-        """What happens next; None: it is time to start a worker."""
-        starts_s = [slot.start_at_s for slot in self.slots if slot.start_at_s is not None]
-        kills_s = [] if self._kill_at_s is None else [self._kill_at_s]
-        until_s = min(starts_s + kills_s, default=None)
-        if until_s is None:
+        """What happens next; None: it is time to start a worker, or to end one."""
+        starts_s = (slot.start_at_s for slot in self.slots if slot.start_at_s is not None)
+        until_s = min(min(starts_s, default=math.inf), self._ends_at.next_s)
+        if until_s == math.inf:
             return self._events.get()
         try:
             return self._events.get(timeout=max(0.0, until_s - time.monotonic()))
         except queue.Empty:
-            return _Signalled(signal.SIGKILL) if until_s in kills_s else None
+            return None
 
     def _start_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
         for slot in self.slots:
@@ -174,7 +197,7 @@ class Launcher:
             )
         )
         process, life = slot.process, board.slots[slot.index].lifeline
-        self._beats.started(process.pid, board.slots[slot.index])
+        self._beats.started(process.pid, board.slots[slot.index], self._config.job)
         slot.watch = Watch(life, process.pid, lambda code: self._report_exit(process, code))
 
     # On the threads that watch the worker, which know the order of what became of it.
@@ -224,14 +247,16 @@ class Launcher:
     # On the launcher's own thread.
 
     def _on_exit(self, process: Process, supervisor: Supervisor, board: BeatBoard) -> None:
-        slot = next(each for each in self.slots if each.process is process)
+        slot = next((each for each in self.slots if each.process is process), None)
+        if slot is None:
+            return  # it was left to the kernel, which has ended it after all
         code = process.exit_code
         assert code is not None and slot.watch is not None
         slot.watch.close()
         slot.watch = None
         self._reported.discard(process.pid)
         process.drain(OUTPUT_S)
-        slot.process = None
+        slot.process, slot.halted, slot.was_killed, slot.lost_s = None, False, False, None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]
         if code == 0:
@@ -254,9 +279,9 @@ class Launcher:
         last = slot.exits[-1]
         if last.code in (0, DRAINED) or self._ends:
             return False
-        if last.ending not in (Ending.UNKNOWN, Ending.FENCED):
+        if last.ending not in (Ending.UNKNOWN, Ending.FENCED, Ending.PASSING):
             return False
-        if last.code > 0 and not last.fenced and self._config.restart.restart_on == "signal":
+        if last.code > 0 and not last.may_pass and self._config.restart.restart_on == "signal":
             return False
         # What the answer to the report of this exit says of the job.
         self._reporter.flush(KILLED_ANSWER_S if last.code < 0 else CALL_TIMEOUT_S)
@@ -308,42 +333,101 @@ class Launcher:
         self._say(f"ending the workers: {reason}")
         self._end_workers()
 
+    @property
+    def _running(self) -> list[WorkerSlot]:
+        return [slot for slot in self.slots if slot.process is not None]
+
     def _end_workers(self) -> None:
-        self._kill_at_s = time.monotonic() + self._config.restart.grace_s
-        for slot in self.slots:
-            if slot.process is not None:
-                slot.process.send_signal(signal.SIGTERM)
+        # Whichever signal it was: on a SIGINT a script would end in the midst of its step, with a
+        # traceback each.
+        self._ends_at.kill_s = time.monotonic() + self._config.restart.grace_s
+        for slot in self._running:
+            assert slot.process is not None
+            slot.process.ask_to_end()
+
+    def _kill(self, slots: Sequence[WorkerSlot]) -> None:
+        if not slots:
+            return
+        self._say(f"killing {len(slots)} worker{'' if len(slots) == 1 else 's'}")
+        self._ends_at.leave_s = time.monotonic() + KILLED_S
+        for slot in slots:
+            assert slot.process is not None
+            slot.was_killed = True
+            slot.process.kill()
+
+    def _on_standing(self, standing: Standing) -> None:
+        """A worker that cannot hear it is out of its job, or the job is over."""
+        if standing.job == self._config.job and standing.phase:
+            self._reporter.heard(standing.phase)
+        slot = next((s for s in self._running if s.pid == standing.pid), None)
+        if slot is None or not standing.is_lost or slot.was_killed:
+            return
+        now_s = time.monotonic()
+        slot.lost_s = now_s if slot.lost_s is None else slot.lost_s
+        # One that runs hears of it, and ends by itself.
+        if slot.halted or now_s >= slot.lost_s + self._config.restart.grace_s:
+            how = "while it was halted" if slot.halted else "and does not end"
+            self._say(f"{slot.member_id} was declared lost {how}")
+            self._kill([slot])
+
+    def _end_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
+        """End the workers whose time is over."""
+        now_s, ends, grace_s = time.monotonic(), self._ends_at, self._config.restart.grace_s
+        if not (self._over or self._reporter.finished):
+            ends.over_s = None
+        elif ends.over_s is None:
+            ends.over_s = now_s + grace_s
+        elif now_s >= ends.over_s:
+            ends.over_s = now_s + grace_s
+            if stuck := [slot for slot in self._running if self._is_stuck(slot, board)]:
+                names = ", ".join(slot.member_id for slot in stuck)
+                over = self._over or "finished"
+                self._say(f"job {self._config.job} is {over}, and {names} did not end")
+                self._kill(stuck)
+        if ends.kill_s is not None and now_s >= ends.kill_s:
+            ends.kill_s = None
+            self._kill(self._running)
+        if ends.leave_s is not None and now_s >= ends.leave_s:
+            ends.leave_s = None
+            for slot in self._running:
+                if slot.was_killed and (self._ends or self._reporter.finished):
+                    self._leave(slot, supervisor)
+
+    def _is_stuck(self, slot: WorkerSlot, board: BeatBoard) -> bool:
+        """True if a worker does not end though its job has. Once a job is finished, a script that
+        has left it may do as much of its own as it likes."""
+        if self._over or slot.halted:
+            return True
+        place = board.slots[slot.index]
+        claim = place.claim_of(slot.pid)
+        has_another = claim is not None and claim.token.job != self._config.job
+        return not has_another and not place.has_left(slot.pid)
+
+    def _leave(self, slot: WorkerSlot, supervisor: Supervisor) -> None:
+        assert slot.process is not None
+        self._say(
+            f"{slot.member_id} (pid {slot.pid}) hangs in the kernel and does not end on SIGKILL:"
+            " it is left there"
+        )
+        supervisor.leave(slot.process)
+        slot.process = None
+        slot.exits.append(Exit(code=-signal.SIGKILL, ending=Ending.UNKNOWN))
+        self._ended.append(slot.exits[-1])
 
     def _interrupt(self, event: _Signalled) -> None:
-        running = [slot.process for slot in self.slots if slot.process is not None]
         # The first time they may finish; a second one, or the bound, ends them.
-        if event.number == self._interrupted == signal.SIGTERM and self._is_ordered_just_now():
-            return
-        self._kill_at_s = time.monotonic() + self._config.restart.grace_s
-        if self._interrupted or event.number == signal.SIGKILL:
-            self._say(f"killing {len(running)} worker{'' if len(running) == 1 else 's'}")
-            for process in running:
-                process.kill()
+        if self._interrupted:
+            self._kill(self._running)
             return
         self._interrupted = event.number
-        name, num = signal.Signals(event.number).name, len(running)
+        name, num = signal.Signals(event.number).name, len(self._running)
         told = (
             "1 worker finishes its step and ends"
             if num == 1
             else f"{num} workers finish their step and end"
         )
         self._say(f"{name}: {told}; once more kills {'it' if num == 1 else 'them'}")
-        for process in running:
-            # Whichever it was: on a SIGINT a script would end in the midst of its step, with a
-            # traceback each.
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGCONT)
-
-    def _is_ordered_just_now(self) -> bool:
-        """Whether workers were told to end a moment ago."""
-        assert self._kill_at_s is not None, "they were told to end"
-        ordered_s = self._kill_at_s - self._config.restart.grace_s
-        return time.monotonic() < ordered_s + SAME_ORDER_S
+        self._end_workers()
 
     def _exit_code(self) -> int:
         """0 if the job was completed: what signals took from it on the way does not count."""
@@ -351,9 +435,7 @@ class Launcher:
             # A replacement that came after the end was refused: no failure of the job. Nor is
             # one whose members went on without it.
             firsts = [slot.exits[0] for slot in self.slots if slot.exits[-1].code != 0]
-            failed = [each for each in firsts if each.code > 0 and each.code != DRAINED]
-            own = [each for each in failed if each.ending not in (Ending.FENCED, Ending.FINISHED)]
-            return next((each.code for each in own), 0)
+            return next((each.code for each in firsts if each.is_scripts_own), 0)
         if self._given_up:
             return 1
         if self._interrupted:
@@ -382,6 +464,7 @@ class Launcher:
         return f"{text}, not {', '.join(lost)}" if lost else text
 
     def _tell_halted(self, event: _Halted) -> None:
+        self._slot_of(event.process).halted = event.halted
         how = "was halted (SIGSTOP)" if event.halted else "goes on (SIGCONT)"
         self._say(f"{event.process.name} {how}")
 
@@ -441,7 +524,8 @@ class Launcher:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         def note(number: int, frame: FrameType | None) -> None:
-            self._events.put(_Signalled(number))
+            if not self._orders.repeats(number):
+                self._events.put(_Signalled(number))
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -11,10 +11,11 @@ from shoal_proto.secrets import drawn
 
 DRAINED = 128 + signal.SIGTERM
 """The exit code of a worker that left its job in good order because it was asked to."""
-FENCED_PAUSE_S = 0.5
-MAX_FENCED_PAUSE_S = 30.0
-"""Before a fenced worker is started again, twice as long each time: what made it lose its place (a
-host that swaps, a debugger, a laptop's lid) may go on for a while."""
+PASSING_PAUSE_S = 0.5
+MAX_PASSING_PAUSE_S = 30.0
+"""Before a worker is started again that failed by no fault of its script, twice as long each time:
+what made it lose its place (a host that swaps, a debugger, a laptop's lid), or kept a part from it,
+may go on for a while."""
 
 
 FOR_TORCHRUN = (
@@ -34,20 +35,32 @@ class Exit:
     ending: Ending
 
     @property
-    def fenced(self) -> bool:
-        """It failed because it was no member any more, and not by itself."""
-        return self.code > 0 and self.code != DRAINED and self.ending is Ending.FENCED
+    def may_pass(self) -> bool:
+        """True if it failed because it was no member any more, by a time limit, or because a part
+        was away: not by its script."""
+        return self._failed and self.ending in (Ending.FENCED, Ending.PASSING)
 
     @property
     def found_it_finished(self) -> bool:
-        """It stood by, or came too late: others had completed the job."""
-        return self.code > 0 and self.code != DRAINED and self.ending is Ending.FINISHED
+        """True if it stood by, or came too late: others had completed the job."""
+        return self._failed and self.ending is Ending.FINISHED
+
+    @property
+    def is_scripts_own(self) -> bool:
+        """True if the script has failed by itself."""
+        return self._failed and not self.may_pass and not self.found_it_finished
+
+    @property
+    def _failed(self) -> bool:
+        return self.code > 0 and self.code != DRAINED
 
     def __str__(self) -> str:
         if self.found_it_finished:
             return f"was not needed: the job was finished without it (exit code {self.code})"
-        if self.fenced:
+        if self.may_pass and self.ending is Ending.FENCED:
             return f"had been declared lost and was fenced (exit code {self.code})"
+        if self.may_pass:
+            return f"ended with an error that may pass (exit code {self.code})"
         return describe(self.code)
 
 
@@ -60,12 +73,23 @@ class WorkerSlot:
     launch_secret: str = field(default_factory=drawn, repr=False)
     """By which the coordinator knows that a report on its processes is their launcher's."""
     process: Process | None = None
+    halted: bool = False
+    """A signal has halted the process."""
+    lost_s: float | None = None
+    """Since when the process claims to be a member that was lost, by the monotonic clock."""
+    was_killed: bool = False
+    """The launcher has killed the process."""
     watch: Watch | None = None
     start_at_s: float | None = None
     """When the next process is to be started, by the monotonic clock."""
     exits: list[Exit] = field(default_factory=list)
     printed: OutputTail = field(default_factory=OutputTail, repr=False)
     """The newest lines of all its processes."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0: there is none."""
+        return self.process.pid if self.process is not None else 0
 
     @property
     def is_over(self) -> bool:
@@ -87,10 +111,10 @@ class WorkerSlot:
     @property
     def pause_s(self) -> float:
         """Before the next process is started."""
-        if not self.exits[-1].fenced:
+        if not self.exits[-1].may_pass:
             return 0.0
-        before = sum(each.fenced for each in self.exits[:-1])
-        return min(FENCED_PAUSE_S * 2.0**before, MAX_FENCED_PAUSE_S)
+        before = sum(each.may_pass for each in self.exits[:-1])
+        return min(PASSING_PAUSE_S * 2.0**before, MAX_PASSING_PAUSE_S)
 
 
 def describe(code: int) -> str:

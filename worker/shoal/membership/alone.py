@@ -190,7 +190,7 @@ class LoneMember:
         """Nobody changes the only generation."""
         return None
 
-    def failed_for_good(self, error: ShoalError) -> None:
+    def failed(self, error: ShoalError) -> None:
         """No launcher waits to hear of it."""
 
     # --- how it stands ---

@@ -1,12 +1,17 @@
 """Leaving in good order: what a script sees of it, and the signal that asks for it."""
 
+import _thread
+import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
+from typing import Any
 
+from shoal_client.host.stop_orders import SAME_ORDER_S, StopOrders
 from shoal_proto.errors import MemberDrained
 
 EXIT_CODE = 128 + signal.SIGTERM
@@ -49,16 +54,24 @@ def drained() -> AbstractContextManager[None]:
     return _AsDrained()
 
 
-class DrainSignal:
-    """Takes the first SIGTERM as a wish to drain; a second one ends the process, as by default.
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
-    Only where nobody else handles it, and where handlers can be set: in the main thread. A process
-    that the script forks is no member, and is ended by the first.
+
+class DrainSignal:
+    """Takes a SIGTERM as a wish to drain. A repetition within SAME_ORDER_S has no effect, even as
+    the script unwinds; a second SIGTERM after that ends the process, as by default.
+
+    Only if nobody else handles it, and if handlers can be set: in the main thread. A process that
+    the script forks is no member, and is ended by the first.
     """
 
     def __init__(self, drain: Callable[[str], None]) -> None:
         self._drain = drain
         self._installed = False
+        self._orders = StopOrders()
+        self._was_ordered = False
+        self._next: Handler = signal.SIG_DFL
+        """Handles the second order."""
 
     def install(self) -> None:
         in_main = threading.current_thread() is threading.main_thread()
@@ -67,17 +80,63 @@ class DrainSignal:
             self._installed = True
 
     def restore(self) -> None:
-        """Let the signal end the process again, unless another handler has come meanwhile."""
-        if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
+        """Let the signal end the process again, unless another handler has come meanwhile. If there
+        was an order, it does so from the second one on."""
+        if self._is_in_place and self._installed and not self._was_ordered:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._installed = False
 
+    @property
+    def _is_in_place(self) -> bool:
+        return _get_handler(signal.SIGTERM) == self._handle
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        if self._installed:
+        if self._orders.repeats(number):
+            return
+        if self._installed and not self._was_ordered:
+            self._was_ordered = True
+            self._stay_while_fresh()
             self._drain("SIGTERM")
         else:
+            _set_handler(number, self._next)
             signal.raise_signal(number)
+
+    def _stay_while_fresh(self) -> None:
+        """Let no handler that the script sets now, or puts back, take a repetition of the order.
+        The script sees its handler in place, which gets the second order."""
+        set_before, get_before = signal.signal, signal.getsignal
+
+        def set_behind(number: int, handler: Handler) -> Handler:
+            takes_over = isinstance(getattr(handler, "__self__", None), DrainSignal)
+            if number != signal.SIGTERM or takes_over or not self._orders.is_fresh:
+                return set_before(number, handler)
+            before = get_behind(number)
+            set_before(number, self._handle)
+            self._next = handler
+            return before
+
+        def get_behind(number: int) -> Handler:
+            handler = get_before(number)
+            return self._next if handler == self._handle else handler
+
+        signal.signal, signal.getsignal = set_behind, get_behind  # type: ignore[assignment]
+
+        def go() -> None:
+            time.sleep(SAME_ORDER_S)
+            if signal.signal is set_behind:
+                signal.signal, signal.getsignal = set_before, get_before
+            if self._is_in_place and self._next == signal.SIG_DFL:
+                # A handler in Python would wait for ever for a main thread that hangs.
+                _set_by_libc(signal.SIGTERM, None)
+
+        # threading.Thread takes locks, which the interrupted code may hold.
+        _thread.start_new_thread(go, ())
+
+
+_set_handler, _get_handler = signal.signal, signal.getsignal
+_set_by_libc = ctypes.PyDLL(None).signal
+_set_by_libc.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_set_by_libc.restype = ctypes.c_void_p
 
 
 class _Forking(threading.local):
@@ -93,7 +152,7 @@ _forking = _Forking()
 def _hold_signal() -> None:
     """A process is about to be forked. One that came to it before it is no member any more would be
     taken for a wish to drain, or be lost; a pool that had sent it would wait for ever."""
-    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), DrainSignal):
+    if isinstance(getattr(_get_handler(signal.SIGTERM), "__self__", None), DrainSignal):
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
@@ -116,12 +175,12 @@ os.register_at_fork(
 
 
 def _is_free(handler: object) -> bool:
-    """Whether nobody handles the signal.
+    """True if nobody handles the signal.
 
-    Who keeps a handler aside and puts it back later, as Lightning's Trainer does, may put back that
-    of a session which is over.
+    A script that keeps a handler aside and puts it back later, as Lightning's Trainer does, may put
+    back that of a session which is over.
     """
     left_over = getattr(handler, "__self__", None)
     if isinstance(left_over, DrainSignal):
-        return not left_over._installed
+        return not left_over._installed and _is_free(left_over._next)
     return handler is signal.SIG_DFL

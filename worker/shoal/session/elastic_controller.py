@@ -28,7 +28,12 @@ from shoal_proto.errors import (
     ShoalError,
     StateLost,
 )
-from shoal_proto.v1.membership_pb2 import GenerationRecord, Prepare, Rejection
+from shoal_proto.v1.membership_pb2 import (
+    STATE_ACTION_RECEIVE,
+    GenerationRecord,
+    Prepare,
+    Rejection,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -105,12 +110,16 @@ class ElasticController:
         )
 
     def attend(self) -> None:
-        """Become a member. Raises what the coordinator refuses with, or Unavailable."""
+        """Become a member. Raises what the coordinator refuses with, Unavailable, or Drained if
+        this member was asked to leave before."""
         if self._check_peers != "never":
             self._listen()
         try:
-            self.membership.join()
-        except BaseException:
+            with drained():
+                self.membership.join()
+        except BaseException as error:
+            if isinstance(error, ShoalError):
+                self.membership.failed(error)
             self._stop_listening()
             raise
         log.debug("job_joined", job=self.member.spec.job, member=self.member.member_id)
@@ -362,10 +371,14 @@ class ElasticController:
         strategy = self.strategy
         generation = Generation(record=record, token=self.membership.token)
         self._seen = generation.number
+        # What it fails with then may be their fault, and is never worth its state.
+        gives = strategy.has_state and any(
+            entry.state == STATE_ACTION_RECEIVE for entry in record.roster.entries
+        )
         try:
             strategy.enter(generation)
         except Exception as error:  # noqa: BLE001 - logged and reported, and most raised again
-            self._recover_from_bring_up(generation.number, error)
+            self._recover_from_bring_up(generation.number, error, gives_state=gives)
             return
         self._entered(generation)
         self._is_ready = True
@@ -373,8 +386,9 @@ class ElasticController:
         if strategy.synchronous:
             self.membership.ready(record)
 
-    def _recover_from_bring_up(self, number: int, error: Exception) -> None:
+    def _recover_from_bring_up(self, number: int, error: Exception, *, gives_state: bool) -> None:
         strategy = self.strategy
+        lost = isinstance(error, StateLost)
         text = f"{type(error).__name__}: {error}"
         own = self._is_own(number, error)
         if own:
@@ -384,13 +398,13 @@ class ElasticController:
             trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
             log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
         if own and strategy.synchronous:
-            lost = isinstance(error, StateLost)
             # First of all: the others go on without this member, and need not wait to find out.
             self.membership.report_broken(text, own=True, state_lost=lost)
             # The frames hold what it made so far, which may be just what the next try lacks.
             traceback.clear_frames(error.__traceback__)
         strategy.abandon()
-        if own and not (strategy.synchronous and isinstance(error, _WORTH_ANOTHER_TRY)):
+        another_try = isinstance(error, _WORTH_ANOTHER_TRY) or (gives_state and not lost)
+        if own and not (strategy.synchronous and another_try):
             raise error
         try:
             self._await_break(number, error, reported=own)

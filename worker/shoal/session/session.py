@@ -84,8 +84,12 @@ class Session:
 
     def __enter__(self) -> Self:
         use_own_gpu(self._place)
-        self._controller.attend()
         self._signal.install()
+        try:
+            self._controller.attend()
+        except BaseException:
+            self._signal.restore()
+            raise
         self._reports = StepReports(self._controller)
         return self
 
@@ -102,7 +106,7 @@ class Session:
         if error is None or isinstance(error, SystemExit):
             self._conclude()
         if isinstance(error, ShoalError):
-            self._controller.membership.failed_for_good(error)
+            self._controller.membership.failed(error)
         if error is not None:
             note_loss(error, self._controller)
             self.leave(reason=reason_of(error))
@@ -111,7 +115,7 @@ class Session:
         else:
             trained = self._controller.strategy if self._trained.fields else None
             if trained is not None and trained.checkpoint_failure is not None:
-                self._controller.membership.failed_for_good(trained.checkpoint_failure)
+                self._controller.membership.failed(trained.checkpoint_failure)
                 self.leave(reason=reason_of(trained.checkpoint_failure))
                 raise trained.checkpoint_failure
             self.leave(reason=reason_of_end(trained), completed=True)
@@ -129,7 +133,7 @@ class Session:
         try:
             return act()
         except ShoalError as error:
-            self._controller.membership.failed_for_good(error)
+            self._controller.membership.failed(error)
             self.leave(reason=reason_of(error))
             raise
 

@@ -18,6 +18,7 @@ from shoal_server.core.membership.events import (
     Refusal,
     Refused,
     RunningNotice,
+    StandbyNotice,
 )
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase
@@ -143,6 +144,8 @@ class Arrivals:
             self._state.tell(member, self._state.break_notice(self._state.last_generation))
         if self._pause_keeper.told_paused:
             self._state.tell(member, self._pause_keeper.notice())
+        if member.stands_by:
+            self._state.tell(member, StandbyNotice(reason=member.waiting_for, position=0))
         if reason := self._state.end.stopping:
             self._drains.tell_stopping(member, reason)
 

@@ -63,7 +63,7 @@ class Attempts:
     def freeze(self, chosen: list[Member], now_s: float) -> bool:
         """Draw the roster up and show it to its members; False if some were refused instead."""
         candidates = [m.as_candidate() for m in chosen]
-        if blamed := self._confined(candidates):
+        if blamed := self._confined(chosen, candidates):
             self._refuse_confined(blamed, candidates, now_s)
             return False
         generation = Generation(self._state.last_generation + 1)
@@ -95,20 +95,19 @@ class Attempts:
     def _refuse_too_large(self, chosen: list[Member], problem: str, now_s: float) -> None:
         """Nobody is shown what could not be kept. Who trains goes on as before."""
         refusal = refusals.roster_too_large(self._state.spec.job, len(chosen), problem)
-        for member in chosen:
-            if not member.is_in(self._state.running):
-                self._removal.refuse(member, refusal, now_s)
+        for member in self._state.at_fault(chosen):
+            self._removal.refuse(member, refusal, now_s)
 
-    def _confined(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Who cannot train with members on other hosts, for its address or for theirs."""
+    def _confined(self, chosen: list[Member], candidates: list[Candidate]) -> list[Candidate]:
+        """Members that cannot train with those on other hosts, for their address or for others'."""
         confined = confined_members(candidates)
-        if self._state.running is None:
+        staying = [m for m in chosen if self._state.stays(m)]
+        hosts = {m.info.host for m in staying}
+        if self._state.running is None and (len(staying) == len(chosen) or len(hosts) > 1):
             return confined
-        trainers = self._state.members_of(self._state.running)
-        hosts = {m.info.host for m in trainers}
-        names = {m.member_id for m in trainers}
+        names = {m.member_id for m in staying}
         if any(c.member_id in names for c in confined):
-            # Who trains stays, on its own host: nobody comes in from another.
+            # They stay, on their own host: nobody comes in from another.
             confined += [c for c in candidates if c.info.host not in hosts]
         return [c for c in confined if c.member_id not in names]
 
@@ -153,11 +152,12 @@ class Attempts:
         """Members that cannot reach each other never start: the fewest go, the rest try again."""
         members = self._state.members_of(agreement.roster)
         newest_last = sorted(members, key=lambda m: (not m.is_in(self._state.previous), m.joined_s))
+        names, running = [m.member_id for m in newest_last], self._state.running
+        staying = {m.member_id for m in members if self._state.stays(m)}
+        trainers = {m.member_id for m in members if m.is_in(running)}
         excluded = whom_to_exclude(
-            agreement.unreachable,
-            newest_last=[m.member_id for m in newest_last],
-            kept={m.member_id for m in members if m.is_in(self._state.running)},
-        )
+            agreement.unreachable, newest_last=names, kept=staying
+        ) or whom_to_exclude(agreement.unreachable, newest_last=names, kept=trainers)
         if not excluded:
             self._commit_if_there_is_state(agreement, now_s)
             return

@@ -1,7 +1,7 @@
 """Members under which a generation could not be brought up: tried again later, or left out."""
 
 from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.generations.roster import Generation
+from shoal_server.core.generations.roster import Generation, Roster
 from shoal_server.core.job.endings import Endings
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.job.removal import Removal
@@ -21,42 +21,56 @@ class BringUps:
         self._removal = removal
 
     def failed_under(self, member: Member, event: Broke, now_s: float) -> bool:
-        """Whether that was all there is to it: an attempt failed, or a member was left out."""
+        """True if that was all there is to it: an attempt failed, or a member was left out."""
         own = event.own and self._shares_failure(member, event.generation)
-        if self._state.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
-            self._put_off_newcomers(member, now_s, own=own)
-            self._endings.abort(f"{member.member_id} could not bring it up: {event.error}", now_s)
-            if own:
-                self.blame(member, event.generation, event.error, now_s)
-            return True
-        if own:
-            # Another's word came first, which may have been a consequence of this.
+        error = f"{member.member_id} could not bring it up: {event.error}"
+        is_attempt = self._state.agreement_of(member, event.generation, Phase.COMMITTED) is not None
+        newcomers = self._newcomers()
+        # A member that keeps the job fails for those that come to it, such as in handing them its
+        # state: that costs them the attempt, and never the job the member.
+        is_spared = own and member.keeps_job and bool(newcomers)
+        puts_off = is_spared or (is_attempt and not own and self._state.running is not None)
+        if is_attempt:
+            self._endings.abort(error, now_s)
+        if puts_off:
+            self._put_off(newcomers, error, now_s)
+        # Else another's word came first, which may have been a consequence of this.
+        if is_spared:
+            member.failed_in = event.generation
+            self._state.log("bring_up_failed", error, member)
+        elif own:
             self.blame(member, event.generation, event.error, now_s)
-        return self._state.members.get(member.member_id) is not member
+        return is_attempt or self._state.members.get(member.member_id) is not member
 
     def _shares_failure(self, member: Member, generation: Generation) -> bool:
         """Whether the member says for the first time what it failed with in the newest bring-up."""
         if member.failed_in >= generation:
             return False
-        brought_up = (
-            self._state.attempt
-            if self._state.stage.phase is Phase.COMMITTED
-            else self._state.tries.failed_roster
-        )
+        brought_up = self._brought_up
         known = brought_up is not None and brought_up.generation == generation
         return (
             known and brought_up is not None and brought_up.synchronous and member.is_in(brought_up)
         )
 
-    def _put_off_newcomers(self, member: Member, now_s: float, *, own: bool) -> None:
-        """Those who train go on without them for now, whose coming they stopped for in vain."""
-        roster, running = self._state.attempt, self._state.running
-        if roster is None or running is None or (own and not member.is_in(running)):
-            return
-        for newcomer in self._state.members_of(roster):
-            if not newcomer.is_in(running):
-                self._state.setbacks.shared(newcomer.member_id, now_s)
-                newcomer.waits("another try: the last one failed under others", now_s)
+    @property
+    def _brought_up(self) -> Roster | None:
+        """The roster that is being brought up, or that was last."""
+        if self._state.stage.phase is Phase.COMMITTED:
+            return self._state.attempt
+        return self._state.tries.failed_roster
+
+    def _newcomers(self) -> list[Member]:
+        """Members of the newest bring-up that come to others, which keep the job."""
+        roster = self._brought_up
+        members = self._state.members_of(roster) if roster is not None else []
+        newcomers = [m for m in members if not self._state.stays(m)]
+        return newcomers if len(newcomers) < len(members) else []
+
+    def _put_off(self, newcomers: list[Member], error: str, now_s: float) -> None:
+        """The others go on without them for now, whose coming they stopped for in vain."""
+        for newcomer in newcomers:
+            self._state.setbacks.shared(newcomer.member_id, now_s)
+            newcomer.waits(f"another try: in the last one, {error}", now_s)
 
     def blame(self, member: Member, generation: Generation, error: str, now_s: float) -> None:
         """It failed by itself: it is tried again later, or left out for good."""

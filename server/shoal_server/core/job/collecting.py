@@ -104,10 +104,38 @@ class Collecting:
             reason = (
                 f"standing by: the job has its maximum of {self._state.spec.max_members} members"
             )
-            if member.waiting_for != reason:
-                member.waits(reason, now_s)
-                self._state.tell(member, StandbyNotice(reason=reason, position=position))
+            self._stand_by(member, reason, now_s, position)
         return candidates[: self._state.spec.max_members]
+
+    def _stand_by(self, member: Member, reason: str, now_s: float, position: int = 0) -> None:
+        if member.waiting_for != reason or not member.stands_by:
+            member.waits(reason, now_s, stands_by=True)
+            self._state.tell(member, StandbyNotice(reason=reason, position=position))
+
+    def hold_for_members(self, now_s: float) -> None:
+        """Where nothing runs: have those that are there wait for as long as the job does, if it has
+        trained and too few are left of it."""
+        if self._state.previous is None or not self._state.table.all_settled or self.are_enough:
+            return
+        waiting = [m for m in self._state.able if m.settled]
+        if not self.waits_for_members:
+            for member in [m for m in waiting if m.stands_by]:
+                member.waits("other members", now_s)
+            return
+        missing = self._state.spec.min_members - len(waiting)
+        limit_s = self._state.limits.wait_for_members_s
+        until = "no limit" if limit_s is None else f"until it has waited for {limit_s:g} s"
+        reason = f"{missing} more member{'' if missing == 1 else 's'}, {until}"
+        for member in waiting:
+            self._stand_by(member, reason, now_s)
+
+    @property
+    def waits_for_members(self) -> bool:
+        """True if others that join are all that a job lacks which has trained."""
+        # Who joins cannot help in a call between two steps.
+        return not self.amid_call() and any(
+            m.keeps_job for m in self._state.table.candidates.values()
+        )
 
     def may_form(self, now_s: float) -> bool:
         """Whether a roster can be drawn up, where nothing runs."""

@@ -80,10 +80,11 @@ class Drains:
         return changes and (member.is_in(running) or member.is_in(attempt))
 
     def _may_hand_over(self, member: Member) -> bool:
-        """Whether nobody but who is to leave holds the job's state, and somebody can take it."""
-        others = len(self._state.members) > len(self._state.table.draining)
+        """True if nobody but members that are to leave holds the job's state, and others are there
+        that can take it: with fewer than the minimum no generation forms."""
+        others = len(self._state.members) - len(self._state.table.draining)
         return (
-            others
+            others >= self._state.spec.min_members
             and member.holds_state
             and self._state.lacks_state(self._state.table.candidates.values())
         )

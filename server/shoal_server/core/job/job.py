@@ -342,8 +342,12 @@ class Job:
         if self.state.deadlines.deadline_s is not None and now_s >= self.state.deadlines.deadline_s:
             self._timeouts.deadline_passed(now_s)
         if self.state.running is None:
-            if self.state.stage.phase is Phase.COLLECT and self._collecting.may_form(now_s):
+            if self.state.stage.phase is not Phase.COLLECT:
+                return
+            if self._collecting.may_form(now_s):
                 self._freeze(self._collecting.chosen(now_s), now_s)
+            else:
+                self._collecting.hold_for_members(now_s)
         elif self.state.stage.phase in (Phase.RUNNING, Phase.COLLECT):
             self._advance_change(now_s)
 

@@ -179,6 +179,15 @@ class JobState:
             or (m.holds_state and setbacks.is_first(m.member_id))
         ]
 
+    def stays(self, member: Member) -> bool:
+        """True if the member does not pay for those that come: it trains, or keeps the job."""
+        return member.is_in(self.running) or member.keeps_job
+
+    def at_fault(self, members: Iterable[Member]) -> list[Member]:
+        """Those of the members that come to others; if none does, those that do not train."""
+        outside = [m for m in members if not m.is_in(self.running)]
+        return [m for m in outside if not self.stays(m)] or outside
+
     def lacks_state(self, members: Iterable[Member]) -> bool:
         """Whether a generation of these could not go on from where the job had come to."""
         if self.running is not None or self.end.completing or not self.progress.has_trained:

@@ -67,10 +67,10 @@ class Removal:
         self.remove(member, reason, now_s, refusal=lasting, cause=refusal.what)
 
     def abort_conflicting(self, conflicts: tuple[Conflict, ...], now_s: float) -> None:
-        """Nobody in conflict trains; members of a generation that still runs are not to blame."""
+        """Nobody in conflict trains; members that train, or keep the job, are not to blame."""
         roster, conflicts = self._state.attempt, in_short(conflicts)
         assert roster is not None
-        at_fault = [m for m in self._state.members_of(roster) if not m.is_in(self._state.running)]
+        at_fault = self._state.at_fault(self._state.members_of(roster))
         reason = "members differ in " + "; ".join(str(c) for c in conflicts)
         self._endings.abort(reason, now_s, conflicts)
         for member in at_fault:

@@ -1,5 +1,6 @@
 """What is late, and when the next limit passes."""
 
+import math
 from collections.abc import Iterator
 
 from shoal_server.core.generations.agreement import Agreement
@@ -92,22 +93,28 @@ class Timeouts:
                 self._removal.refuse(member, refusals.timeout(reason), now_s)
 
     def drop_overdue(self, now_s: float) -> None:
-        """Nobody waits for a generation for longer than the join limit."""
+        """Refuse newcomers that have waited for longer than the join limit, or all members of a job
+        that has trained once it has waited for longer than the operator allows."""
         self._state.deadlines.overdue_check_s = None
         if self._state.running is not None or self._state.stage.phase is not Phase.COLLECT:
             return
+        limit_s = self._state.limits.join_s
+        if self._collecting.waits_for_members:
+            limit_s = self._state.limits.wait_for_members_s or math.inf
         ready = list(self._state.table.candidates.values())
         left_out = self._state.setbacks.all_left_out(now_s)
         without = "".join(f"; {name} was left out: {error}" for name, error in left_out)
-        reason = (
-            f"no generation formed within {self._state.limits.join_s:g} s:"
-            f" {self._who_was_ready(ready)}{without}"
-        )
-        for member in [m for m in ready if now_s >= self._overdue_s(m)]:
+        reason = f"no generation formed within {limit_s:g} s: {self._who_was_ready(ready)}{without}"
+        for member in [m for m in ready if now_s >= self._waits_since_s(m) + limit_s]:
             self._removal.refuse(member, refusals.timeout(reason), now_s)
-        left = self._state.table.candidates.values()
+        # The limit is another one once no member that keeps the job is left.
+        again_s = now_s + self._state.limits.join_s
         self._state.deadlines.overdue_check_s = min(
-            (self._overdue_s(m) for m in left), default=None
+            (
+                min(self._waits_since_s(m) + limit_s, again_s)
+                for m in self._state.table.candidates.values()
+            ),
+            default=None,
         )
 
     def _who_was_ready(self, ready: list[Member]) -> str:
@@ -120,13 +127,12 @@ class Timeouts:
             f" takes at least {num_needed} of those who began it; members that join cannot help"
         )
 
-    def _overdue_s(self, member: Member) -> float:
-        since_s = max(
+    def _waits_since_s(self, member: Member) -> float:
+        return max(
             member.waiting_since_s,
             self._state.stage.since_s,
             self._state.table.pauses.released_s,
         )
-        return since_s + self._state.limits.join_s
 
     def drop_paused(self, now_s: float) -> None:
         """Who is paused for longer than it said is taken for hung."""

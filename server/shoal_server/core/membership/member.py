@@ -65,15 +65,27 @@ class Member:
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     waiting_for: str = "its own model: it has not proposed yet"
     waiting_since_s: float = 0.0
+    stands_by: bool = False
+    """Was told that no time limit of its own runs while it waits for that."""
 
-    def waits(self, reason: str, now_s: float) -> None:
+    def waits(self, reason: str, now_s: float, *, stands_by: bool = False) -> None:
         """Note what the member waits for; the clock starts anew only when that changes."""
+        self.stands_by = stands_by
         if reason != self.waiting_for:
             self.waiting_for, self.waiting_since_s = reason, now_s
 
     @property
     def holds_state(self) -> bool:
         return self.proposal is not None and self.proposal.has_state
+
+    @property
+    def keeps_job(self) -> bool:
+        """True if the job goes on from where it was because this member is there."""
+        if self.proposal is None or self.proposal.stateless:
+            return False
+        # The state of an asynchronous job is on its servers: it goes on with any that has trained.
+        trained_alone = not self.proposal.synchronous and self.entered > NO_GENERATION
+        return self.proposal.has_state or trained_alone
 
     @property
     def stands_at(self) -> tuple[bool, int]:

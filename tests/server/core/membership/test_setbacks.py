@@ -178,6 +178,41 @@ def test_the_only_one_with_the_state_is_waited_for() -> None:
     assert w.roster() == ["a", "c"]
 
 
+def test_the_only_one_with_the_state_is_never_left_out_for_those_who_come() -> None:
+    """It cannot hand on its state, and too few are there without a newcomer: that is put off."""
+    w = clumsy("a", "b", low=2)
+    w.run(1.0)
+    w.train(5)
+    w.kill("b", seen_by_launcher=True)
+    a, c = w.members["a"], w.join("c")
+    w.failing.add("a")
+    w.fits = 1
+    w.run(300.0)
+    assert (a.refused, c.refused) == (None, None)
+    assert sum("bring_up_failed: a" in line for line in w.log) > MAX_TRIES
+    assert w.job.setbacks.own("a") == 0
+    assert w.job.members["a"].waiting_for == "1 more member, no limit"
+    assert f"in the last one, a could not bring it up: {ERROR}" in w.job.members["c"].waiting_for
+    w.failing.clear()
+    w.run(800.0)
+    assert w.roster() == ["a", "c"]
+
+
+def test_one_that_cannot_hand_on_its_state_is_not_blamed_though_another_spoke_first() -> None:
+    """The newcomer found the connection closed."""
+    w = running("a")
+    w.hanging |= {"a", "c"}
+    c = w.join("c")
+    w.run(1.3)
+    number = w.job.last_generation
+    w.fail(c, number, own=False)
+    w.fail(w.members["a"], number, own=True)
+    w.hanging.clear()
+    w.run(1.5)
+    assert w.job.setbacks.own("a") == 0
+    assert w.job.setbacks.waits("c")
+
+
 def test_a_consequence_is_nobodys_fault() -> None:
     """A connection that closed says nothing of who it was; nobody is counted."""
     w = running("a", "b")

@@ -1,0 +1,69 @@
+"""Launchers of jobs with too few members, and of workers that cannot end, under real signals."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from e2e.conftest import ANY_PORTS, Shoal, finish, read_until
+from e2e.test_drain import SCRIPT, await_steps
+
+LIMITS = ("--join-s", "10", "--collective-s", "4", "--heartbeat-s", "0.4")
+
+
+@pytest.mark.long
+def test_a_newcomer_whose_time_is_over_is_started_again(
+    shoal_command: Shoal, tmp_path: Path
+) -> None:
+    """A time limit is no failure of its script: it meets the one that comes later, and both are
+    done."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "finish").touch()
+    up = shoal_command.start("up", "--ps", "0", *ANY_PORTS, *LIMITS)
+    found = re.search(r"coordinator +(\S+)", read_until(up, "coordinator ")[-1])
+    assert found is not None
+    options = ("-n", "1", "--min", "2", "--desired", "2", "--job", "few")
+    arguments = ("run", *options, "--coordinator", found[1], str(script))
+    first = shoal_command.start(*arguments)
+    lines = read_until(first, "started again in 0.5 s (restart 1 of 3)")
+    assert "no generation formed within 10 s: 1 of at least 2 members were ready" in "".join(lines)
+    assert "ended with an error that may pass (exit code 1)" in lines[-1]
+    second = shoal_command.start(*arguments)
+    for process in (first, second):
+        code, output = finish(process)
+        assert code == 0, output
+        assert "1 of 1 workers completed" in output
+
+
+@pytest.mark.long
+def test_the_signals_of_a_job_scheduler_drain(shoal_command: Shoal, tmp_path: Path) -> None:
+    """Slurm and systemd signal the launcher and its workers, one after the other."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run = shoal_command.start("run", "-n", "2", "--ps", "0", str(script))
+    for pid in (*await_steps(tmp_path, 2).values(), run.pid):
+        os.kill(pid, signal.SIGTERM)
+    code, output = finish(run)
+    assert code == 128 + signal.SIGTERM, output
+    assert output.count("was drained (exit code 143)") == 2, output
+    assert "was killed by" not in output
+
+
+@pytest.mark.long
+def test_a_worker_that_is_stopped_is_replaced(shoal_command: Shoal, tmp_path: Path) -> None:
+    """While the job trains; the launcher does not wait for a SIGCONT that never comes."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run = shoal_command.start("run", "-n", "2", "--ps", "0", str(script))
+    member, pid = next(iter(await_steps(tmp_path, 2).items()))
+    os.kill(pid, signal.SIGSTOP)
+    lines = read_until(run, f"{member} was killed by SIGKILL; started again (restart 1 of 3)")
+    assert f"{member} was declared lost while it was halted" in "".join(lines)
+    while pid in await_steps(tmp_path, 2).values():
+        pass
+    (tmp_path / "finish").touch()
+    code, output = finish(run)
+    assert code == 0, output
+    assert "2 of 2 workers completed" in output

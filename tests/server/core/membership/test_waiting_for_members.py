@@ -1,0 +1,186 @@
+"""A job that has trained waits for members for as long as the operator allows."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from support.members.job_world import World
+
+from shoal_client.membership import member_events as ev
+from shoal_server.core.generations.roster import JobSpec, MemberInfo
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
+from shoal_server.core.membership.events import RefusalKind
+from shoal_server.core.membership.phases import Phase
+
+JOIN_S = Limits().join_s
+STEP = 7
+
+
+def below_minimum(*, low: int = 2, limits: Limits | None = None) -> World:
+    """Members a and b trained; b is killed."""
+    spec = JobSpec(job="j", min_members=low, max_members=8, desired_members=low)
+    w = World(spec, limits=limits)
+    for name in ("a", "b", "c")[:low]:
+        w.join(name)
+    w.run(1.0)
+    w.train(STEP)
+    for name in ("b", "c")[: low - 1]:
+        w.kill(name, seen_by_launcher=True)
+    w.run(2.0)
+    return w
+
+
+def still_waits(w: World, name: str) -> bool:
+    """True if the member's own limit has not passed either."""
+    member = w.members[name]
+    decision = member.core.next_generation(member.generation, 2.0, w.now_s)
+    return isinstance(decision, ev.WaitUntil)
+
+
+def test_a_member_that_holds_the_state_waits_without_a_limit() -> None:
+    """Past many join limits, and it goes on with its state at once when a replacement comes."""
+    w = below_minimum()
+    w.run(50 * JOIN_S)
+    assert w.members["a"].refused is None
+    assert w.job.members["a"].waiting_for == "1 more member, no limit"
+    assert still_waits(w, "a")
+    w.join("b")
+    w.run(50 * JOIN_S + 1.0)
+    assert w.roster() == ["a", "b"]
+    assert w.job.progress.reached == STEP
+
+
+def test_a_newcomer_waits_with_it() -> None:
+    """The job lacks one more: one that came first does not give up just before that comes."""
+    w = below_minimum(low=3)
+    w.join("b")
+    w.run(10 * JOIN_S)
+    assert w.members["b"].refused is None
+    assert {m.waiting_for for m in w.job.members.values()} == {"1 more member, no limit"}
+    assert still_waits(w, "a") and still_waits(w, "b")
+    w.join("c")
+    w.run(10 * JOIN_S + 1.0)
+    assert w.roster() == ["a", "b", "c"]
+
+
+def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
+    """It has never stopped; the state is on servers."""
+    w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
+    for name in ("a", "b"):
+        member = w.join(name)
+        member.proposal = replace(member.proposal, synchronous=False)
+        proposed = events.Proposed(**w._who(member), proposal=member.proposal)
+        w.send(member, proposed)
+    w.run(1.0)
+    assert w.is_running()
+    w.kill("b", seen_by_launcher=True)
+    w.run(10 * JOIN_S)
+    assert w.members["a"].refused is None
+    assert w.job.members["a"].waiting_for == "1 more member, no limit"
+
+
+def test_newcomers_by_themselves_keep_the_join_limit() -> None:
+    """Nobody has anything to lose."""
+    w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
+    a = w.join("a")
+    w.run(JOIN_S - 1.0)
+    assert a.refused is None
+    w.run(JOIN_S + 1.0)
+    assert a.refused is not None
+    assert a.refused.kind is RefusalKind.TIMEOUT
+    assert f"no generation formed within {JOIN_S:g} s" in a.refused.what
+
+
+def test_a_newcomer_that_is_left_alone_has_the_join_limit_again() -> None:
+    """What it waited for is gone with the member that held the state."""
+    w = below_minimum(low=3)
+    w.join("b")
+    w.run(5 * JOIN_S)
+    w.kill("a", seen_by_launcher=True)
+    w.run(5 * JOIN_S + 1.0)
+    assert w.job.members["b"].waiting_for == "other members"
+    b = w.members["b"]
+    w.run(8 * JOIN_S)
+    assert b.refused is not None
+    assert b.refused.kind is RefusalKind.TIMEOUT
+
+
+def test_a_newcomer_that_rejects_the_roster_is_refused_alone() -> None:
+    """The member that holds the state is not to blame, and waits for another."""
+    w = below_minimum()
+    a, c = w.members["a"], w.join("c")
+    w.rejecting.add("c")
+    w.run(5.0)
+    assert a.refused is None
+    assert c.refused is not None
+    assert c.refused.kind is RefusalKind.CONFLICT
+    w.join("d")
+    w.run(6.0)
+    assert w.roster() == ["a", "d"]
+
+
+def test_a_newcomer_that_cannot_be_reached_is_refused_alone() -> None:
+    w = below_minimum()
+    a, c = w.members["a"], w.join("c")
+    w.cut.add(("a", "c"))
+    w.run(5.0)
+    assert a.refused is None
+    assert c.refused is not None
+    assert c.refused.kind is RefusalKind.UNREACHABLE
+
+
+def test_a_newcomer_on_another_host_is_refused_alone_if_only_this_one_reaches_what_waits() -> None:
+    w = below_minimum()
+    a = w.members["a"]
+    w.job.members["a"].info = replace(w.job.members["a"].info, address="127.0.0.1")
+    c = w.join("c", info=MemberInfo(host="elsewhere", address="10.0.0.7"))
+    w.run(5.0)
+    assert a.refused is None
+    assert c.refused is not None
+    assert c.refused.kind is RefusalKind.CONFLICT
+
+
+@pytest.mark.parametrize("allowed_s", [30.0, 1000.0])
+def test_the_operator_may_limit_the_wait(allowed_s: float) -> None:
+    """Below the join limit, or far above it; and what waits says until when."""
+    w = below_minimum(limits=Limits(wait_for_members_s=allowed_s))
+    a = w.members["a"]
+    assert w.job.members["a"].waiting_for == (
+        f"1 more member, until it has waited for {allowed_s:g} s"
+    )
+    w.run(allowed_s)
+    assert a.refused is None
+    w.run(allowed_s + max(JOIN_S, 5.0))
+    assert a.refused is not None
+    assert a.refused.what == (
+        f"no generation formed within {allowed_s:g} s: 1 of at least 2 members were ready"
+    )
+
+
+def test_a_member_that_waits_may_be_drained() -> None:
+    """At once, though a newcomer waits with it: they are too few to take the state over."""
+    w = below_minimum(low=3)
+    w.join("b")
+    w.run(3.0)
+    a = w.members["a"]
+    w.drain("a")
+    w.run(4.0)
+    assert a.drained
+
+
+def test_a_job_that_waits_may_be_stopped() -> None:
+    w = below_minimum()
+    a = w.members["a"]
+    w.stop("an operator")
+    w.run(3.0)
+    assert a.drained
+    assert w.job.phase is Phase.STOPPED or not w.job.members
+
+
+def test_no_limit_may_be_said() -> None:
+    """As of other options, by `inf`; nothing and less is refused."""
+    assert Limits(wait_for_members_s=math.inf).wait_for_members_s is None
+    for bad in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="bad --wait-for-members-s"):
+            Limits(wait_for_members_s=bad)
