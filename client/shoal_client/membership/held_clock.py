@@ -14,6 +14,8 @@ class HeldClock:
     def __init__(self) -> None:
         self.away = True
         """Whether no coordinator holds this member's stream."""
+        self.away_since_s = math.inf
+        """Since when none does, if one ever did."""
         self._turned_s = -math.inf
         self._paused: Sequence[str] = ()
         """Whom the others wait for."""
@@ -23,6 +25,7 @@ class HeldClock:
 
     def turn(self, now_s: float, *, away: bool) -> None:
         """The stream has ended, or its first notice came."""
+        self.away_since_s = min(self.away_since_s, now_s) if away else math.inf
         self.away, self._turned_s = away, now_s
 
     def pause(self, member_ids: Sequence[str], now_s: float) -> None:

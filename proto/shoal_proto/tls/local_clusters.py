@@ -26,7 +26,7 @@ from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
 
-_PARENT = Path("/tmp")  # noqa: S108 - checked to be this user's alone, like any other place
+_PARENT = Path("/tmp")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_BYTES = 1 << 16
 

@@ -9,6 +9,7 @@ from shoal_server.core.job.removal import Removal
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     Admit,
+    ClosingNotice,
     Continued,
     DrainNotice,
     Event,
@@ -18,6 +19,7 @@ from shoal_server.core.membership.events import (
     Refusal,
     Refused,
     RunningNotice,
+    WaitingNotice,
 )
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase
@@ -140,6 +142,11 @@ class Arrivals:
             self._state.tell(member, self._state.break_notice(self._state.last_generation))
         if self._pause_keeper.told_paused:
             self._state.tell(member, self._pause_keeper.notice())
+        if trains and (num := self._state.told_waiting):
+            notice = WaitingNotice(reason=f"{num} more members wait", num_members=num)
+            self._state.tell(member, notice)
+        if self._state.end.completing:
+            self._state.tell(member, ClosingNotice(reason=self._state.stage.reason))
         if reason := self._state.end.stopping:
             self._state.tell(member, DrainNotice(reason=reason, now=True))
 
