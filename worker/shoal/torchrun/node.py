@@ -157,6 +157,8 @@ class Node:
                 raise self._unheard(error) from error
         except (RejoinError, RefusedError) as error:
             log.info("finish_not_needed", job=self.job, reason=str(error))
+        else:
+            log.info("node_finished", job=self.job, generation=self._number)
         finally:
             membership.give_up_at(math.inf)
 
