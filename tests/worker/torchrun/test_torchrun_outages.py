@@ -43,7 +43,12 @@ def outage(request: pytest.FixtureRequest, wire: Wire) -> Wire:
 
 
 def options(wire: Wire, **conf: str) -> dict[str, str]:
-    return {"endpoint": wire.endpoints[0], "join_timeout": str(JOIN_S), **conf}
+    return {
+        "endpoint": wire.endpoints[0],
+        "join_timeout": str(JOIN_S),
+        "close_timeout": "1",
+        **conf,
+    }
 
 
 def times_out(began_s: float, seconds: float = JOIN_S) -> bool:
@@ -137,7 +142,7 @@ def test_one_that_comes_back_is_a_member_again(join: Join, wire: Wire) -> None:
 
 def test_to_close_the_job(join: Join, outage: Wire) -> None:
     """`close_timeout` is how long it may take; it is an error, as of any backend."""
-    node = join(**options(outage, last_call_timeout="0.2", close_timeout="1"))
+    node = join(**options(outage, last_call_timeout="0.2"))
     together(node)
     outage.cut()
     began_s = time.monotonic()

@@ -61,7 +61,7 @@ def test_a_store_out_of_reach_or_over(join: Join, cluster: LocalCluster) -> None
     first = join()
     with Network() as network:
         wire = network.wire(cluster.coordinator)
-        second = join(endpoint=wire.endpoints[0])
+        second = join(endpoint=wire.endpoints[0], close_timeout="1")
         before = together(first, second)
         store = before[1].store
         store.set_timeout(timedelta(seconds=1))
