@@ -18,6 +18,7 @@ from e2e.conftest import (
     part_pids,
     read_until,
 )
+from support.network.gates import Network
 from support.processes.served_process import awaited
 from support.training.counted_updates import counting_script
 
@@ -105,10 +106,27 @@ def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path)
     code, output = finish(shoal_command.start("status", "--all", environment=cluster))
     assert code == 0 and "by-hand" in output, output
 
-    # Without a certificate, as another user: by name, and at once.
-    without = {**cluster, "TMPDIR": str(tmp_path)}
-    code, output = finish(shoal_command.start("stop", "ddp", environment=without))
-    assert code == 1 and "speaks TLS, and this process has no certificate" in output, output
+    # Where a job scheduler gives every process a TMPDIR of its own.
+    (tmp_path / "own").mkdir()
+    elsewhere = {**cluster, "TMPDIR": str(tmp_path / "own")}
+    code, output = finish(shoal_command.start("status", "--all", environment=elsewhere))
+    assert code == 0 and "by-hand" in output, output
+    arguments = ("-n", "1", "--job", "elsewhere", "train.py", "ddp", "100000")
+    code, output = finish(shoal_command.start("run", *arguments, environment=elsewhere))
+    assert code == 0, output
+
+    # By an address that is not known to be this user's, as from another machine: without a
+    # certificate by name, and at once; with the one that the cluster's welcome names.
+    with Network() as network:
+        wire = network.wire(cluster["SHOAL_COORDINATOR"])
+        without = {"SHOAL_COORDINATOR": wire.endpoints[0]}
+        code, output = finish(shoal_command.start("stop", "ddp", environment=without))
+        assert code == 1 and "speaks TLS, and this process has no certificate" in output, output
+        assert "Set SHOAL_TLS to the folder of certificates that `shoal up` names" in output, output
+        (named,) = [line.split()[1] for line in welcome if line.startswith("certificates")]
+        given = {**without, "SHOAL_TLS": named}
+        code, output = finish(shoal_command.start("status", "--all", environment=given))
+        assert code == 0 and "by-hand" in output, output
     up.send_signal(signal.SIGINT)
     code, output = finish(up)
     assert code == 0, output

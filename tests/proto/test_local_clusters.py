@@ -1,6 +1,5 @@
 """Which clusters of this user a command finds by an address, and which it does not."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,9 @@ from shoal_proto.tls.names import Role
 DEADLINE_S = 60.0
 KILLED = """
 import os, sys, pathlib
+from shoal_proto.tls import local_clusters
 from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
+local_clusters._PARENT = pathlib.Path(sys.argv[1])
 Announcement(LocalClusterRecord(addresses=["127.0.0.1:7"], certificates=pathlib.Path("c")))
 print("announced", flush=True)
 os.kill(os.getpid(), 9)
@@ -25,6 +26,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_clusters, "_PARENT", tmp_path)
     monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path))
 
 
@@ -49,10 +51,8 @@ def test_a_cluster_is_found_by_each_of_its_addresses_until_it_ends(tmp_path: Pat
 
 def test_what_a_killed_cluster_left_counts_for_nothing(tmp_path: Path) -> None:
     """Not even before the next one starts, which removes it."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        env=environment,
+        [sys.executable, "-c", KILLED, str(tmp_path)],
         stdout=subprocess.PIPE,
         timeout=DEADLINE_S,
         check=False,
@@ -80,6 +80,28 @@ def test_what_another_user_could_have_laid_is_not_believed(tmp_path: Path) -> No
     assert find(["127.0.0.1:7700"]) is None
     with pytest.raises(InvalidSpec, match="not private"):
         Announcement(record("127.0.0.1:7701"))
+
+
+def test_a_directory_for_temporary_files_of_its_own_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither TMPDIR of the cluster nor that of a command says where the record is. It does where
+    the usual place is somebody else's, or nobody's to write to."""
+    announced = Announcement(record("127.0.0.1:7700"))
+    for directory in ("scheduler", "absent"):
+        monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path / directory))
+        assert find(["127.0.0.1:7700"]) is not None
+    announced.close()
+
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path / "own"))
+    announced.path.parent.chmod(0o755)
+    for parent in (tmp_path, tmp_path / "absent"):
+        monkeypatch.setattr(local_clusters, "_PARENT", parent)
+        announced = Announcement(record("127.0.0.1:7701"))
+        assert announced.path.parent.parent == tmp_path / "own"
+        assert find(["127.0.0.1:7701"]) is not None
+        announced.close()
 
 
 def test_another_network_has_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:

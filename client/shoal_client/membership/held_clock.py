@@ -14,8 +14,9 @@ class HeldClock:
     def __init__(self) -> None:
         self.away = True
         """Whether no coordinator holds this member's stream."""
+        self.away_since_s = math.inf
+        """Since when none does, if one ever did."""
         self._turned_s = -math.inf
-        self._away_since_s: float | None = None
         self._paused: Sequence[str] = ()
         """Whom the others wait for."""
         self._released_s = -math.inf
@@ -24,14 +25,12 @@ class HeldClock:
 
     def turn(self, now_s: float, *, away: bool) -> None:
         """The stream has ended, or its first notice came."""
-        # An attempt to come back that fails ends a stream once more.
-        if not away or self._away_since_s is None:
-            self._away_since_s = now_s if away else None
+        self.away_since_s = min(self.away_since_s, now_s) if away else math.inf
         self.away, self._turned_s = away, now_s
 
     def away_s(self, now_s: float) -> float:
         """Seconds since a coordinator last held this member's stream; 0 while one does."""
-        return 0.0 if self._away_since_s is None else now_s - self._away_since_s
+        return max(0.0, now_s - self.away_since_s)
 
     def pause(self, member_ids: Sequence[str], now_s: float) -> None:
         """These are paused now, and nobody else."""

@@ -74,10 +74,17 @@ class MemberCalls:
         fields = {"waits_for": _name(call), "away_s": away_s}
         return [ev.Log(event="coordinator_back", fields=fields)]
 
-    def again(self, call: ev.Call, error: ShoalError, chance: float) -> list[ev.Effect]:
+    def again(
+        self, call: ev.Call, error: ShoalError, chance: float, now_s: float
+    ) -> list[ev.Effect]:
         """No coordinator need be there for hours."""
-        after_s = call.back_off.pause_s(chance)
-        next_call = replace(call, after_s=after_s, num_failures=call.num_failures + 1)
+        left_s = call.give_up_s - now_s
+        next_call = replace(
+            call,
+            after_s=min(call.back_off.pause_s(chance), left_s),
+            timeout_s=min(call.timeout_s, left_s),
+            num_failures=call.num_failures + 1,
+        )
         if call.num_failures:
             return [next_call]
         fields = {"waits_for": _name(call), "reason": str(error)}

@@ -9,6 +9,8 @@ The trainer's decisions (`begin_step`, `next_generation`, `break_seen`) are meth
 what events change.
 """
 
+import math
+
 from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S, CertificateWait
@@ -32,7 +34,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
-UNCHANGING = frozenset({"admitted", "pauses", "drain"})
+UNCHANGING = frozenset({"admitted", "pauses", "drain", "closing", "waiting"})
 """Kinds of notice after which who stood by still does."""
 
 Effects = list[ev.Effect]
@@ -51,6 +53,12 @@ class MemberCore:
         """The coordinator's latest reason why this member is not training."""
         self.stands_by = False
         """Whether the job has its maximum of members, of whom this is not one."""
+        self.is_closing = False
+        """Whether the job takes in no more members."""
+        self.num_waiting = 0
+        """Members without a rank that would be in the next roster, as far as it is told."""
+        self.give_up_at_s = math.inf
+        """When the trainer's calls and waits end, answered or not."""
         self.leaving = Leaving()
         self.closed = False
         self._admitted: pb.Admitted | None = None
@@ -59,6 +67,7 @@ class MemberCore:
         self._back_off = BackOff()
         self._certificate = CertificateWait(certificate_wait_s)
         self._own_pause: OwnPause | None = None
+        self._work_done: pb.LeaveRequest | None = None
         self._held_since_s: float | None = None
         """Since when the trainer waits to begin a step."""
 
@@ -128,7 +137,8 @@ class MemberCore:
         return effects
 
     def _said(
-        self, event: ev.Proposed | ev.BroughtUp | ev.StoodStill | ev.CollectiveFailed
+        self,
+        event: ev.Proposed | ev.BroughtUp | ev.StoodStill | ev.CollectiveFailed | ev.WorkDone,
     ) -> ev.Request:
         """What the trainer says, which it says until somebody has heard it."""
         match event:
@@ -142,6 +152,16 @@ class MemberCore:
                 return self.track.report_broken(
                     event.error, own=event.own, state_lost=event.state_lost
                 )
+            case ev.WorkDone():
+                before = self._work_done or pb.LeaveRequest()
+                self._work_done = pb.LeaveRequest(
+                    token=self.token,
+                    completed=True,
+                    reason=event.reason[:1000],
+                    stays=event.finished or before.stays,
+                    closes=event.closes or before.closes,
+                )
+                return self._work_done
 
     def progress(self, step: int) -> None:
         """Steps committed so far, for the heartbeats."""
@@ -159,8 +179,13 @@ class MemberCore:
         waited_for, self.waiting_for = self.waiting_for, notice.reason or self.waiting_for
         self.stands_by = kind == "standby" or (self.stands_by and kind in UNCHANGING)
         self.clock.stand_by(now_s, stands_by=self.stands_by)
+        return self._follow(event, waited_for, now_s)
+
+    def _follow(self, event: ev.NoticeCame, waited_for: str, now_s: float) -> Effects:
+        """Take what a notice says. `waited_for`: the reason of the notice before it."""
+        notice = event.notice
         effects: Effects = []
-        match kind:
+        match notice.WhichOneof("kind"):
             case "admitted":
                 effects = self._take_admitted(notice.admitted, now_s)
             case "prepare":
@@ -176,6 +201,10 @@ class MemberCore:
             case "standby" if notice.reason != waited_for:
                 fields = {"member": self.identity.member_id, "reason": notice.reason}
                 effects = [ev.Log(event="member_waits", fields=fields)]
+            case "closing":
+                self.is_closing = True
+            case "waiting":
+                self.num_waiting = notice.waiting.num_members
             case "drain":
                 effects = self._take_drain(
                     notice.reason, now=notice.drain.now, everyone=notice.drain.everyone
@@ -188,6 +217,7 @@ class MemberCore:
         again, self._admitted = self.admitted, admitted
         # Who is paused is told next, if anybody is.
         self.clock.pause((), now_s)
+        self.num_waiting = 0
         limits = admitted.limits
         effects: Effects = [
             ev.Claim(
@@ -206,6 +236,7 @@ class MemberCore:
             self.track.proposed(),
             pause.request(self.token, now_s) if pause is not None else None,
             self.track.standing(),
+            self._work_done,
         )
         return effects + [self._with_stream(each, now_s) for each in said if each is not None]
 
@@ -295,7 +326,11 @@ class MemberCore:
         return self._calls.new(request, ev.Persistence.WITH_STREAM, timeout_s, now_s)
 
     def _until_answered(self, request: ev.Request, now_s: float) -> ev.Call:
-        return self._calls.new(request, ev.Persistence.UNTIL_ANSWERED, self.limits.join_s, now_s)
+        give_up_s = self.give_up_at_s
+        timeout_s = max(0.0, min(self.limits.join_s, give_up_s - now_s))
+        return self._calls.new(
+            request, ev.Persistence.UNTIL_ANSWERED, timeout_s, now_s, give_up_s=give_up_s
+        )
 
     def _call_ended(self, event: ev.CallEnded, now_s: float) -> Effects:  # noqa: PLR0911 - a table
         call, error = event.call, event.error
@@ -311,8 +346,9 @@ class MemberCore:
         if not self._outlasts(error, now_s):
             return [*self._fail(error), ev.Raise(error=self.failure or error)]
         ended = self.closed or self.failure is not None
-        if rule is ev.Persistence.UNTIL_ANSWERED and not ended:
-            return self._calls.again(call, error, event.chance)
+        is_late = now_s >= call.give_up_s
+        if rule is ev.Persistence.UNTIL_ANSWERED and not ended and not is_late:
+            return self._calls.again(call, error, event.chance, now_s)
         return [ev.Raise(error=self.failure or error)]
 
     def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
@@ -508,6 +544,18 @@ class MemberCore:
             return ev.WaitUntil(until_s=give_up_s)
         what = f"no generation above {above} within {limit_s:g} s"
         return ev.Raise(error=DeadlineExceeded(what, seen=self.waiting_for))
+
+    def others_done(
+        self, generation: int, give_up_s: float, away_limit_s: float, now_s: float
+    ) -> ev.Over | ev.WaitUntil:
+        """Whether nobody needs this member any more, which has done its work in the generation.
+
+        False after `give_up_s`, or if no coordinator was there for `away_limit_s`.
+        """
+        if self.is_over(generation) or self.is_closing:
+            return ev.Over(over=True)
+        until_s = min(give_up_s, self.clock.away_since_s + away_limit_s)
+        return ev.WaitUntil(until_s=until_s) if now_s < until_s else ev.Over(over=False)
 
     def break_seen(
         self, generation: int, since_s: float, limit_s: float, now_s: float

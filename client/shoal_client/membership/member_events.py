@@ -131,6 +131,15 @@ class LeaveWished:
     timeout_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkDone:
+    """The member stays, without a step left (`finished`), or closes the job to newcomers."""
+
+    reason: str
+    finished: bool = False
+    closes: bool = False
+
+
 @dataclass(frozen=True)
 class ThreadFailed:
     """The membership cannot go on here: one of its threads ended with something unforeseen."""
@@ -159,6 +168,7 @@ Event = (
     | PauseEnded
     | DrainWished
     | LeaveWished
+    | WorkDone
     | ThreadFailed
     | Closed
 )
@@ -171,7 +181,8 @@ class Persistence(enum.Enum):
     """What becomes of a call that got no answer. One that is refused is never made again."""
 
     UNTIL_ANSWERED = enum.auto()
-    """Made again for ever: the trainer has nothing to do meanwhile, and it may be said twice."""
+    """Made again until `give_up_s`: the trainer has nothing to do meanwhile, and it may be said
+    twice."""
     WITH_STREAM = enum.auto()
     """The stream that gave rise to it is given up: what matters comes again on the next one."""
     FOR_A_TIME = enum.auto()

@@ -18,7 +18,7 @@ from typing import TypeVar
 import structlog
 
 from shoal_client.connection.certificate_wait import wait_s
-from shoal_client.connection.coordinators import Coordinators, chance
+from shoal_client.connection.coordinators import CLOSE_WITHIN_S, Coordinators, chance
 from shoal_client.liveness.beat_board import Doing, Ending
 from shoal_client.membership import calls
 from shoal_client.membership import member_events as ev
@@ -172,6 +172,14 @@ class MemberSession:
         self._do(ev.BroughtUp(record=record))
         self._joining.end()
 
+    def give_up_at(self, time_s: float) -> None:
+        """End every call and wait of the trainer at this `time.monotonic()`, with a RetryError.
+
+        By default a call lasts until a coordinator answers, however long none is there.
+        """
+        with self._lock:
+            self._core.give_up_at_s = time_s
+
     # --- training ---
 
     def begin_step(
@@ -282,6 +290,23 @@ class MemberSession:
 
     # --- leaving ---
 
+    def end_work(self, reason: str, *, finished: bool = False, closes: bool = False) -> None:
+        """State, and stay a member, that this one has no step left (`finished`), or that the job
+        takes in no more members (`closes`).
+
+        Raises what the coordinator refuses with, and a RetryError once `give_up_at` is over.
+        """
+        self._do(ev.WorkDone(reason=reason, finished=finished, closes=closes))
+
+    def await_others_done(self, generation: int, timeout_s: float, *, away_limit_s: float) -> bool:
+        """Wait, with its own work done, until nobody needs this member any more: the job completes,
+        or its members go on in another generation. False after `timeout_s`, or once no coordinator
+        was there for `away_limit_s`."""
+        give_up_s = time.monotonic() + timeout_s
+        return self._decided(
+            lambda now_s: self._core.others_done(generation, give_up_s, away_limit_s, now_s)
+        ).over
+
     def drain(self, reason: str) -> None:
         """Ask to leave in good order: the others agree to go on without this member.
 
@@ -327,9 +352,11 @@ class MemberSession:
         if self._slot is not None:
             self._slot.withdraw()
         self._do(ev.Closed())
-        self._threads.join()
+        self._threads.join(within_s=CLOSE_WITHIN_S)
         self._joining.end()
+        # A call that is under way at a coordinator that hangs ends with its connection.
         self._coordinators.close()
+        self._threads.join()
 
     # --- how it stands ---
 
@@ -372,6 +399,21 @@ class MemberSession:
         return self._core.clock.away
 
     @property
+    def away_s(self) -> float:
+        """Seconds since the coordinator was lost that held this member's stream; 0: it is there."""
+        return self._core.clock.away_s(time.monotonic())
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the job takes in no more members. Free to call."""
+        return self._core.is_closing
+
+    @property
+    def num_waiting(self) -> int:
+        """Members without a rank that would be in the next roster. Free to call."""
+        return self._core.num_waiting
+
+    @property
     def waiting_for(self) -> str:
         """The coordinator's latest reason why this member is not training."""
         return self._core.waiting_for
@@ -388,12 +430,17 @@ class MemberSession:
         # Each step asks: the condition itself enters by a function of Python's.
         with self._lock:
             while True:
-                decision = decide(time.monotonic())
+                now_s = time.monotonic()
+                decision = decide(now_s)
                 if isinstance(decision, ev.Raise):
                     raise decision.error
                 if not isinstance(decision, ev.WaitUntil):
                     return decision
-                left_s = decision.until_s - time.monotonic()
+                if now_s >= self._core.give_up_at_s:
+                    raise DeadlineExceeded(
+                        "the time for this wait is over", seen=self._core.waiting_for
+                    )
+                left_s = min(decision.until_s, self._core.give_up_at_s) - now_s
                 self._changed.wait(min(max(left_s, 0.0), threading.TIMEOUT_MAX))
 
     def _do(self, event: ev.Event) -> None:

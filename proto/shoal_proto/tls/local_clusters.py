@@ -3,6 +3,9 @@ certificates of one from its address alone.
 
 A cluster is a file in a folder that is this user's alone. Its file is locked for as long as the
 cluster is up: what a killed one left counts for nothing, and is removed by the next that starts.
+
+The folder is below /tmp, whatever TMPDIR says: job schedulers and test runners set that anew for
+every process that they start. It is below TMPDIR only if /tmp has no room for one.
 """
 
 import fcntl
@@ -23,6 +26,7 @@ from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
 
+_PARENT = Path("/tmp")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_BYTES = 1 << 16
 
@@ -44,23 +48,7 @@ class Announcement:
 
     def __init__(self, record: LocalClusterRecord) -> None:
         """Raises InvalidSpec if the folder cannot be made, or is another user's."""
-        directory = _folder()
-        try:
-            directory.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise InvalidSpec(
-                "this user's folder of local clusters cannot be made",
-                seen=str(error),
-                expected="a directory for temporary files in which this user may make one",
-                fix="Set TMPDIR to a directory of your own.",
-            ) from error
-        if not _is_private(directory):
-            raise InvalidSpec(
-                "this user's folder of local clusters is not private",
-                seen=str(directory),
-                expected="a folder of this user, with mode 700",
-                fix="Remove it, or set TMPDIR to a directory of your own.",
-            )
+        directory = _made_folder()
         _remove_left_over(directory)
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.path = directory / f"{name}.json"
@@ -91,10 +79,8 @@ def find(addresses: Iterable[str]) -> LocalClusterRecord | None:
 
 
 def _running() -> Iterator[LocalClusterRecord]:
-    directory = _folder()
-    if not _is_private(directory):
-        return
-    for path in sorted(directory.glob("*.json")):
+    private = [directory for directory in _folders() if _is_private(directory)]
+    for path in [path for directory in private for path in sorted(directory.glob("*.json"))]:
         try:
             with path.open("rb") as file:
                 if not _is_locked(file.fileno()):
@@ -140,8 +126,31 @@ def _is_locked(descriptor: int) -> bool:
     return False
 
 
-def _folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"shoal-clusters-{os.geteuid()}"
+def _folders() -> Sequence[Path]:
+    """Places of this user's folder, the one that is wanted first."""
+    parents = dict.fromkeys((_PARENT, Path(tempfile.gettempdir())))
+    return [parent / f"shoal-clusters-{os.geteuid()}" for parent in parents]
+
+
+def _made_folder() -> Path:
+    """The first place that is, or becomes, this user's own folder. Raises InvalidSpec."""
+    seen = []
+    for directory in _folders():
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            seen.append(str(error))
+            continue
+        if _is_private(directory):
+            return directory
+        seen.append(f"{directory} is not private")
+    raise InvalidSpec(
+        "this user has no folder for its local clusters",
+        seen="; ".join(seen),
+        expected="a folder of this user, with mode 700",
+        fix="Remove what is there, or set TMPDIR to a directory of your own, for the commands that"
+        " use the cluster too.",
+    )
 
 
 def _is_private(directory: Path) -> bool:

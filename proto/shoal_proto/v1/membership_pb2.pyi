@@ -725,6 +725,8 @@ class Notice(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     PAUSES_FIELD_NUMBER: _builtins.int
+    CLOSING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why this notice came; the same words the log and the page show."""
     @_builtins.property
@@ -747,6 +749,10 @@ class Notice(_message.Message):
     def drain(self) -> Global___Drain: ...
     @_builtins.property
     def pauses(self) -> Global___Pauses: ...
+    @_builtins.property
+    def closing(self) -> Global___Closing: ...
+    @_builtins.property
+    def waiting(self) -> Global___Waiting: ...
     def __init__(
         self,
         *,
@@ -760,12 +766,14 @@ class Notice(_message.Message):
         refused: _identity_pb2.ErrorDetail | None = ...,
         drain: Global___Drain | None = ...,
         pauses: Global___Pauses | None = ...,
+        closing: Global___Closing | None = ...,
+        waiting: Global___Waiting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "break", b"break", "drain", b"drain", "kind", b"kind", "outcome", b"outcome", "pauses", b"pauses", "prepare", b"prepare", "refused", b"refused", "running", b"running", "standby", b"standby", "stop_at", b"stop_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "break", b"break", "closing", b"closing", "drain", b"drain", "kind", b"kind", "outcome", b"outcome", "pauses", b"pauses", "prepare", b"prepare", "refused", b"refused", "running", b"running", "standby", b"standby", "stop_at", b"stop_at", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "break", b"break", "drain", b"drain", "kind", b"kind", "outcome", b"outcome", "pauses", b"pauses", "prepare", b"prepare", "reason", b"reason", "refused", b"refused", "running", b"running", "standby", b"standby", "stop_at", b"stop_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "break", b"break", "closing", b"closing", "drain", b"drain", "kind", b"kind", "outcome", b"outcome", "pauses", b"pauses", "prepare", b"prepare", "reason", b"reason", "refused", b"refused", "running", b"running", "standby", b"standby", "stop_at", b"stop_at", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["admitted", "prepare", "outcome", "stop_at", "break", "running", "standby", "refused", "drain", "pauses"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["admitted", "prepare", "outcome", "stop_at", "break", "running", "standby", "refused", "drain", "pauses", "closing", "waiting"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -940,6 +948,46 @@ class Pauses(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pauses: _TypeAlias = Pauses  # noqa: Y015
+
+@_typing.final
+class Closing(_message.Message):
+    """The job takes in no more members: those that train end by themselves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Closing: _TypeAlias = Closing  # noqa: Y015
+
+@_typing.final
+class Waiting(_message.Message):
+    """Members without a rank that would be in the next roster. Told to torchrun's nodes, whenever the
+    number changes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_MEMBERS_FIELD_NUMBER: _builtins.int
+    num_members: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_members: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_members", b"num_members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
@@ -1503,9 +1551,19 @@ class LeaveRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     COMPLETED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    STAYS_FIELD_NUMBER: _builtins.int
+    CLOSES_FIELD_NUMBER: _builtins.int
     completed: _builtins.bool
-    """True when the member has done all its work: the job ends with it."""
+    """True when the member has done all its work: the job ends with it. Of torchrun's nodes, which
+    may end at different times, the job ends with the last.
+    """
     reason: _builtins.str
+    stays: _builtins.bool
+    """The member has done its own work and remains for the others, which may use a store that it
+    serves: nobody waits for it any more. Only with `completed`.
+    """
+    closes: _builtins.bool
+    """The member remains, and the job takes in no more members. Only with `completed`."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -1514,10 +1572,12 @@ class LeaveRequest(_message.Message):
         token: _identity_pb2.Token | None = ...,
         completed: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        stays: _builtins.bool = ...,
+        closes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed", "reason", b"reason", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "completed", b"completed", "reason", b"reason", "stays", b"stays", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,11 +19,12 @@ Step = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Nodes:
-    """Runs `torchrun` on the script. In a `with` block: its end leaves no agent and no worker."""
+    """Runs `torchrun` on a script. In a `with` block: its end leaves no agent and no worker."""
 
     endpoint: str
     job: str
     directory: Path
+    script: Path = SCRIPT
     supervisor: Supervisor = field(default_factory=Supervisor)
 
     def __enter__(self) -> "Nodes":
@@ -34,17 +35,25 @@ class Nodes:
         self.supervisor.close()
         # torchrun puts workers into sessions of their own, so they outlive an agent that is killed.
         for pid in {step["pid"] for step in self.steps()}:
-            _kill_worker(pid)
+            self._kill_worker(pid)
 
-    def start(self, name: str, *, nodes: str, workers: int = 2, restarts: int = 0) -> Process:
+    def start(
+        self,
+        name: str,
+        *,
+        nodes: str,
+        workers: int = 2,
+        restarts: int = 0,
+        conf: str = "last_call_timeout=60",
+    ) -> Process:
         arguments = [
             *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=shoal"),
             *(f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={self.job}", f"--nnodes={nodes}"),
             *(f"--nproc-per-node={workers}", f"--max-restarts={restarts}"),
-            *("--rdzv-conf=last_call_timeout=60", str(SCRIPT), str(self.directory)),
+            *(f"--rdzv-conf={conf}", str(self.script), str(self.directory)),
         ]
         log_path = self.directory / f"{name}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NODE": name}
         command = Command(
             name=name, arguments=arguments, log_path=log_path, environment=environment
         )
@@ -54,7 +63,7 @@ class Nodes:
         """SIGKILL a node: the agent and all its workers."""
         agent.send_signal(signal.SIGKILL)
         for pid in {step["pid"] for step in self.steps() if step["agent"] == agent.pid}:
-            _kill_worker(pid)
+            self._kill_worker(pid)
 
     def steps(self) -> list[Step]:
         """All steps of all ranks so far."""
@@ -79,17 +88,27 @@ class Nodes:
         """Let the workers end after their next step."""
         (self.directory / "stop").touch()
 
+    def touch(self, name: str) -> None:
+        """Make a file that the script looks for."""
+        (self.directory / name).touch()
+
+    def await_line(self, name: str, words: str, within_s: float) -> None:
+        """Wait for a line in the log of a node."""
+        deadline_s = time.monotonic() + within_s
+        while words not in (self.directory / f"{name}.log").read_text():
+            assert time.monotonic() < deadline_s, self.logs()
+            time.sleep(0.05)  # as above
+
     def logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.directory.glob("*.log")))
 
-
-def _kill_worker(pid: int) -> None:
-    try:
-        is_ours = str(SCRIPT).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-        if is_ours:
-            os.kill(pid, signal.SIGKILL)
-    except (FileNotFoundError, ProcessLookupError):
-        return
+    def _kill_worker(self, pid: int) -> None:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if str(self.script).encode() in command:
+                os.kill(pid, signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):
+            return
 
 
 __all__ = ["Nodes", "Step"]

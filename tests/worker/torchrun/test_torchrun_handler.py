@@ -4,21 +4,25 @@ import json
 import queue
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import grpc
 import pytest
+from support.processes.torchrun_handlers import (
+    PATIENCE_S,
+    Join,
+    await_change,
+    parameters,
+    together,
+)
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -32,46 +36,6 @@ from shoal_proto.v1.membership_pb2 import DrainRequest, GetGenerationRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 AGENT = Path(__file__).parents[2] / "support" / "processes" / "torchrun_agent.py"
-PATIENCE_S = 40.0
-
-Join = Callable[..., RendezvousHandler]
-
-
-def parameters(
-    endpoint: str, run_id: str, nodes: tuple[int, int] = (1, 2), **conf: str
-) -> RendezvousParameters:
-    return RendezvousParameters("shoal", endpoint, run_id, *nodes, **conf)
-
-
-@pytest.fixture
-def join(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[Join]:
-    """Handlers of one job, named after the test; those still open leave at its end."""
-    handlers: list[RendezvousHandler] = []
-    job = request.node.name.removeprefix("test_")
-
-    def one(nodes: tuple[int, int] = (1, 2), **conf: str) -> RendezvousHandler:
-        conf = {"last_call_timeout": "20"} | conf
-        handlers.append(create_handler(parameters(cluster.coordinator, job, nodes, **conf)))
-        return handlers[-1]
-
-    yield one
-    for handler in handlers:
-        handler.set_closed()
-
-
-def together(*handlers: RendezvousHandler) -> list[RendezvousInfo]:
-    """What each handler's next rendezvous says, all asked at the same time."""
-    with ThreadPoolExecutor(len(handlers)) as threads:
-        return list(threads.map(lambda handler: handler.next_rendezvous(), handlers))
-
-
-def await_change(handler: RendezvousHandler) -> int:
-    """Poll as torchrun's agent does, until the handler says that it is time to re-form."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while (num_waiting := handler.num_nodes_waiting()) == 0:
-        assert time.monotonic() < deadline_s, "no change was seen"
-        time.sleep(0.02)  # torchrun's interface can only be polled
-    return num_waiting
 
 
 def port(info: RendezvousInfo) -> int:

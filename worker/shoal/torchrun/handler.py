@@ -3,8 +3,11 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -19,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from shoal.membership.draining import drained
 from shoal.torchrun.config import BACKEND, NodeConfig
-from shoal.torchrun.node import Node
+from shoal.torchrun.node import Node, shares_store
 from shoal_proto.errors import (
     DeadlineExceeded,
     InvalidSpec,
@@ -36,7 +39,12 @@ class ShoalRendezvousHandler(RendezvousHandler):
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._process = os.getpid()
+        # torchrun does not shut the handler down when a signal ends the agent: the others should
+        # not have to find out by this node's silence. Nor when it drops the handler.
+        self._leave_at_exit = partial(_leave_at_exit, node, os.getpid())
+        atexit.register(self._leave_at_exit)
+        dropped = weakref.finalize(self, _leave_dropped, node, self._leave_at_exit)
+        dropped.atexit = False
 
     @classmethod
     def joined(cls, parameters: RendezvousParameters) -> "ShoalRendezvousHandler":
@@ -44,11 +52,7 @@ class ShoalRendezvousHandler(RendezvousHandler):
         node = Node(NodeConfig.read(parameters))
         with _torchrun_errors(connecting=True):
             node.attend()
-        handler = cls(node)
-        # torchrun does not shut the handler down when a signal ends the agent: the others should
-        # not have to find out by this node's silence.
-        atexit.register(handler._leave_at_exit)
-        return handler
+        return cls(node)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -58,8 +62,8 @@ class ShoalRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Always: rank 0's agent holds the workers' store, of one generation only."""
-        return True
+        """Whether rank 0's agent holds the workers' store, of one generation only."""
+        return shares_store()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The next generation. Raises Drained, which ends the agent, if this node is to leave."""
@@ -77,11 +81,18 @@ class ShoalRendezvousHandler(RendezvousHandler):
         return self._node.is_closed
 
     def set_closed(self) -> None:
-        """Complete the job for all nodes."""
-        self._leave(completed=True, reason="a node closed the rendezvous")
+        """Let the job take in no more nodes, and form no more generations; those that train go on.
+
+        Raises RendezvousTimeoutError or RendezvousConnectionError if no coordinator answers.
+        """
+        with _torchrun_errors():
+            self._node.close("a node closed the rendezvous")
 
     def shutdown(self) -> bool:
-        """Complete the job, or, on the way out of a failed agent, leave it to the other nodes."""
+        """Leave: with this node's work done, or, on the way out of a failed agent, undone.
+
+        The job completes with the last of its nodes. False if the coordinator does not know.
+        """
         # torchrun calls this in a `finally`, and does not say how the agent ended.
         error = sys.exception()
         if error is None:
@@ -101,9 +112,17 @@ class ShoalRendezvousHandler(RendezvousHandler):
             self._leave(completed=False, reason=f"drained: {error.seen}")
             raise
 
-    def _leave_at_exit(self) -> None:
-        if os.getpid() == self._process:  # and no process that it has forked
-            self._node.leave(completed=False, reason="its agent ended")
+
+def _leave_at_exit(node: Node, process: int) -> None:
+    if os.getpid() == process:  # and no process that it has forked
+        node.leave(completed=False, reason="its agent ended")
+
+
+def _leave_dropped(node: Node, at_exit: Callable[[], None]) -> None:
+    """Nobody can use the handler any more: end its threads, on a thread of their own, for it may be
+    any that collects garbage."""
+    atexit.unregister(at_exit)
+    threading.Thread(target=at_exit, name="shoal-leave", daemon=True).start()
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """One torchrun agent as a member of a job: enters generations, sees when one is over."""
 
+import math
+import os
 import time
 from dataclasses import dataclass, replace
 
@@ -16,9 +18,11 @@ from shoal_proto.errors import (
     DeadlineExceeded,
     InvalidSpec,
     JobFinished,
+    RefusedError,
     RejoinError,
     RetryError,
     ShoalError,
+    Unavailable,
 )
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import GenerationRecord
@@ -27,6 +31,11 @@ log = structlog.get_logger(__name__)
 
 # Agents train nothing themselves: to the coordinator they always stand before their first step.
 STEP = 0
+MIN_JOIN_S = 0.05
+LAST_TRY_S = 0.3
+"""How long to tell a coordinator something that has not answered for long."""
+WITHDRAW_S = 1.0
+"""How long to tell the coordinator that this node gave up; then it finds out by the stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +52,8 @@ class Node:
     """All methods are the agent's; only `_on_break` runs on the membership's thread.
 
     A node that the coordinator gave up (it was silent for too long, or no generation formed in
-    time) joins again with a new incarnation when its agent asks for the next generation.
+    time), or that gave up itself, joins again with a new incarnation when its agent asks for the
+    next generation.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -51,10 +61,19 @@ class Node:
         self._member: Member = config.join.member()
         self._member.spec.last_call_s = config.last_call_timeout_s
         self._membership = self._new_membership()
+        self._is_member = False
+        """Whether it joined, and has not left since."""
         self._proposed = False
         self._record = GenerationRecord()
         self._store: AgentStore | None = None
         self._server: TCPStore | None = None
+        """The workers' store: it lives on when the node has left, as long as its workers may."""
+        self._give_up_s = math.inf
+        """When the rendezvous that goes on is over at the latest."""
+        self._finished = False
+        self._closed = False
+        self._unanswered = False
+        """Whether the coordinator left the last word of this node unanswered."""
         self._left = False
 
     @property
@@ -66,7 +85,9 @@ class Node:
     def attend(self) -> None:
         """Become a member. Raises what the coordinator refuses with, or that none answers."""
         membership = self._membership
-        membership.join(self._config.connect_timeout_s)
+        left_s = max(self._give_up_s - time.monotonic(), MIN_JOIN_S)
+        membership.join(min(self._config.connect_timeout_s, left_s))
+        self._is_member = True
         limits = membership.limits
         forming_s = limits.prepare_s + limits.bring_up_s
         if self._config.last_call_timeout_s + forming_s >= limits.join_s:
@@ -80,35 +101,109 @@ class Node:
         log.info("job_joined", job=self.job, member=self._member.member_id)
 
     def leave(self, *, completed: bool, reason: str) -> bool:
-        """End the membership; return whether the coordinator knows. The first call counts."""
+        """End the membership; return whether the coordinator knows. The first call counts.
+
+        Tries for `close_timeout`, less the time for which no coordinator has answered already.
+        """
         if self._left:
             return True
         self._left = True
-        known = self._membership.failure is not None
-        timeout_s = self._config.close_timeout_s
-        told = self._membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)
-        self._server = None
+        if not self._is_member:
+            return True
+        membership = self._membership
+        known = membership.failure is not None
+        timeout_s = max(self._config.close_timeout_s - membership.away_s, LAST_TRY_S)
+        if self._unanswered:
+            timeout_s = LAST_TRY_S
+        told = membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)
         return known or told
+
+    def close(self, reason: str) -> None:
+        """Let the job take in no more nodes, and form no more generations. Those that train, this
+        one too, go on. Raises a RetryError if no coordinator answers for `close_timeout`."""
+        if self.is_closed:
+            return
+        self._closed = True
+        self._give_up_s = time.monotonic() + self._config.close_timeout_s
+        try:
+            self._become_member()
+            self._membership.end_work(reason, closes=True)
+        except JobFinished:
+            log.info("job_closed_already", job=self.job)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the job is over, or this node has left it."""
-        return self._left or isinstance(self._membership.failure, JobFinished)
+        """Whether the job is over, or closed to further generations, or this node has left it."""
+        failure = self._membership.failure
+        over = self._closed or self._membership.is_closing or isinstance(failure, JobFinished)
+        return self._left or over
+
+    # --- the end of this node's work ---
+
+    def finish(self) -> None:
+        """State that this node's workers are done: the others train on, whatever becomes of it.
+
+        Raises Unavailable if no coordinator answers for `close_timeout`.
+        """
+        self._finished = True
+        membership, now_s = self._membership, time.monotonic()
+        close_s = self._config.close_timeout_s
+        membership.give_up_at(now_s + max(close_s - membership.away_s, LAST_TRY_S))
+        try:
+            membership.end_work("its workers are done", finished=True)
+        except RetryError as error:
+            if membership.failure is None:
+                self._unanswered = True
+                raise self._unheard(error) from error
+        except (RejoinError, RefusedError) as error:
+            log.info("finish_not_needed", job=self.job, reason=str(error))
+        else:
+            log.info("node_finished", job=self.job, generation=self._number)
+        finally:
+            membership.give_up_at(math.inf)
+
+    def await_others(self, timeout_s: float) -> None:
+        """Wait, with its workers done, until all nodes have finished or have gone on without it.
+
+        Raises DeadlineExceeded after `timeout_s`, Unavailable if no coordinator was there for
+        `close_timeout`.
+        """
+        membership, close_s = self._membership, self._config.close_timeout_s
+        if membership.await_others_done(self._number, timeout_s, away_limit_s=close_s):
+            return
+        if membership.away_s > 0.0:
+            self._unanswered = True
+            raise self._unheard(Unavailable(membership.waiting_for))
+        raise DeadlineExceeded(
+            f"wait timeout after {timeout_s:g} s for the other nodes to finish",
+            seen=membership.waiting_for,
+        )
+
+    def _unheard(self, error: ShoalError) -> Unavailable:
+        return Unavailable(
+            f"no coordinator answered for {self._config.close_timeout_s:g} s",
+            seen=error.seen or str(error),
+            expected=f"one of {', '.join(self._config.join.coordinators)} to answer",
+            fix="This node's workers are done; --rdzv-conf close_timeout waits longer.",
+        )
 
     # --- generations ---
 
     def enter(self) -> NodePlace:
         """Leave the generation this node is in, and enter the next with all its nodes.
 
-        Raises JobFinished, DeadlineExceeded, or what the coordinator refuses this node with.
+        Raises JobFinished, DeadlineExceeded after `join_timeout`, or what the coordinator refuses
+        this node with. A node that gave up is no member: no generation counts on it.
         """
-        give_up_s = time.monotonic() + self._config.join_timeout_s
+        self._give_up_s = time.monotonic() + self._config.join_timeout_s
         while True:
             try:
-                return self._bring_up(self._agree(give_up_s))
+                self._become_member()
+                return self._bring_up(self._agree())
             except (RetryError, RejoinError) as error:
-                if time.monotonic() >= give_up_s:
-                    raise
+                if time.monotonic() >= self._give_up_s:
+                    self._withdraw("its rendezvous took too long")
+                    raise self._too_late(error) from error
                 log.info("rendezvous_goes_on", job=self.job, reason=str(error))
 
     def num_waiting(self) -> int:
@@ -117,12 +212,13 @@ class Node:
         Above 0 the agent stops its workers and enters the next generation.
         """
         membership = self._membership
-        if self.is_closed:
+        if self.is_closed or self._finished or not self._is_member:
             return 0
         if membership.failure is not None:
             return 1
         if (successor := membership.successor()) is not None:
-            return len(_member_ids(successor) - _member_ids(self._record)) or 1
+            joiners = len(_member_ids(successor) - _member_ids(self._record))
+            return max(joiners, membership.num_waiting) or 1
         made_up = self._store is not None and self._store.made_up
         return int(made_up or membership.is_broken(self._number))
 
@@ -131,10 +227,31 @@ class Node:
         """The generation this node is in, or was in last."""
         return self._record.roster.generation
 
-    def _agree(self, give_up_s: float) -> GenerationRecord:
+    def _become_member(self) -> None:
+        """Join, or join again if this node is no member any more."""
+        failure = self._membership.failure
+        if failure is not None and not isinstance(failure, (RetryError, RejoinError)):
+            raise failure
+        if self._finished:
+            self._withdraw("it begins anew", completed=True)
+        if failure is not None or not self._is_member:
+            self._membership.close()
+            log.info("joining_again", job=self.job, reason=str(failure or "it had left"))
+            self._membership = self._new_membership()
+            self._is_member = self._proposed = self._finished = False
+            self._record, self._store = GenerationRecord(), None
+            self.attend()
+        self._membership.give_up_at(self._give_up_s)
+
+    def _withdraw(self, reason: str, *, completed: bool = False) -> None:
+        """Be no member any more, for now."""
+        if self._is_member:
+            timeout_s = LAST_TRY_S if self._membership.away_s else WITHDRAW_S
+            self._membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)
+        self._is_member = False
+
+    def _agree(self) -> GenerationRecord:
         """The record of the next generation, with this node standing still for it."""
-        if self._membership.failure is not None:
-            self._rejoin(self._membership.failure)
         if not self._proposed:
             fields = {"strategy": "torchrun", "torch": torch.__version__}
             self._membership.propose(
@@ -143,23 +260,15 @@ class Node:
             self._proposed = True
         elif self._number and (successor := self._stop()) is not None:
             return successor
-        return self._await(give_up_s)
-
-    def _rejoin(self, failure: ShoalError) -> None:
-        if not isinstance(failure, (RetryError, RejoinError)):
-            raise failure
-        self._membership.close()
-        log.info("joining_again", job=self.job, reason=str(failure))
-        self._membership, self._proposed = self._new_membership(), False
-        self._record, self._store = GenerationRecord(), None
-        self.attend()
+        return self._await()
 
     def _stop(self) -> GenerationRecord | None:
         """Stand still after the present generation; its planned successor, if it has one."""
         membership, number = self._membership, self._number
         if membership.successor() is None and not membership.is_broken(number):
             membership.report_broken("the agent restarts its workers")
-            limit_s = membership.limits.collective_s
+            left_s = max(self._give_up_s - time.monotonic(), 0.0)
+            limit_s = min(membership.limits.collective_s, left_s)
             if not membership.wait_over(number, limit_s):
                 raise DeadlineExceeded(
                     f"generation {number} did not end within {limit_s:g} s of its failure",
@@ -172,25 +281,25 @@ class Node:
         membership.settle(STEP, has_state=False)
         return None
 
-    def _await(self, give_up_s: float) -> GenerationRecord:
+    def _await(self) -> GenerationRecord:
         membership = self._membership
         while True:
-            left_s = max(give_up_s - time.monotonic(), 0.0)
+            left_s = max(self._give_up_s - time.monotonic(), 0.0)
             try:
                 return membership.await_generation(above=self._number, timeout_s=left_s)
-            except DeadlineExceeded as error:
-                if membership.failure is not None:
+            except DeadlineExceeded:
+                stays_s = self._config.join_timeout_s - membership.away_s
+                if membership.failure is not None or not membership.stands_by or stays_s <= 0.0:
                     raise
-                if not membership.stands_by:
-                    raise self._too_late(error) from error
-                # A spare node waits until it is needed.
-                give_up_s = time.monotonic() + self._config.join_timeout_s
+                # A spare node waits until it is needed, as long as a coordinator is there.
+                self._give_up_s = time.monotonic() + stays_s
+                membership.give_up_at(self._give_up_s)
 
-    def _too_late(self, error: DeadlineExceeded) -> DeadlineExceeded:
+    def _too_late(self, error: ShoalError) -> DeadlineExceeded:
         join = self._config.join
         return DeadlineExceeded(
             f"no rendezvous of job {self.job} within {self._config.join_timeout_s:g} s",
-            seen=error.seen,
+            seen=error.seen or str(error),
             expected=f"{join.min_members} to {join.max_members} nodes to come",
             fix="`shoal status` shows who joined; --rdzv-conf join_timeout waits longer.",
         )
@@ -207,13 +316,15 @@ class Node:
             timeout_s=limits.join_s,
             rank=rank,
             world_size=world_size,
+            ending=self,
         )
         self._record, self._store = record, store
         if membership.is_broken(self._number):
             store.abort("it broke before this node entered it")
+        store.give_up_s = self._give_up_s
         # Bound before its port is told to anybody, and new for each generation: no other process
         # can take the port, and no key of an earlier generation is in it.
-        self._server = _new_server() if rank == 0 else None
+        self._server = _new_server() if rank == 0 and shares_store() else None
         bootstrap = RendezvousStoreInfo.build(
             rank,
             store,
@@ -221,6 +332,7 @@ class Node:
             server_port=self._server.port if self._server is not None else None,
         )
         store.barrier("shoal/nodes", world_size)
+        store.give_up_s = math.inf
         membership.ready(record)
         log.info("generation_entered", job=self.job, generation=self._number, rank=rank)
         return NodePlace(store=store, rank=rank, world_size=world_size, bootstrap=bootstrap)
@@ -233,6 +345,12 @@ class Node:
         store = self._store
         if store is not None and generation == self._number:
             store.abort(reason)
+
+
+def shares_store() -> bool:
+    """Whether rank 0's agent serves the workers' store; otherwise rank 0 itself does, as it does
+    with torch's own backends."""
+    return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 def _new_server() -> TCPStore:

@@ -1,16 +1,55 @@
 """The store that torchrun's agents use among themselves in one generation."""
 
 import json
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from shoal.membership.rendezvous_store import RendezvousStore, Value
 from shoal_client.connection.coordinators import Coordinators
-from shoal_proto.errors import RejoinError
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    GenerationBroken,
+    RejoinError,
+    RetryError,
+    Unavailable,
+)
+from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 
 # The keys by which torchrun's agents tell each other how many workers they run.
 ROLE_INFO = "torchelastic/role_info/"
 ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
+TERMINAL_STATE = "torchelastic/agent/terminal_state"
+"""Prefix of the keys of the barrier at which an agent waits whose workers are done."""
+
+
+class StoreTimeout(DeadlineExceeded, DistStoreError):
+    """A key did not come in time: as of torch's stores."""
+
+
+class StoreUnreachable(Unavailable, DistNetworkError):
+    """No coordinator answers: as of a `TCPStore` whose host is gone."""
+
+
+class StoreOver(GenerationBroken, DistNetworkError):
+    """The generation is over, and its store with it."""
+
+
+class Ending(Protocol):
+    """What the end of a node's work means for its job."""
+
+    def finish(self) -> None:
+        """This node's workers are done."""
+
+    def await_others(self, timeout_s: float) -> None:
+        """Wait until nobody needs this node any more."""
 
 
 class AgentStore(RendezvousStore):
@@ -20,6 +59,12 @@ class AgentStore(RendezvousStore):
     in that for the end of the agent, so a node lost in those milliseconds would take all others
     along. Instead this node is told ranks as if all nodes ran as many workers as it does, and
     `made_up` is set: the agent stops these workers again as soon as it looks for changes.
+
+    The barrier at which an agent waits at the end is the coordinator's: it knows which nodes have
+    finished, of later generations too.
+
+    Errors are torch's as well as Shoal's: DistStoreError for a wait that ran out of time,
+    DistNetworkError for a store that is out of reach or over.
     """
 
     def __init__(
@@ -30,12 +75,30 @@ class AgentStore(RendezvousStore):
         timeout_s: float,
         rank: int,
         world_size: int,
+        ending: Ending,
     ) -> None:
         super().__init__(coordinators, token, timeout_s=timeout_s)
+        self._ending = ending
         self._rank = rank
         self._world_size = world_size
         self._own_info = b"{}"
         self.made_up = False
+        self.give_up_s = math.inf
+        """No call waits beyond this `time.monotonic()`."""
+
+    def add(self, key: str, value: int) -> int:
+        if not key.startswith(TERMINAL_STATE):
+            return super().add(key, value)
+        with _as_torch():
+            self._ending.finish()
+        return 0  # never the number of all nodes: nobody but the coordinator ends this barrier
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if not all(key.startswith(TERMINAL_STATE) for key in keys):
+            super().wait(keys, timeout)
+            return
+        with _as_torch():
+            self._ending.await_others((timeout or self.timeout).total_seconds())
 
     def set(self, key: str, value: Value) -> None:
         if not key.startswith(ROLE_INFO):
@@ -64,9 +127,44 @@ class AgentStore(RendezvousStore):
                 raise
             self.made_up = True
 
+    def _asked(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
+        with _as_torch():
+            return super()._asked(keys, self._within_s(timeout_s))
+
+    def _call(
+        self,
+        method_of: Callable[[RendezvousStub], Any],
+        request: Any,
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.StoreReply:
+        within_s = self._within_s(timeout_s if timeout_s is not None else self._timeout_s)
+        with _as_torch():
+            return super()._call(method_of, request, timeout_s=within_s)
+
+    def _within_s(self, timeout_s: float) -> float:
+        return max(0.0, min(timeout_s, self.give_up_s - time.monotonic()))
+
     def _make_up(self, key: str) -> bytes:
         if key.startswith(ROLE_INFO):
             return self._own_info
         num_workers = int(json.loads(self._own_info).get("local_world_size", 1))
         base, total = self._rank * num_workers, self._world_size * num_workers
         return json.dumps([base, total, base, total]).encode()
+
+
+@contextmanager
+def _as_torch() -> Iterator[None]:
+    """Errors of the store as torch's kinds too, for callers that know only those."""
+    try:
+        yield
+    except (RetryError, RejoinError) as error:
+        if isinstance(error, DistError):
+            raise
+        kind: type[StoreTimeout | StoreUnreachable | StoreOver] = StoreUnreachable
+        if isinstance(error, DeadlineExceeded):
+            kind = StoreTimeout
+        elif isinstance(error, RejoinError):
+            kind = StoreOver
+        parts = {"seen": error.seen, "expected": error.expected, "fix": error.fix}
+        raise kind(error.what, **parts, details=error.details) from error

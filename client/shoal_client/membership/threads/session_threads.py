@@ -1,6 +1,7 @@
 """The threads of a membership, none of which ends without a word."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import structlog
@@ -24,10 +25,12 @@ class SessionThreads:
         self.running.append(thread)
         thread.start()
 
-    def join(self) -> None:
+    def join(self, within_s: float | None = None) -> None:
+        """Wait for them, for `within_s` at the most."""
+        give_up_s = None if within_s is None else time.monotonic() + within_s
         for thread in self.running:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(None if give_up_s is None else max(0.0, give_up_s - time.monotonic()))
 
     def _run(self, name: str, target: Callable[[], None]) -> None:
         try:

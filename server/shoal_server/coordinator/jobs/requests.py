@@ -78,6 +78,14 @@ def event_of(request: MemberRequest) -> events.Event:
                 if request.paused
                 else events.Resumed(**who, number=request.pause_number)
             )
+        case pb.LeaveRequest() if request.stays or request.closes:
+            event = events.WorkDone(
+                **who,
+                reason=request.reason,
+                generation=generation,
+                finished=request.stays,
+                closes=request.closes,
+            )
         case pb.LeaveRequest():
             event = events.Left(**who, completed=request.completed, reason=request.reason)
         case _:

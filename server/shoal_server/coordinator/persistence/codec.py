@@ -345,6 +345,10 @@ def notice_to_pb(
             message.standby.CopyFrom(pb.Standby(position=notice.position))
         case events.PausesNotice():
             message.pauses.CopyFrom(pb.Pauses(member_ids=notice.member_ids))
+        case events.ClosingNotice():
+            message.closing.SetInParent()
+        case events.WaitingNotice():
+            message.waiting.CopyFrom(pb.Waiting(num_members=notice.num_members))
         case events.DrainNotice():
             message.drain.CopyFrom(pb.Drain(now=notice.now, everyone=notice.everyone))
         case events.RefusedNotice():

@@ -107,6 +107,7 @@ class StoredJob:
             failed=self.state.failed,
             tally=self.state.tally,
             ended_s=self.state.ended_s,
+            done=self.state.done,
         )
         return restored(
             self.state.spec,

@@ -43,6 +43,8 @@ def state_to_json(record: StateRecord) -> bytes:
         value["ended_unix_s"] = record.ended_s
     if record.failed:
         value["failed"] = True
+    if record.done:
+        value["done"] = list(record.done)
     if secret_digest:
         value["secret_digest"] = secret_digest
     return json.dumps({**record.more, **value}).encode()
@@ -72,6 +74,7 @@ def state_from_json(job: str, data: bytes) -> StateRecord:
         failed=fields.has("failed") and fields.flag("failed"),
         tally=_tally(fields) if fields.has("begun_unix_s") else None,
         ended_s=fields.seconds("ended_unix_s"),
+        done=fields.texts("done") if fields.has("done") else (),
     )
     return replace(record, more=fields.rest())
 

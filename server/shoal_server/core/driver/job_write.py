@@ -30,6 +30,8 @@ class StateRecord:
     """None: written by a release that did not keep it."""
     ended_s: float = 0.0
     """When it was over; 0: it is not, or that is not known."""
+    done: tuple[str, ...] = ()
+    """Members that have done their work, while others have not."""
     more: Mapping[str, object] = field(default_factory=dict, compare=False)
     """What a later release has written beside it."""
     revision: int = field(default=0, compare=False)
@@ -58,6 +60,7 @@ class StateRecord:
             failed=job.phase is Phase.FAILED,
             tally=replace(job.tally),
             ended_s=job.state.stage.since_s if job.phase in OVER else 0.0,
+            done=tuple(sorted(job.table.finished)),
         )
 
 

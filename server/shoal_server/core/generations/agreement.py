@@ -105,7 +105,7 @@ class Agreement:
         return max(seen, key=lambda step: (seen[step], step), default=None)
 
     def forget(self, member_id: str) -> None:
-        """A member of a job that completes has left; nobody waits for it."""
+        """A member has done its work, or left a job that completes: nobody waits for it."""
         self.unanswered.discard(member_id)
         self.unready.discard(member_id)
         self.unoffered.discard(member_id)

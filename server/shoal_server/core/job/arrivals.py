@@ -10,6 +10,7 @@ from shoal_server.core.job.removal import Removal
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     Admit,
+    ClosingNotice,
     Continued,
     Event,
     Halted,
@@ -19,6 +20,7 @@ from shoal_server.core.membership.events import (
     Refused,
     RunningNotice,
     StandbyNotice,
+    WaitingNotice,
 )
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase
@@ -146,6 +148,11 @@ class Arrivals:
             self._state.tell(member, self._pause_keeper.notice())
         if member.stands_by:
             self._state.tell(member, StandbyNotice(reason=member.waiting_for, position=0))
+        if trains and (num := self._state.told_waiting):
+            notice = WaitingNotice(reason=f"{num} more members wait", num_members=num)
+            self._state.tell(member, notice)
+        if self._state.end.completing:
+            self._state.tell(member, ClosingNotice(reason=self._state.stage.reason))
         if reason := self._state.end.stopping:
             self._drains.tell_stopping(member, reason)
 

@@ -78,7 +78,9 @@ class Attempts:
         if problem := self._checks.size_problem(roster):
             self._refuse_too_large(chosen, problem, now_s)
             return False
-        old = self._state.running.member_ids if self._state.running is not None else ()
+        running = self._state.running
+        # A member without steps left offers no step to stop at.
+        old = [m.member_id for m in self._state.table.trainers(running)] if running else ()
         self._state.last_generation = generation
         self._state.agreement = Agreement.on(roster, self._checks.digest_of(roster), stopping=old)
         self._state.to(Trigger.FROZEN, f"{names_of(chosen)} form generation {generation}", now_s)

@@ -26,6 +26,8 @@ class Breaks:
 
     def broke(self, member: Member, event: Broke, now_s: float) -> None:
         """A collective failed. Who is also disconnected is lost; else word of a loss may follow."""
+        if self._state.table.has_finished(member):
+            return  # Late: it has no work left that could have failed.
         agreement = self._state.agreement
         if event.state_lost and self._bring_ups.has_no_way_back(member, event.generation):
             self._removal.lose_state(event.error, now_s)
@@ -47,7 +49,7 @@ class Breaks:
         self._state.stage.reason = f"a collective failed under {member.member_id}: {event.error}"
         if self._state.deadlines.suspect_since_s is None:
             self._state.deadlines.suspect_since_s = now_s
-        trainers = self._state.members_of(running)
+        trainers = self._state.table.trainers(running)
         if away := self._who_is_away([m for m in trainers if m is not member], now_s):
             self._state.stage.reason = f"{away}; {refusals.AWAY_FIX}"
         self._state.log("collective_failed", self._state.stage.reason, member)
@@ -63,7 +65,7 @@ class Breaks:
 
     def step_reported(self, member: Member, event: StepReported, now_s: float) -> None:
         self._state.refuse_if_over()
-        if event.left < member.entered:
+        if event.left < member.entered or self._state.table.has_finished(member):
             return  # Late: it has trained since.
         member.entered = event.left
         self._endings.believe_left(member, event.left, now_s)

@@ -7,7 +7,7 @@ from shoal_server.core.job.deadlines import passed
 from shoal_server.core.job.drains import Drains
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.membership import refusals
-from shoal_server.core.membership.events import Refused, StandbyNotice
+from shoal_server.core.membership.events import Refused, StandbyNotice, WaitingNotice
 from shoal_server.core.membership.member import Member, names_of
 
 
@@ -55,6 +55,11 @@ class Collecting:
     def change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
         """Why the running generation is to be changed ("": it is not), and to whom."""
         assert self._state.running is not None
+        if self._state.table.has_finished_in(self._state.running):
+            # The others are near their end, and may be at work that a change would cut off.
+            self._hold_newcomers(now_s)
+            if not self._state.table.draining:
+                return "", []
         newcomer = any(m.settled and not m.is_in(self._state.running) for m in self._state.able)
         if not newcomer and not self._state.table.draining:
             return "", []
@@ -64,11 +69,45 @@ class Collecting:
         chosen = self.chosen(now_s)
         joiners = [m for m in chosen if not m.is_in(self._state.running)]
         leavers = self._drains.leavers(chosen)
-        if len(chosen) < self._state.spec.min_members or not (joiners or leavers):
+        if len(chosen) < self._state.least_members or not (joiners or leavers):
             return "", []
         texts = [f"{names_of(joiners)} joins"] if joiners else []
         texts += [f"{names_of(leavers)} leaves"] if leavers else []
         return ", ".join(texts), chosen
+
+    def _hold_newcomers(self, now_s: float) -> None:
+        running = self._state.running
+        newcomers = [m for m in self._state.able if not m.is_in(running)]
+        reason = "standing by: members of the generation that trains have done their work"
+        for position, member in enumerate(newcomers, start=1):
+            self._stand_by(member, reason, position, now_s)
+
+    def _stand_by(self, member: Member, reason: str, position: int, now_s: float) -> None:
+        if member.waiting_for != reason or not member.stands_by:
+            member.waits(reason, now_s, stands_by=True)
+            self._state.tell(member, StandbyNotice(reason=reason, position=position))
+
+    def tell_waiting(self) -> None:
+        """After anything that may change it: tell torchrun's nodes how many others wait."""
+        running = self._state.running
+        first = next(iter(self._state.table.candidates.values()), None)
+        if running is None or first is None or first.proposal is None:
+            return
+        if not first.proposal.stateless or self._state.end.completing:
+            return
+        trainers = self._state.table.trainers(running)
+        num = sum(not m.is_in(running) for m in self._state.able)
+        num = min(num, self._state.spec.max_members - len(trainers))
+        if self._state.table.has_finished_in(running):
+            num = 0
+        if num != self._state.told_waiting:
+            self._state.told_waiting = num
+            for member in trainers:
+                self._state.tell(member, self.waiting_notice())
+
+    def waiting_notice(self) -> WaitingNotice:
+        num = self._state.told_waiting
+        return WaitingNotice(reason=f"{num} more members wait", num_members=num)
 
     def chosen(self, now_s: float) -> list[Member]:
         """Who would be in a roster drawn up now: who trained before first, then by arrival."""
@@ -104,13 +143,8 @@ class Collecting:
             reason = (
                 f"standing by: the job has its maximum of {self._state.spec.max_members} members"
             )
-            self._stand_by(member, reason, now_s, position)
+            self._stand_by(member, reason, position, now_s)
         return candidates[: self._state.spec.max_members]
-
-    def _stand_by(self, member: Member, reason: str, now_s: float, position: int = 0) -> None:
-        if member.waiting_for != reason or not member.stands_by:
-            member.waits(reason, now_s, stands_by=True)
-            self._state.tell(member, StandbyNotice(reason=reason, position=position))
 
     def hold_for_members(self, now_s: float) -> None:
         """Where nothing runs: have those that are there wait for as long as the job does, if it has
@@ -122,12 +156,12 @@ class Collecting:
             for member in [m for m in waiting if m.stands_by]:
                 member.waits("other members", now_s)
             return
-        missing = self._state.spec.min_members - len(waiting)
+        missing = self._state.least_members - len(waiting)
         limit_s = self._state.limits.wait_for_members_s
         until = "no limit" if limit_s is None else f"until it has waited for {limit_s:g} s"
         reason = f"{missing} more member{'' if missing == 1 else 's'}, {until}"
         for member in waiting:
-            self._stand_by(member, reason, now_s)
+            self._stand_by(member, reason, 0, now_s)
 
     @property
     def waits_for_members(self) -> bool:
@@ -139,7 +173,7 @@ class Collecting:
 
     def may_form(self, now_s: float) -> bool:
         """Whether a roster can be drawn up, where nothing runs."""
-        num_ready = len(self._state.able)
+        num_ready = len(self._state.able) + len(self._state.table.finished)
         # Survivors that still have to settle are worth waiting for.
         if not self._state.table.all_settled or not self.are_enough:
             return False
@@ -162,7 +196,7 @@ class Collecting:
         """Of the members amid a call; of all, where nobody is in one."""
         # No step is taken in a call between two steps: it needs no minimum.
         enough = max((self._state.table.in_call[m.member_id] for m in amid), default=None)
-        least = self._state.spec.min_members
+        least = self._state.least_members
         return least if enough is None else min(least, enough)
 
     def amid_call(self) -> list[Member]:

@@ -17,6 +17,9 @@ class Drains:
         self._removal = removal
 
     def ask(self, member: Member, event: DrainAsked, now_s: float) -> None:
+        if self._state.table.has_finished(member):
+            self._state.tell(member, DrainNotice(reason=event.reason, now=True))
+            return
         if member.drain.since_s is None:
             self._state.table.drain(member, event.reason, now_s)
             self._state.log(
@@ -64,7 +67,7 @@ class Drains:
         ):
             return False
         candidates = self._state.table.candidates
-        if len(candidates) >= self._state.spec.min_members and any(
+        if len(candidates) >= self._state.least_members and any(
             m.is_in(roster) for m in candidates.values()
         ):
             return True
@@ -107,6 +110,8 @@ class Drains:
                 # A call of its own may come before the notice: it is to hear the same.
                 told = f"drained: {reason}"
                 self._removal.remove(leaver, told, now_s, refusal=refusal, cause=told, lost=False)
+            elif self._state.table.has_finished(leaver):
+                self._state.tell(leaver, self._state.break_notice(old.generation))
             else:
                 # It asked a leader before this one, and will ask again: it waits at the boundary.
                 self._state.table.settle((leaver,), settled=False)

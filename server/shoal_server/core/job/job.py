@@ -64,6 +64,7 @@ from shoal_server.core.membership.events import (
     Refusal,
     Resumed,
     StepReported,
+    WorkDone,
 )
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.membership_table import MembershipTable
@@ -128,6 +129,7 @@ class Job:
             self._heard(self._arrivals.known(event), event, now_s)
         self._advance(now_s)
         self._pause_keeper.tell(now_s)
+        self._collecting.tell_waiting()
         return self.state.take_effects()
 
     def stop(self, reason: str, now_s: float) -> list[Effect]:
@@ -174,6 +176,7 @@ class Job:
         self._timeouts.drop_paused(now_s)
         self._advance(now_s)
         self._pause_keeper.tell(now_s)
+        self._collecting.tell_waiting()
         return self.state.take_effects()
 
     def heartbeat(self, event: Heartbeat, now_s: float) -> None:
@@ -313,15 +316,38 @@ class Job:
                 self._asked(member, event, now_s)
             case Lost():
                 self._removal.remove(member, event.reason, now_s, cause=event.cause)
-            case Left():
-                self._left(member, event, now_s)
+            case WorkDone() | Left():
+                self._ended(member, event, now_s)
             case _:
                 raise AssertionError(f"no handler for {event}")
+
+    def _ended(self, member: Member, event: WorkDone | Left, now_s: float) -> None:
+        if isinstance(event, WorkDone):
+            self._work_done(member, event, now_s)
+        else:
+            self._left(member, event, now_s)
+
+    def _work_done(self, member: Member, event: WorkDone, now_s: float) -> None:
+        if self.state.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
+            # It has entered the generation, even if it has not said so to this leader.
+            ready = BecameReady(
+                member_id=member.member_id,
+                incarnation=member.incarnation,
+                generation=event.generation,
+            )
+            self._attempts.became_ready(member, ready, now_s)
+        if event.finished:
+            self._removal.finish(member, event.reason, now_s)
+        if event.closes and not self.state.end.completing:
+            self._removal.complete(member, event.reason, now_s)
 
     def _left(self, member: Member, event: Left, now_s: float) -> None:
         # Who comes with all its work behind it does not end the training of the others.
         concerns_all = self.state.running is None or member.is_in(self.state.running)
-        if event.completed and concerns_all and not self.state.end.completing:
+        if event.completed and member.proposal is not None and member.proposal.stateless:
+            # Torchrun's nodes may end at different times.
+            self._removal.finish(member, event.reason, now_s)
+        elif event.completed and concerns_all and not self.state.end.completing:
             self._removal.complete(member, event.reason, now_s)
         self._removal.remove(
             member,
@@ -364,7 +390,7 @@ class Job:
             self.state.to(Trigger.CHANGE_WANTED, wanted, now_s)
         # Members that have not proposed yet are on their way, and where one is told to end others
         # mostly are within moments: one stop takes them along.
-        coming = len(self.state.table.candidates) < len(self.state.members)
+        coming = self.state.table.num_on_the_way > 0 or bool(self.state.table.draining)
         if not coming or passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
             self._freeze(chosen, now_s)
 

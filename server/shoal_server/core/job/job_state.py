@@ -93,6 +93,8 @@ class JobState:
     setbacks: Setbacks = field(default_factory=Setbacks)
     progress: Progress = field(default_factory=Progress)
     effects: list[Effect] = field(default_factory=list)
+    told_waiting: int = 0
+    """Members without a rank, as the trainers were told last."""
 
     @property
     def tally(self) -> Tally:
@@ -187,6 +189,11 @@ class JobState:
         """Those of the members that come to others; if none does, those that do not train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
+
+    @property
+    def least_members(self) -> int:
+        """Members that a roster needs. Those that have done their work are not to be had again."""
+        return max(1, self.spec.min_members - len(self.table.finished))
 
     def lacks_state(self, members: Iterable[Member]) -> bool:
         """Whether a generation of these could not go on from where the job had come to."""

@@ -4,7 +4,15 @@ from shoal_server.core.generations.roster import Conflict, in_short
 from shoal_server.core.job.endings import Endings
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.membership import refusals
-from shoal_server.core.membership.events import Expel, Finish, Refusal, RefusalKind, RefusedNotice
+from shoal_server.core.membership.events import (
+    ClosingNotice,
+    Expel,
+    Finish,
+    Refusal,
+    RefusalKind,
+    RefusedNotice,
+    Save,
+)
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase, Trigger
 
@@ -32,7 +40,9 @@ class Removal:
         `cause`: the reason in a word or two; `lost`: whether it went without leave.
         """
         self._state.tries.changes.gone(member.member_id, cause or reason, lost=lost)
-        trained, attempted = member.is_in(self._state.running), member.is_in(self._state.attempt)
+        has_work = not self._state.table.has_finished(member)
+        trained = member.is_in(self._state.running) and has_work
+        attempted = member.is_in(self._state.attempt) and has_work
         reason = f"{member.member_id}: {reason}"
         self._state.table.remove(member, refusal)
         self._state.do(
@@ -41,6 +51,10 @@ class Removal:
         self._state.log("member_completed" if completed else "member_removed", reason, member)
         if not self._state.table.candidates:
             self._state.deadlines.first_proposal_s = None
+        if not self._state.members and self._state.table.finished:
+            # Whoever comes now begins with nobody: it is the whole minimum that it needs.
+            self._state.table.finished.clear()
+            self._state.do(Save())
         if self._state.end.completing:
             roster = self._state.running or self._state.attempt
             if (trained or attempted) and not completed and roster is not None:
@@ -87,6 +101,29 @@ class Removal:
         for member in list(self._state.members.values()):
             self.refuse(member, self._state.end.lost, now_s)
 
+    def finish(self, member: Member, why: str, now_s: float) -> None:
+        """Wait for the member no more: it has done its work. With the last one the job completes.
+
+        Others train on, and form further generations without it if they have to.
+        """
+        table, agreement = self._state.table, self._state.agreement
+        trained = self._state.running or self._state.previous
+        if trained is not None and not member.is_in(trained):
+            return
+        if trained is not None and not table.has_finished(member):
+            table.finish(member)
+            self._state.do(Save())
+            reason = f"{member.member_id} has done its work" + (f": {why}" if why else "")
+            self._state.log("member_finished", reason, member)
+            member.waits("nothing: its work is done", now_s)
+            if agreement is not None and member.member_id in agreement.unready:
+                self._endings.abort(reason, now_s)
+            elif agreement is not None:
+                agreement.forget(member.member_id)
+        present = table.trainers(trained) if trained is not None else table.candidates.values()
+        if not any(m is not member for m in present) and not self._state.end.completing:
+            self.complete(member, why, now_s)
+
     def complete(self, leaver: Member, why: str, now_s: float) -> None:
         """Nobody else needs to join. Who trains finishes; an attempt to change is called off."""
         self._state.end.completing = True
@@ -105,6 +142,8 @@ class Removal:
         newcomers = [m for m in self._state.members.values() if not m.is_in(trained)]
         for member in [m for m in newcomers if m is not leaver]:
             self.refuse(member, refusals.finished(self._state.spec.job, reason), now_s)
+        for member in self._state.members.values():
+            self._state.tell(member, ClosingNotice(reason=reason))
 
     def end(self, trigger: Trigger, reason: str, now_s: float) -> None:
         """Nobody is a member any more: the job is over."""

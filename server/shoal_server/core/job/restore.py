@@ -38,6 +38,8 @@ class Saved:
     """None: written by a release that did not keep it."""
     ended_s: float = 0.0
     """When it was over; 0: it is not known."""
+    done: tuple[str, ...] = ()
+    """Members that have done their work."""
 
 
 def restored(
@@ -84,10 +86,12 @@ def restored(
         return job
     for member in saved.members:
         state.table.admit(member)
-        state.table.unheard.add(member.member_id)
+        if member.member_id not in saved.done:
+            state.table.unheard.add(member.member_id)
         state.table.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
         if saved.stopping:
             state.table.drain(member, saved.stopping, now_s)
+    state.table.finished.update(saved.done)
     if saved.record is not None:
         _continue_generation(state, saved.record, saved.before, now_s)
     elif saved.members and saved.progress.has_trained:
@@ -108,15 +112,18 @@ def _continue_generation(
         state.progress.trained_in = max(state.progress.trained_in, roster.generation)
     present = state.members_of(roster)
     state.table.settle(present, settled=not roster.synchronous)
-    if len(present) == len(roster.entries):
+    done = state.table.finished
+    if {m.member_id for m in present} | done >= set(roster.member_ids):
         old = before.roster if before is not None and roster.planned else None
         if old is not None and len(state.members_of(old)) == len(old.entries):
             # It may be that the members still train in it, on their way to the boundary.
             state.running = old
             state.table.settle(state.members_of(old), settled=not old.synchronous)
-        stopping = state.running.member_ids if state.running is not None else ()
+        stopping = set(state.running.member_ids if state.running is not None else ()) - done
         state.stage.phase = Phase.COMMITTED
         state.agreement = Agreement.on(roster, record.digest, stopping=stopping, inherited=True)
+        for name in done:
+            state.agreement.forget(name)
         state.deadlines.deadline_s = now_s + state.limits.collective_s + state.limits.bring_up_s
         state.deadlines.bring_up_over_s = now_s + state.limits.longest_bring_up_s
     elif roster.synchronous and present:

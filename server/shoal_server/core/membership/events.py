@@ -164,6 +164,19 @@ class Left(Event):
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkDone(Event):
+    """A member that stays says what it is done with: its own work, or the job."""
+
+    reason: str
+    generation: Generation = NO_GENERATION
+    """The newest that it has entered."""
+    finished: bool = False
+    """It has no step left; the others may use what it serves."""
+    closes: bool = False
+    """The job takes in no more members from now on."""
+
+
 # What members are told.
 
 
@@ -210,6 +223,18 @@ class PausesNotice(Notice):
     """Who is paused now, of those whom others wait for."""
 
     member_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosingNotice(Notice):
+    """The job takes in no more members."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingNotice(Notice):
+    """Members without a rank that would be in the next roster."""
+
+    num_members: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,9 @@ class MembershipTable:
     pauses: Pauses = field(default_factory=Pauses)
     in_call: dict[str, int] = field(default_factory=dict)
     """Those who stand still in a call between two steps, and how many of them are enough for it."""
+    finished: set[str] = field(default_factory=set)
+    """Members that have done their work, present or gone: nobody waits for one, and each counts
+    for the minimum that the others need."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: what is entered later counts from a later time.
     _disconnected: dict[str, Member] = field(default_factory=dict)
@@ -42,6 +45,7 @@ class MembershipTable:
     def admit(self, member: Member) -> None:
         """Take in a member that nobody of its name is here of."""
         self.members[member.member_id] = member
+        self.finished.discard(member.member_id)
         if not member.settled:
             self._unsettled.add(member.member_id)
 
@@ -62,7 +66,7 @@ class MembershipTable:
     def propose(self, member: Member, proposal: Proposal) -> None:
         member.proposal = proposal
         self.unheard.discard(member.member_id)
-        if member.drain.since_s is None:
+        if member.drain.since_s is None and member.member_id not in self.finished:
             self.candidates[member.member_id] = member
 
     def drain(self, member: Member, reason: str, now_s: float) -> None:
@@ -70,6 +74,13 @@ class MembershipTable:
         member.drain.since_s, member.drain.reason = now_s, reason
         self.draining[member.member_id] = member
         self.candidates.pop(member.member_id, None)
+
+    def finish(self, member: Member) -> None:
+        """From now on the member is wanted in no roster, and stands still."""
+        self.settle((member,), settled=True)
+        self.finished.add(member.member_id)
+        for table in (self.candidates, self.draining):
+            table.pop(member.member_id, None)
 
     def hold_state(self, members: Iterable[Member], step: Step) -> None:
         """The members hold the state after so many steps, whatever they proposed with."""
@@ -80,6 +91,8 @@ class MembershipTable:
     def settle(self, members: Iterable[Member], *, settled: bool) -> None:
         """Note that the members stand still, or that they do not."""
         for member in members:
+            if member.member_id in self.finished:
+                continue
             member.settled = settled
             self.in_call.pop(member.member_id, None)
             if settled:
@@ -134,6 +147,23 @@ class MembershipTable:
         """Those of the roster that are still here, by rank."""
         present = (self.members.get(e.member_id) for e in roster.entries)
         return [m for m in present if m is not None and m.is_in(roster)]
+
+    def has_finished(self, member: Member) -> bool:
+        return member.member_id in self.finished
+
+    def trainers(self, roster: Roster) -> list[Member]:
+        """Members of the roster that are still here and have work left, by rank."""
+        return [m for m in self.of(roster) if m.member_id not in self.finished]
+
+    @property
+    def num_on_the_way(self) -> int:
+        """Members that have not proposed yet."""
+        known = len(self.candidates) + len(self.draining)
+        return len(self.members) - known - sum(name in self.members for name in self.finished)
+
+    def has_finished_in(self, roster: Roster) -> bool:
+        """True if a member of the roster has done its work."""
+        return any(name in self.finished for name in roster.ranks) if self.finished else False
 
     def overdue(self, now_s: float) -> Iterator[tuple[Member, str, str]]:
         """Those who were silent or halted for too long, the reason that makes them lost, and that

@@ -1,0 +1,218 @@
+"""torchrun's nodes without a coordinator: every wait ends when its option says, in any call."""
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.network.gates import Network, Wire
+from support.processes import torchrun_apart
+from support.processes.torchrun_handlers import Join, await_change, parameters, together
+from support.processes.torchrun_world import Nodes
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
+
+from shoal.torchrun import create_handler
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+
+JOIN_S = 3.0
+OVER_S = 6.0
+"""What may come on top, on a busy machine: it takes about two."""
+START_S = 90.0
+
+
+@pytest.fixture
+def wire(cluster: LocalCluster) -> Iterator[Wire]:
+    """The way to the coordinator."""
+    with Network() as network:
+        wire = network.wire(cluster.coordinator)
+        yield wire
+        wire.restore()
+
+
+@pytest.fixture(params=["cut", "silenced"])
+def outage(request: pytest.FixtureRequest, wire: Wire) -> Wire:
+    """A wire whose `cut` is one or the other: nobody takes connections, or packets get lost."""
+    if request.param == "silenced":
+        wire.cut = wire.silence  # type: ignore[method-assign]
+    return wire
+
+
+def options(wire: Wire, **conf: str) -> dict[str, str]:
+    return {
+        "endpoint": wire.endpoints[0],
+        "join_timeout": str(JOIN_S),
+        "close_timeout": "1",
+        **conf,
+    }
+
+
+def times_out(began_s: float, seconds: float = JOIN_S) -> bool:
+    """Whether it took as long as it may, and no longer."""
+    return seconds - 0.2 <= time.monotonic() - began_s <= seconds + OVER_S
+
+
+def test_a_rendezvous_after_a_failure(join: Join, outage: Wire) -> None:
+    """The node has to say first that its workers failed."""
+    node = join(**options(outage, last_call_timeout="0.2"))
+    together(node)
+    outage.cut()
+    began_s = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError, match=f"within {JOIN_S:g} s"):
+        node.next_rendezvous()
+    assert times_out(began_s)
+    # It may be that it ends now: that takes no longer than a last try.
+    began_s = time.monotonic()
+    node.shutdown()
+    assert time.monotonic() - began_s <= OVER_S
+
+
+def test_a_rendezvous_that_has_begun(join: Join, outage: Wire) -> None:
+    """It waits for other nodes when the coordinator goes."""
+    node = join((2, 2), **options(outage))
+    with ThreadPoolExecutor(1) as thread:
+        began_s = time.monotonic()
+        coming = thread.submit(node.next_rendezvous)
+        with pytest.raises(TimeoutError):
+            coming.result(timeout=0.5)
+        outage.cut()
+        with pytest.raises(RendezvousTimeoutError, match="2 to 2 nodes"):
+            coming.result(timeout=60.0)
+        assert times_out(began_s)
+
+
+def test_a_first_rendezvous(join: Join, outage: Wire) -> None:
+    node = join(**options(outage))
+    outage.cut()
+    began_s = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError):
+        node.next_rendezvous()
+    assert times_out(began_s)
+
+
+def test_a_spare_node(join: Join, outage: Wire) -> None:
+    """It stands by without a limit only while a coordinator can call it."""
+    together(join((1, 1)))
+    spare = join((1, 1), **options(outage))
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(spare.next_rendezvous)
+        with pytest.raises(TimeoutError):
+            coming.result(timeout=2 * JOIN_S)
+        outage.cut()
+        began_s = time.monotonic()
+        with pytest.raises(RendezvousTimeoutError):
+            coming.result(timeout=60.0)
+        assert time.monotonic() - began_s <= JOIN_S + OVER_S
+
+
+def test_a_rendezvous_that_meets_its_peers(join: Join, wire: Wire) -> None:
+    """A generation is agreed, and one of two nodes is cut off before it can be entered; the other
+    waits for it, and for no longer than it may."""
+    first, second = join((2, 2)), join((2, 2), **options(wire))
+    together(first, second)
+    with ThreadPoolExecutor(2) as threads:
+        coming = threads.submit(first.next_rendezvous)
+        await_change(second)
+        wire.silence()
+        began_s = time.monotonic()
+        with pytest.raises(RendezvousTimeoutError):
+            second.next_rendezvous()
+        assert times_out(began_s)
+        # The coordinator took the second for lost: a third takes its place.
+        third = join((2, 2))
+        assert {third.next_rendezvous().world_size, coming.result().world_size} == {2}
+
+
+def test_one_that_comes_back_is_a_member_again(join: Join, wire: Wire) -> None:
+    """A node that gave up joins anew when it is asked to."""
+    node = join(**options(wire, last_call_timeout="0.2"))
+    together(node)
+    wire.cut()
+    with pytest.raises(RendezvousTimeoutError):
+        node.next_rendezvous()
+    assert not node.is_closed()
+    assert node.num_nodes_waiting() == 0
+    wire.restore()
+    assert node.next_rendezvous().world_size == 1
+
+
+def test_to_close_the_job(join: Join, outage: Wire) -> None:
+    """`close_timeout` is how long it may take; it is an error, as of any backend."""
+    node = join(**options(outage, last_call_timeout="0.2"))
+    together(node)
+    outage.cut()
+    began_s = time.monotonic()
+    with pytest.raises((RendezvousTimeoutError, RendezvousConnectionError)):
+        node.set_closed()
+    assert time.monotonic() - began_s <= 1.0 + OVER_S
+
+
+@pytest.mark.parametrize("part", ["coordinator", "etcd"])
+def test_a_part_that_is_halted(tmp_path: Path, part: str) -> None:
+    """SIGSTOP: connections stay, and nobody answers, or nothing can be agreed."""
+    config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0)
+    with LocalCluster(config) as cluster:
+        conf = {"last_call_timeout": "0.2", "join_timeout": str(JOIN_S), "close_timeout": "1"}
+        node = create_handler(parameters(cluster.coordinator, "halted", **conf))
+        together(node)
+        process = cluster.processes[part]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            with pytest.raises(RendezvousTimeoutError):
+                node.next_rendezvous()
+            assert times_out(began_s)
+            node.shutdown()
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fails", [False, True])
+def test_agents_end_soon_after_their_workers(tmp_path: Path, outage: Wire, fails: bool) -> None:
+    """With the training's own exit code, within `close_timeout` and a few seconds."""
+    job = f"outage-{tmp_path.name}"
+    with Nodes(endpoint=outage.endpoints[0], job=job, directory=tmp_path) as nodes:
+        conf = "last_call_timeout=60,close_timeout=3"
+        names = ("first", "second")
+        agents = [nodes.start(name, nodes="2", workers=1, conf=conf) for name in names]
+        nodes.await_step(lambda step: step["world"] == 2, START_S)
+        outage.cut()
+        stopped_s = time.monotonic()
+        if fails:
+            for rank in range(2):
+                nodes.touch(f"fail-{rank}-0")
+        else:
+            nodes.stop()
+        codes = [agent.wait(60.0) for agent in agents]
+        assert codes == ([1, 1] if fails else [0, 0]), nodes.logs()
+        assert time.monotonic() - stopped_s <= 3.0 + 2 * OVER_S, nodes.logs()
+
+
+@pytest.mark.long
+def test_an_agent_that_waits_for_others_ends_soon_after_the_coordinator(
+    tmp_path: Path, outage: Wire
+) -> None:
+    """One whose workers are done stands in the barrier at the end; the other trains on, and ends as
+    it would."""
+    job, script = f"barrier-{tmp_path.name}", Path(torchrun_apart.__file__)
+    endpoint = outage.endpoints[0]
+    with Nodes(endpoint=endpoint, job=job, directory=tmp_path, script=script) as nodes:
+        conf = "last_call_timeout=60,close_timeout=3"
+        first, second = (
+            nodes.start(name, nodes="2", workers=1, conf=conf) for name in ("first", "second")
+        )
+        nodes.await_step(lambda step: step["world"] == 2, START_S)
+        nodes.touch("done-first")
+        nodes.await_line("first", "node_finished", START_S)
+        outage.cut()
+        cut_s = time.monotonic()
+        assert first.wait(60.0) == 0, nodes.logs()
+        assert time.monotonic() - cut_s <= 3.0 + 2 * OVER_S, nodes.logs()
+        assert second.exit_code is None, nodes.logs()
+        nodes.touch("done-second")
+        assert second.wait(60.0) == 0, nodes.logs()
