@@ -4,6 +4,7 @@ A pickle can run what it likes. This one is read by an unpickler that makes the 
 index and nothing else, so a checkpoint from anywhere does no worse than not to load.
 """
 
+import enum
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ _MODULES: Mapping[str, frozenset[str]] = {
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.serialization": frozenset({"_get_layout"}),
+    # Not itself: see `_enum_member`.
+    "builtins": frozenset({"getattr"}),
+    "__builtin__": frozenset({"getattr"}),
     "pathlib": frozenset({"PosixPath"}),
     "pathlib._local": frozenset({"PosixPath"}),
 }
@@ -51,7 +55,18 @@ class _Unpickler(pickle.Unpickler):
             allowed = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
         if not allowed:
             raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
-        return super().find_class(module, name)
+        return _enum_member if name == "getattr" else super().find_class(module, name)
+
+
+def _enum_member(kind: Any, name: Any) -> enum.Enum:
+    """The member of this name of an enum, which only one of `_MODULES` can be.
+
+    Some releases of Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`,
+    others as a call of its class.
+    """
+    if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"getattr of {kind!r:.100} has no place in an index")
+    return kind.__members__[name]
 
 
 @dataclass(frozen=True)
