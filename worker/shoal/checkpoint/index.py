@@ -5,6 +5,7 @@ index and nothing else, so a checkpoint from anywhere does no worse than not to 
 """
 
 import enum
+import io
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -87,20 +88,20 @@ class Index:
     objects: Mapping[names.Path, Place]
 
 
-def read_index(path: CheckpointPath) -> Index:
-    """The index of the checkpoint at `path`.
+def read_index(path: CheckpointPath, content: bytes | None = None) -> Index:
+    """The index of the checkpoint at `path`; `content`: that of one which is still to be published.
 
     Raises InvalidSpec if there is no checkpoint or one of a later version of DCP, MalformedMessage
     if its index is damaged or speaks of what the files do not hold.
     """
-    if size_of(path / METADATA) < 0:
+    if content is None and size_of(path / METADATA) < 0:
         raise InvalidSpec(
             f"{path} is not a checkpoint",
             seen=f"no {METADATA} there",
             expected="a directory that torch.distributed.checkpoint or Shoal has written",
             fix="Name one checkpoint, such as Checkpoints(...).newest() gives.",
         )
-    metadata = _metadata(path)
+    metadata = _metadata(path, content)
     tensors: dict[names.Path, Stored] = {}
     objects: dict[names.Path, Place] = {}
     try:
@@ -118,9 +119,9 @@ def read_index(path: CheckpointPath) -> Index:
     return index
 
 
-def _metadata(path: CheckpointPath) -> Metadata:
+def _metadata(path: CheckpointPath, content: bytes | None) -> Metadata:
     try:
-        with (path / METADATA).open("rb") as file:
+        with io.BytesIO(content) if content is not None else (path / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
     except OSError:
         raise

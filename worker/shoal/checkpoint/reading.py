@@ -6,6 +6,7 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any, BinaryIO
 
 import torch
@@ -16,7 +17,7 @@ from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
 from shoal.checkpoint.entries import Place
 from shoal.checkpoint.index import Index, Stored, read_index
 from shoal.state.shards import Chunk, StateShard, TensorShard
-from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
+from shoal_proto.errors import ChecksumMismatch, CheckpointFailed, MalformedMessage, ShoalError
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
 """(name, shape, dtype) of a tensor in the checkpoint -> the chunk of it to read; None for nothing.
@@ -40,9 +41,34 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
         return reader.state_shard(needs)
 
 
+def check_written(path: CheckpointPath, index: bytes) -> None:
+    """Raise CheckpointFailed if `read` would refuse what was written for the checkpoint at `path`,
+    whose index is still to be published.
+
+    Reads all that is no tensor, and of the tensors one chunk of each dtype. What stands in the
+    others their checksums cover.
+    """
+    try:
+        with ExitStack() as stack:
+            _Reader(path, read_index(path, index), stack).check()
+    except ShoalError as error:
+        raise CheckpointFailed(
+            f"the checkpoint {path} was written and cannot be read back: {error.what}",
+            seen=error.seen,
+            expected=error.expected,
+            fix="It is discarded, and older ones stay. Look at the storage, and at what was new in"
+            " the state: settings of the optimizer, registered objects.",
+            details={"path": str(path)},
+        ) from error
+
+
 def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
     """Needs all of it."""
     return Chunk.whole(shape)
+
+
+def _nothing(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Needs nothing."""
 
 
 class _Reader:
@@ -67,6 +93,17 @@ class _Reader:
         if groups:
             values["groups"] = groups
         return StateShard(step=step if type(step) is int else 0, shards=shards, values=values)
+
+    def check(self) -> None:
+        """Raise as `state_shard` does, without reading more of the tensors than one chunk of each
+        dtype."""
+        self.state_shard(_nothing)
+        seen: set[torch.dtype] = set()
+        for path, stored in self._index.tensors.items():
+            if stored.dtype not in seen:
+                seen.add(stored.dtype)
+                for chunk, place in islice(stored.chunks.items(), 1):
+                    self._chunk(names.key_of(path), stored.dtype, chunk, place)
 
     def _own(self) -> Mapping[str, Any] | None:
         """What Shoal wrote of itself; None if it did not write the checkpoint."""
@@ -152,9 +189,13 @@ class _Reader:
         except (ShoalError, MemoryError):
             raise
         except Exception as error:  # damaged bytes make torch.load raise anything
+            places = self._index.objects.items()
+            keys = [names.key_of(path) for path, place in places if place[:2] == (file, offset)]
+            # Torch says first, at length, how to read what should not be read.
+            reason = str(error).rpartition("WeightsUnpickler error: ")[2]
             raise MalformedMessage(
                 f"the checkpoint {self._path} cannot be read",
-                seen=f"{file} at {offset}: {str(error)[:200]}",
+                seen=f"{' '.join([*keys, file])} at {offset}: {reason[:200]}",
                 expected="what torch.distributed.checkpoint writes",
                 fix="Use an older checkpoint.",
             ) from error
