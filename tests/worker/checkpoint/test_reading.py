@@ -269,7 +269,7 @@ def test_enums_are_read_by_their_names(damaged, whole, protocol):
 )
 def test_no_other_attribute_is_read(damaged, attribute):
     with_memory_format(damaged, attribute)
-    with pytest.raises(MalformedMessage, match="getattr of .* has no place in an index"):
+    with pytest.raises(MalformedMessage, match=r"getattr of .* has no place in an index"):
         read(damaged, everything)
 
 

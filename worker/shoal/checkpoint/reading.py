@@ -16,8 +16,9 @@ from shoal.checkpoint import names
 from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
 from shoal.checkpoint.entries import Place
 from shoal.checkpoint.index import Index, Stored, read_index
+from shoal.state.optimizer_state import SLOTS
 from shoal.state.shards import Chunk, StateShard, TensorShard
-from shoal_proto.errors import ChecksumMismatch, CheckpointFailed, MalformedMessage, ShoalError
+from shoal_proto.errors import CheckpointFailed, ChecksumMismatch, MalformedMessage, ShoalError
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
 """(name, shape, dtype) of a tensor in the checkpoint -> the chunk of it to read; None for nothing.
@@ -88,7 +89,10 @@ class _Reader:
         }
         step = own["step"] if own else objects.get(names.STEP, 0)
         values = dict(own["values"]) if own else {}
-        shards = {**dict(self._tensors(needs)), **dict(_numbers(objects, needs))}
+        known = values.get(SLOTS) or {}
+        shards = dict(self._tensors(needs, known))
+        if slots := names.slots_of(objects, known):
+            values[SLOTS] = slots
         groups = names.groups_of({**objects, **self._settings()})
         if groups:
             values["groups"] = groups
@@ -114,9 +118,9 @@ class _Reader:
         self._checked = own["checksums"]
         return own
 
-    def _tensors(self, needs: Needs) -> Iterator[tuple[str, TensorShard]]:
+    def _tensors(self, needs: Needs, slots: Mapping[str, Any]) -> Iterator[tuple[str, TensorShard]]:
         for path, stored in self._index.tensors.items():
-            name = names.name_of_tensor(path)
+            name = names.name_of_tensor(path, slots)
             chunk = None if name is None else needs(name, stored.shape, stored.dtype)
             if name is not None and chunk is not None:
                 yield name, self._piece(names.key_of(path), stored, chunk)
@@ -199,16 +203,3 @@ class _Reader:
                 expected="what torch.distributed.checkpoint writes",
                 fix="Use an older checkpoint.",
             ) from error
-
-
-def _numbers(
-    objects: Mapping[names.Path, object], needs: Needs
-) -> Iterator[tuple[str, TensorShard]]:
-    """State of the optimizer that is plain numbers."""
-    for path, value in objects.items():
-        name = names.name_of_number(path, value)
-        if name is None:
-            continue
-        tensor = names.scalar(value)
-        if needs(name, (), tensor.dtype) is not None:
-            yield name, TensorShard.whole(tensor)

@@ -263,7 +263,7 @@ class LayoutStrategy(SynchronousStrategy):
             return
         binding.gradients.forget()
         # In the midst of an update there is neither the old state nor the new.
-        is_whole = self._whole and self._passes.is_whole
+        is_whole = self._whole and self._passes.is_whole and self._refusal is None
         self._peer_checkpoints.stop(self._collect(binding) if is_whole else None)
         self._whole = self._passes.is_whole = True
         binding.layout.release()
@@ -324,7 +324,8 @@ class LayoutStrategy(SynchronousStrategy):
         layout = self._layout()
         if self._copy_due and self._binding is not None:
             self._copy_due = False
-            self._peer_checkpoints.offer(self._collect_as_begun(self._binding))
+            if self._refusal is None:
+                self._peer_checkpoints.offer(self._collect_as_begun(self._binding))
         layout.begin()
 
     def _reduce_in_backward(self, reduces: bool) -> None:
@@ -458,9 +459,8 @@ class LayoutStrategy(SynchronousStrategy):
         self._whole = True
         self._update_scale(overflowed=overflowed)
         self._commit_step()
-        if self._step == 1:
-            # Before any copy: an optimizer whose state cannot travel is refused at once.
-            binding.collect(self._step)
+        # Before any copy.
+        self._inspect(self._optimizer, lambda: binding.collect(self._step))
         # Made when the next step begins: the members' report of this one does not wait for it.
         self._copy_due = self._peer_checkpoints.due(self._step)
         self._checkpoint()
