@@ -5,7 +5,7 @@ is raised on both sides of a call; `shoal_proto.status` carries it over.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ShoalError(Exception):
@@ -36,6 +36,17 @@ class ShoalError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         parts = {"seen": self.seen, "expected": self.expected, "fix": self.fix}
         return (_rebuild, (type(self), self.what, parts, self.details))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The error as JSON can carry it to another member."""
+        parts = {key: getattr(self, key) for key in ("what", "seen", "expected", "fix", "details")}
+        return {"kind": type(self).__name__, **parts}
+
+    @staticmethod
+    def from_dict(parts: Mapping[str, Any]) -> "ShoalError":
+        """The error that gave `to_dict`; an InternalError for a kind that is not known here."""
+        kind = ShoalError.kinds.get(parts["kind"], InternalError)
+        return kind(**{key: value for key, value in parts.items() if key != "kind"})
 
     def _sentence(self) -> str:
         parts = [self.what]

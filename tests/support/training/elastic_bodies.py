@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from support.models import tensor_models
 from support.processes.ranks import Report
+from support.training.plain_values import Keeps, KeepsCodes, Slips
 from support.training.rank_bodies import Run, session_of
 from torch import Tensor, fx, nn
 
@@ -83,6 +84,14 @@ MODELS: Mapping[str, Task] = {
 }
 
 
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "keeps": Keeps,
+    "keeps codes": KeepsCodes,
+    "slips at once": lambda parameters: Slips(parameters, {1, 2}, 0),
+    "slips later": lambda parameters: Slips(parameters, {1, 2}, 3),
+}
+
+
 def build(optimizer: str, model_name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same for every member."""
     torch.manual_seed(3)
@@ -91,6 +100,8 @@ def build(optimizer: str, model_name: str) -> tuple[nn.Module, torch.optim.Optim
         # A gradient of nothing but rounding (that of attention keys' bias) makes no steps so.
         eps = 1e-5 if model_name == "gpt" else 1e-8
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
+    if optimizer in OPTIMIZERS:
+        return model, OPTIMIZERS[optimizer](model.parameters())
     return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 

@@ -1,6 +1,8 @@
 """Training goes on while a checkpoint is written, and hears of it if that failed."""
 
 import threading
+from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from structlog.testing import capture_logs
@@ -18,6 +20,7 @@ from support.models.checkpoint_world import (
 from support.oracles.plain_torch import train
 
 import shoal
+from shoal.checkpoint import storage
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.reading import everything, read
 from shoal.state.shards import StateShard
@@ -55,6 +58,29 @@ def test_it_is_public():
 def test_a_checkpoint_is_due_every_so_many_steps(tmp_path):
     checkpoints = Checkpoints(tmp_path, every_steps=5)
     assert [step for step in range(12) if checkpoints.due(step)] == [5, 10]
+
+
+def unreadable(step):
+    """A state with a setting that no reader takes: its unpickler knows numbers and text alone."""
+    good = at(step)
+    groups = [{**group, "lr": Fraction(1, 10)} for group in good.values["groups"]]
+    return replace(good, values={**good.values, "groups": groups})
+
+
+@pytest.mark.parametrize("place", ["directory", "bucket"])
+def test_one_that_cannot_be_read_back_takes_the_place_of_no_other(tmp_path, place):
+    root = str(tmp_path) if place == "directory" else f"memory://{tmp_path.name}"
+    checkpoints = Checkpoints(root, every_steps=1, keep=1)
+    checkpoints.offer(at(1))
+    checkpoints.offer(unreadable(2))
+    with pytest.raises(CheckpointFailed, match="was written and cannot be read back") as raised:
+        checkpoints.close()
+    assert "step-00000002" in str(raised.value)
+    assert "Fraction" in str(raised.value)
+    assert differences(read(checkpoints.newest(), everything), with_aliases(at(1))) == []
+    checkpoints.offer(at(3))
+    checkpoints.close()
+    assert sorted(storage.complete(checkpoints.directory)) == [3]
 
 
 @pytest.mark.parametrize("setting", ["every_steps", "keep"])

@@ -36,21 +36,34 @@ def test_entries_are_those_of_plain_torch(tmp_path, optimizer_name):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.a.b.weight", "model.bias", "optim.a.b.weight/exp_avg", "optim.bias/step"]
+    "name",
+    [
+        "model.a.b.weight",
+        "model.bias",
+        "optim.a.b.weight/exp_avg",
+        "optim.bias/step",
+        "optim.a.weight/#history.0",
+        "optim.a.weight/#factors.left.1",
+        "optim.a.weight/#of.dots.0",
+    ],
 )
 def test_a_name_survives_the_way_there_and_back(name):
-    assert name_of_tensor(path_of(name)) == name
+    inside = {"a.weight": {"history": [], "factors": {}, "of.dots": []}}
+    assert name_of_tensor(path_of(name), inside) == name
 
 
 def test_groups_survive_the_way_there_and_back():
     groups = [
-        {"params": ["a", "b"], "lr": 0.1, "betas": [0.9, 0.99], "fused": None},
-        {"params": ["c"], "lr": {"tensor": 0.5}, "betas": [0.8, 0.99], "fused": True},
+        {"params": ["a", "b"], "lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "fused": None},
+        {"params": ["c"], "lr": {"$numbers": ["float64", 0.1]}, "betas": [0.8], "fused": True},
     ]
     entries = entries_of(7, {"groups": groups})
     assert groups_of(entries) == groups
-    assert entries["optim", "param_groups", 0, "betas"] == (0.9, 0.99), "torch has tuples there"
-    assert isinstance(entries["optim", "param_groups", 1, "lr"], torch.Tensor)
+    assert entries["optim", "param_groups", 0, "betas"] == (0.9, 0.99)
+    assert entries["optim", "param_groups", 1, "betas"] == [0.8]
+    lr = entries["optim", "param_groups", 1, "lr"]
+    assert isinstance(lr, torch.Tensor)
+    assert (lr.dtype, lr.item()) == (torch.float64, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +75,7 @@ def test_groups_survive_the_way_there_and_back():
 )
 def test_what_has_no_place_is_refused_by_name(path, reason):
     with pytest.raises(InvalidSpec, match=reason) as raised:
-        name_of_tensor(path)
+        name_of_tensor(path, {})
     assert ".".join(path) in str(raised.value)
 
 

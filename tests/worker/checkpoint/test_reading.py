@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from support.models.checkpoint_world import (
     write_on_all,
 )
 from support.oracles.plain_torch import OPTIMIZERS, make, save, train
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from shoal.checkpoint import names
@@ -35,6 +37,9 @@ from shoal_proto.errors import (
 
 # DCP says so of every single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+BY_PYTHON_3_11_2 = Path(__file__).with_name("python_3_11_2")
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +213,64 @@ def test_an_index_that_would_run_something_does_not(damaged, tmp_path):
     with pytest.raises(MalformedMessage, match="mkdir has no place in an index"):
         read(damaged, everything)
     assert not (tmp_path / "owned").exists()
+
+
+class Attribute:
+    """What some releases of Python pickle a member of an enum as, of anything."""
+
+    def __init__(self, owner: object, name: object) -> None:
+        self._of = (owner, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (getattr, self._of)
+
+
+def with_memory_format(path, value, protocol=pickle.DEFAULT_PROTOCOL):
+    """The index of a checkpoint, with this in the place of each memory format."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, each: object) -> Any:
+            return value.__reduce__() if isinstance(each, _MEM_FORMAT_ENCODING) else NotImplemented
+
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    with (path / ".metadata").open("wb") as file:
+        Pickler(file, protocol).dump(metadata)
+
+
+def test_a_checkpoint_of_a_python_that_pickles_enums_by_their_names_is_read():
+    """Written by Debian 12's Python 3.11.2, with torch 2.13.0."""
+    assert b"getattr" in (BY_PYTHON_3_11_2 / ".metadata").read_bytes()
+    found = read(BY_PYTHON_3_11_2, everything)
+    weight = torch.arange(6.0).reshape(2, 3)
+    assert torch.equal(found.shards["model.weight"].tensor, weight)
+    assert torch.equal(found.shards["optim.weight/exp_avg"].tensor, -weight)
+    assert found.step == 3
+    assert found.values["groups"][0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.DEFAULT_PROTOCOL])
+def test_enums_are_read_by_their_names(damaged, whole, protocol):
+    member = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    with_memory_format(damaged, member, protocol)
+    assert b"getattr" in (damaged / ".metadata").read_bytes()
+    assert differences(read(damaged, everything), with_aliases(whole)) == []
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        Attribute(_MEM_FORMAT_ENCODING, "__class__"),
+        Attribute(_MEM_FORMAT_ENCODING, "mro"),
+        Attribute(TensorProperties, "__init__"),
+        Attribute(torch.Size, "numel"),
+        Attribute(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"), "value"),
+    ],
+    ids=["class", "method", "other class", "type", "member's own"],
+)
+def test_no_other_attribute_is_read(damaged, attribute):
+    with_memory_format(damaged, attribute)
+    with pytest.raises(MalformedMessage, match=r"getattr of .* has no place in an index"):
+        read(damaged, everything)
 
 
 def test_an_index_that_leads_elsewhere_is_refused(damaged):

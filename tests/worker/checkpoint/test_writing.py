@@ -1,5 +1,7 @@
 """Ranks write one checkpoint together: complete, or absent, and the same answer on all."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,10 +15,12 @@ from support.models.checkpoint_world import (
     with_aliases,
     write_on_all,
 )
+from torch.optim import SGD
 
 from shoal.checkpoint import write_plan
 from shoal.checkpoint.reading import everything, read
 from shoal.checkpoint.writing import write
+from shoal.state.optimizer_state import SLOTS, mark_of, take_slots
 from shoal.state.shards import Chunk, StateShard, TensorShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
@@ -60,27 +64,38 @@ def test_long_tensors_are_written_in_chunks(tmp_path, monkeypatch):
     assert differences(read(tmp_path / "two", everything), with_aliases(whole)) == []
 
 
-def test_numbers_of_an_optimizer_stay_numbers(tmp_path):
-    """State that is no tensor is a number for plain torch, too, to the last digit."""
-    whole = trained("sgd")
-    numbers = {
-        "optim.last.weight/count#int": torch.tensor(2**53 + 1),
-        "optim.last.weight/decay#float": torch.tensor(0.1, dtype=torch.float64),
-        "optim.last.weight/seen#bool": torch.tensor(True),
-    }
-    shards = {name: TensorShard.whole(tensor) for name, tensor in numbers.items()}
-    write(tmp_path / "one", changed(whole, **shards))
-    found = read(tmp_path / "one", everything)
-    for name, tensor in numbers.items():
-        assert torch.equal(found.shards[name].tensor, tensor), name
-        assert found.shards[name].tensor.dtype == tensor.dtype, name
-    state = {"optim": {"state": {"last.weight": dict.fromkeys(("count", "decay", "seen"))}}}
-    dcp.load(state, checkpoint_id=tmp_path / "one", no_dist=True)
-    assert state["optim"]["state"]["last.weight"] == {
-        "count": 2**53 + 1,
+def test_plain_values_of_an_optimizer_are_there_for_plain_torch_too(tmp_path):
+    """To the last digit, of their own types, and as torch itself would have flattened them."""
+    state = {
+        "count": 2**70 + 1,
         "decay": 0.1,
         "seen": True,
+        "phase": "warm",
+        "norm": None,
+        "window": (1e-50, [1e300, float("-inf")]),
+        "history": [torch.arange(3.0), torch.tensor(2.5)],
+        "factors": {"left": torch.ones(2, 2), "rank": 2},
     }
+    slots = take_slots(state, "last.weight", SGD([torch.ones(1)]))
+    tensors = {f"optim.last.weight/{key}": t for key, t in slots.tensors.items()}
+    shards = {name: TensorShard.whole(tensor) for name, tensor in tensors.items()}
+    shards |= dict([mark_of("last.weight")])
+    whole = changed(trained("sgd"), **shards)
+    values = {**whole.values, SLOTS: {"last.weight": dict(slots.values)}}
+    write(tmp_path / "one", replace(whole, values=values))
+    found = read(tmp_path / "one", everything)
+    assert found.values[SLOTS] == values[SLOTS]
+    for name, tensor in tensors.items():
+        assert torch.equal(found.shards[name].tensor, tensor), name
+    own = {
+        **state,
+        "history": [torch.zeros(3), torch.tensor(0.0)],
+        "factors": {"left": torch.zeros(2, 2), "rank": 0},
+    }
+    held = {"optim": {"state": {"last.weight": own}}}
+    dcp.load(held, checkpoint_id=tmp_path / "one", no_dist=True)
+    loaded = held["optim"]["state"]["last.weight"]
+    assert repr(loaded) == repr(state)
 
 
 def test_a_rank_that_fails_fails_on_all_and_leaves_nothing(tmp_path):

@@ -20,6 +20,7 @@ from shoal.checkpoint.directory import METADATA, STEP
 from shoal.checkpoint.drafts import Draft
 from shoal.checkpoint.entries import CheckpointEntry, Place, index_of, write_files
 from shoal.checkpoint.index import read_index
+from shoal.checkpoint.reading import check_written
 from shoal.torch_private.checkpoint import FsspecWriter
 from shoal_proto.errors import InvalidSpec, ShoalError
 
@@ -115,7 +116,9 @@ class BucketDraft(Draft):
         path.remove(left)
 
     def publish(self, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
-        (self._path / METADATA).write_bytes(index_of(stored))
+        index = index_of(stored)
+        check_written(self._path, index)
+        (self._path / METADATA).write_bytes(index)
         try:
             self._path.remove(set(self._path.names()) - _part_of(self._path))
         except (OSError, ShoalError) as error:

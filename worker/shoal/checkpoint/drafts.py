@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from shoal.checkpoint import directory
 from shoal.checkpoint.bucket_paths import size_of
 from shoal.checkpoint.entries import CheckpointEntry, Place, write_files, write_index
+from shoal.checkpoint.reading import check_written
 
 
 class Draft(ABC):
@@ -46,7 +47,10 @@ class Draft(ABC):
 
     @abstractmethod
     def publish(self, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
-        """Let it become the checkpoint, in the place of one that is there."""
+        """Let it become the checkpoint, in the place of one that is there.
+
+        Raises CheckpointFailed if a reader would refuse what was written.
+        """
 
     @abstractmethod
     def discard(self) -> None:
@@ -90,6 +94,7 @@ class LocalDraft(Draft):
 
     def publish(self, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
         write_index(self._aside, stored)
+        check_written(self._aside, (self._aside / directory.METADATA).read_bytes())
         directory.publish(self._aside, self._path)
 
     def discard(self) -> None:

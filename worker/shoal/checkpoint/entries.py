@@ -45,8 +45,6 @@ class CheckpointEntry:
 
     @classmethod
     def of_item(cls, item: PlannedChunk) -> "CheckpointEntry":
-        if names.is_number(item.name):
-            return cls(names.path_of(item.name))
         return cls(names.path_of(item.name), _data(item.shape, item.dtype, item.chunk))
 
     @classmethod

@@ -4,6 +4,8 @@ A pickle can run what it likes. This one is read by an unpickler that makes the 
 index and nothing else, so a checkpoint from anywhere does no worse than not to load.
 """
 
+import enum
+import io
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +41,9 @@ _MODULES: Mapping[str, frozenset[str]] = {
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.serialization": frozenset({"_get_layout"}),
+    # Not itself: see `_enum_member`.
+    "builtins": frozenset({"getattr"}),
+    "__builtin__": frozenset({"getattr"}),
     "pathlib": frozenset({"PosixPath"}),
     "pathlib._local": frozenset({"PosixPath"}),
 }
@@ -51,7 +56,18 @@ class _Unpickler(pickle.Unpickler):
             allowed = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
         if not allowed:
             raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
-        return super().find_class(module, name)
+        return _enum_member if name == "getattr" else super().find_class(module, name)
+
+
+def _enum_member(kind: Any, name: Any) -> enum.Enum:
+    """The member of this name of an enum, which only one of `_MODULES` can be.
+
+    Some releases of Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`,
+    others as a call of its class.
+    """
+    if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"getattr of {kind!r:.100} has no place in an index")
+    return kind.__members__[name]
 
 
 @dataclass(frozen=True)
@@ -72,20 +88,20 @@ class Index:
     objects: Mapping[names.Path, Place]
 
 
-def read_index(path: CheckpointPath) -> Index:
-    """The index of the checkpoint at `path`.
+def read_index(path: CheckpointPath, content: bytes | None = None) -> Index:
+    """The index of the checkpoint at `path`; `content`: that of one which is still to be published.
 
     Raises InvalidSpec if there is no checkpoint or one of a later version of DCP, MalformedMessage
     if its index is damaged or speaks of what the files do not hold.
     """
-    if size_of(path / METADATA) < 0:
+    if content is None and size_of(path / METADATA) < 0:
         raise InvalidSpec(
             f"{path} is not a checkpoint",
             seen=f"no {METADATA} there",
             expected="a directory that torch.distributed.checkpoint or Shoal has written",
             fix="Name one checkpoint, such as Checkpoints(...).newest() gives.",
         )
-    metadata = _metadata(path)
+    metadata = _metadata(path, content)
     tensors: dict[names.Path, Stored] = {}
     objects: dict[names.Path, Place] = {}
     try:
@@ -103,9 +119,9 @@ def read_index(path: CheckpointPath) -> Index:
     return index
 
 
-def _metadata(path: CheckpointPath) -> Metadata:
+def _metadata(path: CheckpointPath, content: bytes | None) -> Metadata:
     try:
-        with (path / METADATA).open("rb") as file:
+        with io.BytesIO(content) if content is not None else (path / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
     except OSError:
         raise

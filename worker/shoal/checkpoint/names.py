@@ -6,19 +6,25 @@ that plain torch finds what it looks for:
 
     model.<parameter>               ("model", <parameter>)
     optim.<parameter>/<key>         ("optim", "state", <parameter>, <key>)
+    optim.<parameter>/#<key>.<i>    ("optim", "state", <parameter>, <key>, <i>)
+    values["slots"][...][<key>]     ("optim", "state", <parameter>, <key>), or what is in it
     values["groups"][i][<setting>]  ("optim", "param_groups", i, <setting>)
     registered.<name>/<path>        ("registered", <name>, <path>)
     everything else                 ("shoal", "state"), JSON
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.state.optimizer_state import INNER, SLOTS, plain_setting
+from shoal.state.plain_values import put_together, take_apart_exactly
 from shoal.state.shards import MODEL, OPTIM, REGISTERED, Json
+from shoal.torch_private.checkpoint import flatten_state_dict
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 FORMAT = 1
@@ -30,14 +36,6 @@ STEP = ("step",)
 """Where plain torch may have saved the number of steps."""
 
 Path = tuple[str | int, ...]
-
-_NUMBERS: Mapping[type, tuple[str, torch.dtype]] = {
-    bool: ("#bool", torch.bool),
-    int: ("#int", torch.int64),
-    float: ("#float", torch.float64),
-}
-"""State of an optimizer that is a plain number is a scalar shard under a marked name, and a plain
-number again in a checkpoint."""
 
 
 def key_of(path: Path) -> str:
@@ -52,16 +50,20 @@ def path_of(name: str) -> Path:
         owner, _, path = name.removeprefix(REGISTERED).partition("/")
         return ("registered", owner, path)
     parameter, _, key = name.removeprefix(OPTIM).rpartition("/")
-    return ("optim", "state", parameter, key.partition("#")[0])
+    if not key.startswith(INNER):
+        return ("optim", "state", parameter, key)
+    return ("optim", "state", parameter, *_places(key.removeprefix(INNER)))
 
 
-def is_number(name: str) -> bool:
-    """Whether the shard of this name stands for a plain number."""
-    return name.startswith(OPTIM) and "#" in name.rpartition("/")[2]
+def _places(dotted: str) -> Path:
+    """As torch flattens a value that holds tensors: in lists by number."""
+    key, *inner = dotted.split(".")
+    return (key, *(int(each) if each.isdecimal() else each for each in inner))
 
 
-def name_of_tensor(path: Path) -> str | None:
-    """The name of the shard that a tensor there is; None for what is none of a state's.
+def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
+    """The name of the shard that a tensor there is; None for what is none of a state's. `slots`:
+    the values of the optimizer's state that the checkpoint names the insides of.
 
     Raises InvalidSpec for what torch can save and Shoal has no place for.
     """
@@ -72,6 +74,8 @@ def name_of_tensor(path: Path) -> str | None:
             return f"{REGISTERED}{owner}/{key_of(tuple(rest))}"
         case ("optim", "state", str(parameter), str(key)):
             return f"{OPTIM}{parameter}/{key}"
+        case ("optim", "state", str(parameter), *rest) if is_inside(path, slots):
+            return f"{OPTIM}{parameter}/{INNER}{key_of(tuple(rest))}"
         case ("optim", "state", *_):
             raise _no_place(path, "nested state of an optimizer")
         case ("optim", part, *_) if part != "param_groups":
@@ -84,15 +88,36 @@ def name_of_tensor(path: Path) -> str | None:
     return None
 
 
-def name_of_number(path: Path, value: object) -> str | None:
-    """The same for what is no tensor; None also for a None, which counts as not there."""
-    if path[:2] != ("optim", "state") or value is None:
-        return None
-    if type(value) not in _NUMBERS:
-        raise _no_place(path, type(value).__name__)
-    name = name_of_tensor(path)
-    assert name is not None, "it is the optimizer's"
-    return name + _NUMBERS[type(value)][0]
+def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
+    """True for a part of one of these values of the optimizer's state."""
+    match path:
+        case ("optim", "state", str(parameter), *rest) if rest:
+            # A key may have dots of its own.
+            inner = key_of(tuple(rest))
+            return any(inner.startswith(f"{key}.") for key in slots.get(parameter, ()))
+    return False
+
+
+def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of the optimizer's state, from its entries and what tells of the insides of
+    others, by parameter.
+
+    Raises InvalidSpec for what has no place in a state.
+    """
+    found = {parameter: dict(own) for parameter, own in slots.items()}
+    for path, value in entries.items():
+        if path[:2] != ("optim", "state") or is_inside(path, slots):
+            continue
+        if len(path) != 4:
+            raise _no_place(path, "nested state of an optimizer")
+        _, _, parameter, key = path
+
+        def refused(_: object, seen: str, expected: str, path: Path = path) -> InvalidSpec:
+            return _no_place(path, seen)
+
+        taken, _ = take_apart_exactly(value, (), refused, inline=True)
+        found.setdefault(str(parameter), {})[str(key)] = taken
+    return found
 
 
 def is_read(path: Path) -> bool:
@@ -106,37 +131,48 @@ def _no_place(path: Path, seen: str) -> InvalidSpec:
     return InvalidSpec(
         f"the checkpoint's entry {key_of(path)} has no place in a state",
         seen=seen,
-        expected="tensors of the model; tensors and numbers of the optimizer",
+        expected="tensors of the model; tensors and plain values of the optimizer",
     )
 
 
-def scalar(number: object) -> Tensor:
-    """The scalar tensor that stands for a plain number."""
-    return torch.tensor(number, dtype=_NUMBERS[type(number)][1])
-
-
-def entries_of(step: int, values: Mapping[str, Json]) -> dict[Path, object]:
+def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
     """What of a state is no shard, as entries of a checkpoint."""
-    groups: Any = values.get("groups", [])
     entries: dict[Path, object] = {}
-    for index, group in enumerate(groups):
+    for index, group in enumerate(values.get("groups", [])):
         for setting, value in group.items():
-            entries["optim", "param_groups", index, setting] = _for_torch(setting, value)
-    own = {
+            entries["optim", "param_groups", index, setting] = put_together(value, {})
+    slots: dict[str, dict[str, Json]] = {}
+    for parameter, own in values.get(SLOTS, {}).items():
+        for key, value in own.items():
+            inner = _inside(key, value)
+            if inner is not None:
+                slots.setdefault(parameter, {})[key] = value
+            for path, leaf in (
+                {(key,): put_together(value, {})} if inner is None else inner
+            ).items():
+                entries["optim", "state", parameter, *path] = leaf
+    rest = {name: value for name, value in values.items() if name not in ("groups", SLOTS)}
+    own_values = {
         "format": FORMAT,
         "step": step,
-        "values": {name: value for name, value in values.items() if name != "groups"},
+        "values": {**rest, **({SLOTS: slots} if slots else {})},
         "checksums": torch.serialization.get_crc32_options(),
     }
-    entries[OWN] = json.dumps(own)
+    entries[OWN] = json.dumps(own_values)
     return entries
 
 
-def _for_torch(setting: str, value: Any) -> object:
-    if isinstance(value, dict):
-        return torch.tensor(value["tensor"])
-    # JSON has no tuples; the settings of torch's optimizers have no lists but this one.
-    return tuple(value) if isinstance(value, list) and setting != "params" else value
+def _inside(key: str, value: Json) -> dict[Path, object] | None:
+    """What stands within a value that torch flattens, without its tensors, by place; None for one
+    that it leaves alone."""
+    if not isinstance(value, list | dict):
+        return None
+    # Its tensors are shards: others stand for them here.
+    native = put_together(value, defaultdict(lambda: torch.empty(0)))
+    flat, paths = flatten_state_dict({key: native})
+    if paths.keys() == {key}:
+        return None
+    return {tuple(paths[each]): leaf for each, leaf in flat.items() if not isinstance(leaf, Tensor)}
 
 
 def groups_of(entries: Mapping[Path, object]) -> list[Json]:
@@ -148,7 +184,7 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
     for path, value in entries.items():
         match path:
             case ("optim", "param_groups", int(index), str(setting)):
-                groups.setdefault(index, {})[setting] = _for_json(value)
+                groups.setdefault(index, {})[setting] = _plain_setting(path, value)
     found: list[Json] = []
     for _, group in sorted(groups.items()):
         names = group.get("params")
@@ -163,10 +199,11 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
     return found
 
 
-def _for_json(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return {"tensor": value.tolist()}
-    return list(value) if isinstance(value, tuple) else value
+def _plain_setting(path: Path, value: object) -> Json:
+    def refused(_: object, seen: str, expected: str) -> InvalidSpec:
+        return _no_place(path, seen)
+
+    return plain_setting(value, (), refused)
 
 
 def own_state(text: object) -> Mapping[str, Any]:

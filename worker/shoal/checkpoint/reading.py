@@ -6,6 +6,7 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any, BinaryIO
 
 import torch
@@ -15,8 +16,9 @@ from shoal.checkpoint import names
 from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
 from shoal.checkpoint.entries import Place
 from shoal.checkpoint.index import Index, Stored, read_index
+from shoal.state.optimizer_state import SLOTS
 from shoal.state.shards import Chunk, StateShard, TensorShard
-from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
+from shoal_proto.errors import CheckpointFailed, ChecksumMismatch, MalformedMessage, ShoalError
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
 """(name, shape, dtype) of a tensor in the checkpoint -> the chunk of it to read; None for nothing.
@@ -40,9 +42,34 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
         return reader.state_shard(needs)
 
 
+def check_written(path: CheckpointPath, index: bytes) -> None:
+    """Raise CheckpointFailed if `read` would refuse what was written for the checkpoint at `path`,
+    whose index is still to be published.
+
+    Reads all that is no tensor, and of the tensors one chunk of each dtype. What stands in the
+    others their checksums cover.
+    """
+    try:
+        with ExitStack() as stack:
+            _Reader(path, read_index(path, index), stack).check()
+    except ShoalError as error:
+        raise CheckpointFailed(
+            f"the checkpoint {path} was written and cannot be read back: {error.what}",
+            seen=error.seen,
+            expected=error.expected,
+            fix="It is discarded, and older ones stay. Look at the storage, and at what was new in"
+            " the state: settings of the optimizer, registered objects.",
+            details={"path": str(path)},
+        ) from error
+
+
 def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
     """Needs all of it."""
     return Chunk.whole(shape)
+
+
+def _nothing(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Needs nothing."""
 
 
 class _Reader:
@@ -62,11 +89,25 @@ class _Reader:
         }
         step = own["step"] if own else objects.get(names.STEP, 0)
         values = dict(own["values"]) if own else {}
-        shards = {**dict(self._tensors(needs)), **dict(_numbers(objects, needs))}
+        known = values.get(SLOTS) or {}
+        shards = dict(self._tensors(needs, known))
+        if slots := names.slots_of(objects, known):
+            values[SLOTS] = slots
         groups = names.groups_of({**objects, **self._settings()})
         if groups:
             values["groups"] = groups
         return StateShard(step=step if type(step) is int else 0, shards=shards, values=values)
+
+    def check(self) -> None:
+        """Raise as `state_shard` does, without reading more of the tensors than one chunk of each
+        dtype."""
+        self.state_shard(_nothing)
+        seen: set[torch.dtype] = set()
+        for path, stored in self._index.tensors.items():
+            if stored.dtype not in seen:
+                seen.add(stored.dtype)
+                for chunk, place in islice(stored.chunks.items(), 1):
+                    self._chunk(names.key_of(path), stored.dtype, chunk, place)
 
     def _own(self) -> Mapping[str, Any] | None:
         """What Shoal wrote of itself; None if it did not write the checkpoint."""
@@ -77,9 +118,9 @@ class _Reader:
         self._checked = own["checksums"]
         return own
 
-    def _tensors(self, needs: Needs) -> Iterator[tuple[str, TensorShard]]:
+    def _tensors(self, needs: Needs, slots: Mapping[str, Any]) -> Iterator[tuple[str, TensorShard]]:
         for path, stored in self._index.tensors.items():
-            name = names.name_of_tensor(path)
+            name = names.name_of_tensor(path, slots)
             chunk = None if name is None else needs(name, stored.shape, stored.dtype)
             if name is not None and chunk is not None:
                 yield name, self._piece(names.key_of(path), stored, chunk)
@@ -152,22 +193,13 @@ class _Reader:
         except (ShoalError, MemoryError):
             raise
         except Exception as error:  # damaged bytes make torch.load raise anything
+            places = self._index.objects.items()
+            keys = [names.key_of(path) for path, place in places if place[:2] == (file, offset)]
+            # Torch says first, at length, how to read what should not be read.
+            reason = str(error).rpartition("WeightsUnpickler error: ")[2]
             raise MalformedMessage(
                 f"the checkpoint {self._path} cannot be read",
-                seen=f"{file} at {offset}: {str(error)[:200]}",
+                seen=f"{' '.join([*keys, file])} at {offset}: {reason[:200]}",
                 expected="what torch.distributed.checkpoint writes",
                 fix="Use an older checkpoint.",
             ) from error
-
-
-def _numbers(
-    objects: Mapping[names.Path, object], needs: Needs
-) -> Iterator[tuple[str, TensorShard]]:
-    """State of the optimizer that is plain numbers."""
-    for path, value in objects.items():
-        name = names.name_of_number(path, value)
-        if name is None:
-            continue
-        tensor = names.scalar(value)
-        if needs(name, (), tensor.dtype) is not None:
-            yield name, TensorShard.whole(tensor)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shoal.state.optimizer_state import is_mark
 from shoal.state.shards import Chunk, StateShard
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
@@ -27,6 +28,8 @@ def items_of(state_shard: StateShard) -> list[PlannedChunk]:
     return [
         PlannedChunk(name=name, shape=shard.shape, dtype=shard.tensor.dtype, chunk=shard.chunk)
         for name, shard in state_shard.shards.items()
+        # What it stands for is among the values.
+        if not is_mark(name)
     ]
 
 
@@ -75,7 +78,7 @@ def plan_writes(
             if item.chunk not in own and _has_content(item):
                 own.add(item.chunk)
                 planned[rank].extend(_cut(item))
-    missing = sorted(set(known) - set(first))
+    missing = sorted(name for name in set(known) - set(first) if not is_mark(name))
     if missing:
         raise InvalidSpec(f"no rank holds any of {missing[0]}", seen=f"{len(missing)} such tensors")
     for name, item in first.items():

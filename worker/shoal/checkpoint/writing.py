@@ -12,7 +12,7 @@ or its FsspecWriter.
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.checkpoint import names, storage
@@ -21,6 +21,7 @@ from shoal.checkpoint.drafts import Draft
 from shoal.checkpoint.entries import CheckpointEntry, Place
 from shoal.checkpoint.peers import ALONE, Peers
 from shoal.checkpoint.write_plan import PlannedChunk, from_json, items_of, plan_writes, to_json
+from shoal.state.optimizer_state import SLOTS, merged
 from shoal.state.shards import StateShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec, ShoalError
 
@@ -72,7 +73,8 @@ class _Writer:
         self._peers = peers
         self._first = peers.rank == FIRST
         self._continues = True
-        self._values = names.entries_of(state_shard.step, state_shard.values) if self._first else {}
+        self._values: Mapping[names.Path, object] = {}
+        """What is no shard, on the first rank."""
 
     def open(self, continues: bool) -> list[list[PlannedChunk]]:
         """Agree on a draft and on who writes what."""
@@ -86,6 +88,7 @@ class _Writer:
                 "continues": continues,
                 "outlines": to_json(items_of(self._state_shard)),
                 "elsewhere": sorted(self._state_shard.elsewhere),
+                SLOTS: self._state_shard.values.get(SLOTS),
             }
 
         opened = self._together("could not be begun", act)
@@ -94,6 +97,10 @@ class _Writer:
         steps = sorted({answer["step"] for answer in opened})
         if len(steps) > 1:
             raise InvalidSpec(f"the ranks hold different steps for {self._path}", seen=str(steps))
+        if self._first:
+            slots = {SLOTS: merged(opened)}
+            values = {**self._state_shard.values, **slots}
+            self._values = names.entries_of(self._state_shard.step, values)
         return plan_writes(
             [from_json(answer["outlines"]) for answer in opened],
             known={name for answer in opened for name in answer["elsewhere"]},
@@ -121,8 +128,7 @@ class _Writer:
 
     def _content(self, item: PlannedChunk) -> object:
         shard = self._state_shard.shards[item.name]
-        part = shard.tensor.detach()[item.chunk.within(shard.chunk)]
-        return part.item() if names.is_number(item.name) else part
+        return shard.tensor.detach()[item.chunk.within(shard.chunk)]
 
     def _entries(self, items: Sequence[PlannedChunk], first: bool) -> list[CheckpointEntry]:
         """What a rank writes: its items and, if it is the first, what is no shard."""
@@ -169,12 +175,12 @@ class _Writer:
             message: dict[str, Any] = {"done": act()}
         except Exception as error:  # noqa: BLE001 - raised below, on every rank
             failure = self._failure(stage, error)
-            message = {"failed": _told(failure)}
+            message = {"failed": failure.to_dict()}
         answers = [json.loads(text) for text in self._gather(json.dumps(message).encode())]
         for rank, answer in enumerate(answers):
             if "failed" in answer:
                 own = failure if rank == self._peers.rank else None
-                raise own or _retold(answer["failed"])
+                raise own or ShoalError.from_dict(answer["failed"])
         return [answer["done"] for answer in answers]
 
     def _gather(self, message: bytes) -> list[bytes]:
@@ -207,16 +213,6 @@ def _from_system(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
-
-
-def _told(error: ShoalError) -> dict[str, Any]:
-    parts = {key: getattr(error, key) for key in ("what", "seen", "expected", "fix", "details")}
-    return {"kind": type(error).__name__, **parts}
-
-
-def _retold(told: dict[str, Any]) -> ShoalError:
-    kind = ShoalError.kinds.get(told.pop("kind"), CheckpointFailed)
-    return kind(told.pop("what"), **told)
 
 
 def _check_files(draft: Draft, places: Sequence[Place]) -> None:

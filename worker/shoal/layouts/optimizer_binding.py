@@ -4,7 +4,7 @@ The user's optimizer object stays the same over all generations; what it steps i
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,19 @@ from shoal.model.initialisation import give_buffers, initialised_copy, is_on_met
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
-from shoal.state.replicated import as_json, beside, check_no_more, missing, names_in, take_settings
+from shoal.state.optimizer_state import (
+    SLOTS,
+    Slots,
+    is_mark,
+    mark_of,
+    merged,
+    put_settings,
+    put_slots,
+    refuse_other_owners,
+    take_settings,
+    take_slots,
+)
+from shoal.state.replicated import beside, check_no_more, missing, names_in
 from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import (
@@ -26,9 +38,6 @@ from shoal_proto.errors import (
     ShapeMismatch,
     UnsupportedOptimizer,
 )
-
-# State that an optimizer keeps as a plain number travels as a scalar tensor under a marked name.
-_NUMBERS: Mapping[str, type] = {"#int": int, "#float": float, "#bool": bool}
 
 
 class MetaModel:
@@ -74,7 +83,7 @@ class MetaModel:
         }
         """Parameters and persistent buffers of which there is nothing to hold."""
         self._names = {id(parameter): name for parameter, name in names.items()}
-        self._given: dict[str, dict[str, Any]] = {}
+        self._given: dict[str, Slots] = {}
         self.take_state(optimizer)
 
     def take_state(self, optimizer: Optimizer) -> None:
@@ -87,11 +96,7 @@ class MetaModel:
             name, state = self._names.get(id(parameter)), optimizer.state.get(parameter)
             if name is None or not state or any(map(_is_meta, state.values())):
                 continue
-            self._given[name] = {key: v for key, v in state.items() if v is not None}
-            for key, value in self._given[name].items():
-                if _as_piece(key, value) is None:
-                    kind = type(value).__name__
-                    raise _cannot_hand_over(optimizer, f"state {key!r} of {name}: {kind}")
+            self._given[name] = take_slots(state, name, optimizer)
 
     def copy(self) -> nn.Module:
         """The model once more: its parameters on the meta device, its buffers real and its own."""
@@ -120,11 +125,13 @@ class MetaModel:
             MODEL + name: TensorShard.whole(tensor.detach()) for name, tensor in state.items()
         }
         for name, given in self._given.items():
-            for key, value in given.items():
-                piece = _as_piece(f"{OPTIM}{name}/{key}", value)
-                assert piece is not None, "looked at when it was taken"
-                shards[piece[0]] = TensorShard.whole(piece[1].detach())
-        return StateShard(step=0, shards=shards)
+            for key, tensor in given.tensors.items():
+                shards[f"{OPTIM}{name}/{key}"] = TensorShard.whole(tensor.detach())
+        values: dict[str, Json] = {
+            name: dict(given.values) for name, given in self._given.items() if given.values
+        }
+        shards |= dict(map(mark_of, values))
+        return StateShard(step=0, shards=shards, values={SLOTS: values} if values else {})
 
     def forget_weights(self) -> None:
         """Free the memory of the user's own parameters, and of what the optimizer was given for
@@ -182,31 +189,29 @@ class OptimizerBinding:
         shards = {
             MODEL + name: self.layout.shard(name, tensor) for name, tensor in self.held.items()
         }
+        refuse_other_owners(self.optimizer, self._parameters.values())
+        slots: dict[str, Json] = {}
         for name, parameter in self._parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if value is not None:
-                    path, shard = self._piece_of_state(name, key, value)
-                    shards[path] = shard
+            own = take_slots(self.optimizer.state.get(parameter, {}), name, self.optimizer)
+            for key, value in own.tensors.items():
+                shards[f"{OPTIM}{name}/{key}"] = self._shard_of_state(name, key, value)
+            if own.values:
+                slots[name] = dict(own.values)
+        shards |= dict(map(mark_of, slots))
         kept = {path: shard for path, shard in shards.items() if shard.chunk.num_elements}
-        return StateShard(step=step, shards=kept, values=self._values())
+        values = {**self._values(), **({SLOTS: slots} if slots else {})}
+        return StateShard(step=step, shards=kept, values=values)
 
-    def _piece_of_state(self, name: str, key: str, value: Any) -> tuple[str, TensorShard]:
-        piece = _as_piece(f"{OPTIM}{name}/{key}", value)
-        if piece is None:
-            raise self._cannot_hand_over(f"state {key!r} of {name}: {type(value).__name__}")
-        path, value = piece
+    def _shard_of_state(self, name: str, key: str, value: Tensor) -> TensorShard:
         if value.ndim == 0:
-            return path, TensorShard.whole(local_part(value))
+            return TensorShard.whole(local_part(value))
         parameter = self._parameters[name]
         if value.shape == parameter.shape:
-            return path, self.layout.shard(name, value)
+            return self.layout.shard(name, value)
         whole = self.layout.shard(name, parameter)
         if whole.chunk.sizes != whole.shape:
-            raise self._cannot_hand_over(
-                f"state {key!r} of {name}: shape {tuple(value.shape)} for a parameter of"
-                f" {whole.shape} that is cut"
-            )
-        return path, TensorShard.whole(local_part(value))
+            raise _cannot_cut(self.optimizer, f"{name}/{key}", value.shape, whole.shape)
+        return TensorShard.whole(local_part(value))
 
     def model(self, step: int) -> StateShard:
         """This rank's part of the model, for all ranks to have the same whole of.
@@ -227,21 +232,9 @@ class OptimizerBinding:
         return {"groups": self._settings(), KINDS: [*kinds], "tied": dict(self._tied)}
 
     def _settings(self) -> list[Json]:
-        groups: list[Json] = []
-        for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
-            settings: dict[str, Json] = {"params": list(names)}
-            for key, value in group.items():
-                if key == "params":
-                    continue
-                if isinstance(value, Tensor):
-                    settings[key] = {"tensor": value.tolist()}
-                else:
-                    settings[key] = as_json(value, f"setting {key!r}", self.optimizer)
-            groups.append(settings)
-        return groups
-
-    def _cannot_hand_over(self, seen: str) -> UnsupportedOptimizer:
-        return _cannot_hand_over(self.optimizer, seen)
+        settings = take_settings(self.optimizer)
+        pairs = zip(self.group_names, settings, strict=True)
+        return [{"params": list[Json](names), **own} for names, own in pairs]
 
     @property
     def known(self) -> frozenset[str]:
@@ -295,7 +288,7 @@ class OptimizerBinding:
         if shape == whole:
             return chunk if chunk.num_elements else None
         if shape and chunk.sizes != whole:
-            raise self._cannot_hand_over(f"{name}: {shape} for a parameter of {whole}")
+            raise _cannot_cut(self.optimizer, name.removeprefix(OPTIM), shape, whole)
         return Chunk.whole(shape)
 
     @torch.no_grad()
@@ -324,54 +317,45 @@ class OptimizerBinding:
                 self.layout.shard(name, tensor).tensor.copy_(given.tensor)
         self._fill_optimizer(state_shard)
         self._placed.clear()
-        take_settings(self.optimizer, state_shard)
+        put_settings(self.optimizer, state_shard.values)
 
     def _fill_optimizer(self, state_shard: StateShard) -> None:
-        self.optimizer.state.clear()
-        for path, (shape, dtype) in self._known.items():
+        values: Any = merged([state_shard.values])
+        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in values}
+        for path in self._known:
             name, _, key = path.removeprefix(OPTIM).rpartition("/")
-            parameter = self._parameters.get(name)
-            if not path.startswith(OPTIM) or parameter is None:
-                continue
-            given = state_shard.shards.get(path)
-            key, mark, kind = key.partition("#")
-            if mark:
-                assert given is not None, "numbers are whole on every rank"
-                self.optimizer.state[parameter][key] = _NUMBERS[mark + kind](given.tensor.item())
-            elif shape and shape == tuple(parameter.shape):
-                if given is not None and given.tensor is self._placed.get(path):
-                    local = given.tensor
-                else:
-                    local = _filled(parameter, given, dtype)
-                self.optimizer.state[parameter][key] = placed_like(parameter, local)
-            else:
-                assert given is not None, "what has another shape is whole on every rank"
-                self.optimizer.state[parameter][key] = beside(
-                    parameter, given.tensor, self.optimizer
-                )
+            if path.startswith(OPTIM) and name in self._parameters and not is_mark(path):
+                tensors.setdefault(name, {})[key] = self._tensor_of_state(path, name, state_shard)
+        self.optimizer.state.clear()
+        for name, own in tensors.items():
+            if name in self._parameters:
+                slots = Slots(tensors=own, values=values.get(name, {}))
+                self.optimizer.state[self._parameters[name]] = put_slots(slots)
 
-
-def _as_piece(path: str, value: Any) -> tuple[str, Tensor] | None:
-    """A value of an optimizer's state as a tensor, and the name under which it travels; None if it
-    cannot travel."""
-    if isinstance(value, Tensor):
-        return path, value
-    for mark, kind in _NUMBERS.items():
-        if type(value) is kind:
-            # Without loss: Python's floats have 64 bits.
-            return path + mark, torch.tensor(value, dtype=torch.float64 if kind is float else None)
-    return None
+    def _tensor_of_state(self, path: str, name: str, state_shard: StateShard) -> Tensor:
+        (shape, dtype), parameter = self._known[path], self._parameters[name]
+        given = state_shard.shards.get(path)
+        if shape and shape == tuple(parameter.shape):
+            is_placed = given is not None and given.tensor is self._placed.get(path)
+            local = given.tensor if given and is_placed else _filled(parameter, given, dtype)
+            return placed_like(parameter, local)
+        assert given is not None, "what has another shape is whole on every rank"
+        return beside(parameter, given.tensor, self.optimizer)
 
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def _cannot_hand_over(optimizer: Optimizer, seen: str) -> UnsupportedOptimizer:
+def _cannot_cut(
+    optimizer: Optimizer, place: str, shape: Sequence[int], whole: Sequence[int]
+) -> UnsupportedOptimizer:
+    parameter, _, key = place.rpartition("/")
     return UnsupportedOptimizer(
-        f"the state of {type(optimizer).__name__} cannot be handed to another member",
-        seen=seen,
-        expected="scalars, numbers, and tensors of the parameter's own shape",
+        f"the state of {type(optimizer).__name__} cannot be cut as its parameters are",
+        seen=f"state {key!r} of {parameter}: shape {tuple(shape)} for a parameter of"
+        f" {tuple(whole)} that is cut",
+        expected="scalars, plain values, and tensors of the parameter's own shape",
         fix="Use an optimizer that treats each element separately, such as SGD or AdamW,"
         " or strategy 'ddp' or 'zero1', which leave parameters whole.",
     )

@@ -51,13 +51,13 @@ def check_same_optimizer(
         _check_settings(index, group, settings, type(optimizer).__name__)
 
 
-def replaced_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> list[str]:
-    """What a state's settings change in the script's own, in words: nothing where they are alike.
+def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the settings of a state, by group, change in the script's own, in words: nothing where
+    they are alike.
 
     What a scheduler of the script's moves is left out as long as both began with the same rate.
     """
     told: list[str] = []
-    groups: Any = values.get("groups") or ()
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         began = group.get(_BEGAN)
         is_moved = began is not None and _plain(began) == _plain(settings.get(_BEGAN))
@@ -71,11 +71,9 @@ def replaced_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> list[s
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: no tuples, and tensors as the numbers in them."""
+    """Without tuples, and tensors as the numbers in them."""
     if isinstance(value, Tensor):
         return value.tolist()
-    if isinstance(value, dict):
-        return value["tensor"]
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -10,13 +10,18 @@ from torch.optim import Optimizer
 
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, tied
-from shoal.state.shards import MODEL, OPTIM, Json, StateShard, TensorShard
-from shoal_proto.errors import (
-    DtypeMismatch,
-    InvalidSpec,
-    ShapeMismatch,
-    UnsupportedOptimizer,
+from shoal.state.optimizer_state import (
+    SLOTS,
+    Slots,
+    merged,
+    put_settings,
+    put_slots,
+    refuse_other_owners,
+    take_settings,
+    take_slots,
 )
+from shoal.state.shards import MODEL, OPTIM, Json, StateShard, TensorShard
+from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +69,18 @@ class ReplicatedState:
         for name, buffer in self._model.named_buffers():
             tensors[f"buffer/{name}"] = buffer.detach()
         scalars: dict[str, Json] = {}
-        for owner, slots in self._optimizer.state.items():
+        refuse_other_owners(self._optimizer, self._names)
+        for owner, state in self._optimizer.state.items():
             name = self.name_of(owner)
-            scalars[name] = own = {}
-            for key, value in slots.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer/{name}/{key}"] = value.detach()
-                else:
-                    own[key] = as_json(value, f"state {key!r} of {name}", self._optimizer)
+            slots = take_slots(state, name, self._optimizer)
+            tensors |= {f"optimizer/{name}/{key}": t.detach() for key, t in slots.tensors.items()}
+            scalars[name] = dict(slots.values)
         groups: list[Json] = []
-        for index, group in enumerate(self._optimizer.param_groups):
-            settings: dict[str, Json] = {}
-            for key, value in group.items():
-                if key == "params":
-                    continue
-                if isinstance(value, Tensor):
-                    tensors[f"group/{index}/{key}"] = value.detach()
-                else:
-                    settings[key] = as_json(value, f"setting {key!r}", self._optimizer)
-            groups.append(settings)
+        for index, settings in enumerate(take_settings(self._optimizer)):
+            group = self._optimizer.param_groups[index]
+            own = {key: value for key, value in group.items() if isinstance(value, Tensor)}
+            tensors |= {f"group/{index}/{key}": tensor.detach() for key, tensor in own.items()}
+            groups.append({key: value for key, value in settings.items() if key not in own})
         return State(step=step, tensors=tensors, values={"scalars": scalars, "groups": groups})
 
     def capture(self, step: int) -> State:
@@ -107,31 +105,25 @@ class ReplicatedState:
         """The state as it stands, not copied, as a member holds it that holds all."""
         now = self.collect(step)
         scalars: Any = now.values["scalars"]
-        settings: Any = now.values["groups"]
         shards: dict[str, TensorShard] = {}
         for name, tensor in self._persistent().items():
             shards[MODEL + name] = TensorShard.whole(tensor.detach())
         for path, tensor in now.tensors.items():
             if path.startswith("optimizer/"):
                 shards[OPTIM + path.removeprefix("optimizer/")] = TensorShard.whole(tensor)
-        for name, values in scalars.items():
-            for key, value in values.items():
-                if value is not None:
-                    shards[f"{OPTIM}{name}/{key}#{type(value).__name__}"] = TensorShard.whole(
-                        torch.tensor(value)
-                    )
         groups: list[Json] = []
+        settings = take_settings(self._optimizer)
         for group, own in zip(self._optimizer.param_groups, settings, strict=True):
-            tensors = {k: v for k, v in group.items() if isinstance(v, Tensor)}
             names: list[Json] = [self.name_of(parameter) for parameter in group["params"]]
-            numbers: dict[str, Json] = {k: {"tensor": v.tolist()} for k, v in tensors.items()}
-            groups.append({"params": names, **own, **numbers})
+            groups.append({"params": names, **own})
         kinds = kinds_of(self._optimizer)
         common: dict[str, Json] = {
             "groups": groups,
             KINDS: [*kinds],
             "tied": dict(tied(self._model)),
         }
+        if slots := {name: values for name, values in scalars.items() if values}:
+            common[SLOTS] = slots
         return StateShard(step=step, shards=shards, values=common)
 
     @torch.no_grad()
@@ -149,19 +141,13 @@ class ReplicatedState:
         check_same_optimizer(self._optimizer, groups, state_shard.values)
         for name, tensor in own.items():
             tensor.copy_(state_shard.shards[MODEL + name].tensor)
-        self._optimizer.state.clear()
-        for path, shard in state_shard.shards.items():
-            if path.startswith(OPTIM):
-                name, _, key = path.removeprefix(OPTIM).rpartition("/")
-                key, _, kind = key.partition("#")
-                own_parameter = self.parameters[name]
-                value = (
-                    shard.tensor.item()
-                    if kind
-                    else beside(own_parameter, shard.tensor, self._optimizer)
-                )
-                self._optimizer.state[own_parameter][key] = value
-        take_settings(self._optimizer, state_shard)
+        tensors = {
+            path.removeprefix(OPTIM): shard.tensor
+            for path, shard in state_shard.shards.items()
+            if path.startswith(OPTIM)
+        }
+        self._put_slots(tensors, merged([state_shard.values]))
+        put_settings(self._optimizer, state_shard.values)
 
     def _persistent(self) -> Mapping[str, Tensor]:
         return {**self.parameters, **persistent_buffers(self._model)}
@@ -173,20 +159,25 @@ class ReplicatedState:
 
     def _restore_optimizer(self, state: State) -> None:
         scalars: Any = state.values["scalars"]
-        groups: Any = state.values["groups"]
+        prefix = "optimizer/"
+        tensors = {
+            n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)
+        }
+        self._put_slots(tensors, scalars)
+        put_settings(self._optimizer, state.values)
+
+    def _put_slots(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Make this the optimizer's state: tensors by "<parameter>/<key>", values by parameter."""
+        by_parameter: dict[str, dict[str, Tensor]] = {name: {} for name in values}
+        for path, tensor in tensors.items():
+            name, _, key = path.rpartition("/")
+            # A copy: the sender of the state goes on with its own.
+            own = beside(self.parameters[name], tensor, self._optimizer)
+            by_parameter.setdefault(name, {})[key] = own
         self._optimizer.state.clear()
-        for name, values in scalars.items():
-            self._optimizer.state[self.parameters[name]].update(values)
-        for path, tensor in state.tensors.items():
-            if path.startswith("optimizer/"):
-                name, _, key = path.removeprefix("optimizer/").rpartition("/")
-                # A copy: the sender of the state goes on with its own.
-                own = self.parameters[name]
-                self._optimizer.state[own][key] = beside(own, tensor, self._optimizer)
-        for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
-            for key, value in settings.items():
-                # JSON has no tuples; betas are one.
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        for name, own_tensors in by_parameter.items():
+            slots = Slots(tensors=own_tensors, values=values.get(name, {}))
+            self._optimizer.state[self.parameters[name]].update(put_slots(slots))
 
 
 def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
@@ -197,35 +188,6 @@ def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
     if tensor.ndim or by_kernels:
         return tensor.to(parameter.device, copy=True)
     return tensor.clone()
-
-
-def take_settings(optimizer: Optimizer, state_shard: StateShard) -> None:
-    """Take over the settings of the optimizer's groups, such as learning rates.
-
-    JSON has no tuples (betas are one) and no tensors.
-    """
-    groups: Any = state_shard.values.get("groups", ())
-    for group, settings in zip(optimizer.param_groups, groups, strict=False):
-        for key, value in settings.items():
-            if key == "params":
-                continue
-            if isinstance(value, dict):
-                group[key] = torch.tensor(value["tensor"])
-            else:
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
-
-def as_json(value: Any, what: str, optimizer: Optimizer) -> Json:
-    """The value of an optimizer's state or setting, if JSON has it; else UnsupportedOptimizer."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, tuple | list):
-        return [as_json(item, what, optimizer) for item in value]
-    raise UnsupportedOptimizer(
-        f"the state of {type(optimizer).__name__} cannot be handed to another member",
-        seen=f"{what} of type {type(value).__name__}",
-        expected="tensors, numbers, strings and lists of these",
-    )
 
 
 def names_in(model: nn.Module) -> Set[str]:

@@ -9,6 +9,7 @@ from itertools import islice
 
 from shoal.state.grid import grid_of
 from shoal.state.inventory import Inventory, Meta, add_meta
+from shoal.state.optimizer_state import SLOTS, is_of_value, merged
 from shoal.state.shards import MODEL, Chunk, Json, Names, alike, groups_of
 from shoal_proto.errors import StateLost
 
@@ -96,7 +97,19 @@ def _expected(inventories: Sequence[Inventory], step: int) -> list[str]:
     names = {
         name for found, before in told.items() for name in found if before or name.startswith(MODEL)
     }
-    return sorted(names)
+    lasting = {name for name in names if not is_of_value(name)}
+    if len(lasting) < len(names):
+        # Of plain values there may be others, with other tensors, behind each step.
+        lasting |= names & _named_at(inventories, step)
+    return sorted(lasting)
+
+
+def _named_at(inventories: Sequence[Inventory], step: int) -> set[str]:
+    """All tensors that some rank tells of at this very step."""
+    listings = [each for inventory in inventories for each in inventory.listings]
+    return {
+        name for each in listings if each.step == step for name in {*each.chunks, *each.elsewhere}
+    }
 
 
 def _missing(
@@ -133,11 +146,10 @@ def _words(chunk: Chunk) -> str:
 
 
 def _values(inventories: Sequence[Inventory], step: int) -> Mapping[str, Json]:
-    for inventory in inventories:
-        for listing in inventory.listings:
-            if listing.step == step and listing.values:
-                return listing.values
-    return {}
+    listings = (each for inventory in inventories for each in inventory.listings)
+    told = [each.values for each in listings if each.step == step and each.values]
+    slots = merged(told)
+    return {**(told[0] if told else {}), **({SLOTS: slots} if slots else {})}
 
 
 def _lost(missing: Mapping[int, Sequence[str]]) -> StateLost:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.state.registered.plain import put_together, take_apart
+from shoal.state.plain_values import put_together, take_apart
 from shoal.state.replicated import State
 from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard
 from shoal_proto.errors import InvalidSpec

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,7 +40,9 @@ from shoal.strategies.synchronous.step_agreement import Deed
 from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
 from shoal.torch_private.compiling import is_routing_compiled
 from shoal.torch_private.dtensor import clear_sharding_cache
-from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
+from shoal_proto.errors import GenerationBroken, InvalidSpec, RefusedError, StateLost
+
+log = structlog.get_logger(__name__)
 
 
 class LayoutStrategy(SynchronousStrategy):
@@ -196,6 +199,14 @@ class LayoutStrategy(SynchronousStrategy):
         own = into_shard(binding.collect(self._step), self._registered.current())
         return self._checkpoints.samples.carried(own)
 
+    def _held(self, binding: OptimizerBinding) -> StateShard | None:
+        """The same for a generation that ends; None for a state that is refused."""
+        try:
+            return self._collect(binding)
+        except RefusedError as error:
+            log.warning("state_not_kept", step=self._step, reason=str(error))
+            return None
+
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
         """The same within a step, in which the script may have changed what it found.
 
@@ -264,7 +275,7 @@ class LayoutStrategy(SynchronousStrategy):
         binding.gradients.forget()
         # In the midst of an update there is neither the old state nor the new.
         is_whole = self._whole and self._passes.is_whole
-        self._peer_checkpoints.stop(self._collect(binding) if is_whole else None)
+        self._peer_checkpoints.stop(self._held(binding) if is_whole else None)
         self._whole = self._passes.is_whole = True
         binding.layout.release()
 
@@ -324,7 +335,8 @@ class LayoutStrategy(SynchronousStrategy):
         layout = self._layout()
         if self._copy_due and self._binding is not None:
             self._copy_due = False
-            self._peer_checkpoints.offer(self._collect_as_begun(self._binding))
+            if self._refusal is None:
+                self._peer_checkpoints.offer(self._collect_as_begun(self._binding))
         layout.begin()
 
     def _reduce_in_backward(self, reduces: bool) -> None:
@@ -458,9 +470,8 @@ class LayoutStrategy(SynchronousStrategy):
         self._whole = True
         self._update_scale(overflowed=overflowed)
         self._commit_step()
-        if self._step == 1:
-            # Before any copy: an optimizer whose state cannot travel is refused at once.
-            binding.collect(self._step)
+        # Before any copy.
+        self._inspect(self._optimizer, lambda: binding.collect(self._step))
         # Made when the next step begins: the members' report of this one does not wait for it.
         self._copy_due = self._peer_checkpoints.due(self._step)
         self._checkpoint()

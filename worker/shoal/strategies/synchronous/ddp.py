@@ -305,6 +305,7 @@ class DDP(SynchronousStrategy):
             self._optimizer.step()
         self._update_scale(overflowed=overflowed)
         self._commit_step()
+        self._inspect(self._optimizer, lambda: self._state.collect(self._step))
         self._checkpoint()
         acknowledged()
 

@@ -16,6 +16,7 @@ from shoal.checkpoint.samples import TrainedSamples
 from shoal.checkpoint.storage import check, complete
 from shoal.membership.generation import Generation
 from shoal.model.same_optimizer import replaced_settings
+from shoal.state.optimizer_state import settings_of
 from shoal.state.resharding import gather
 from shoal.state.shards import StateShard
 from shoal.strategies.synchronous.script_position import ScriptPosition
@@ -96,7 +97,8 @@ class GenerationCheckpoints:
         settings of an optimizer that is `fresh`, still as the script has made it, are compared."""
         state_shard = read_state(path, needs)
         self.samples.resume(path, state_shard)
-        changed = replaced_settings(fresh, state_shard.values) if fresh is not None else []
+        settings = settings_of(state_shard.values)
+        changed = replaced_settings(fresh, settings) if fresh is not None else []
         if changed and self._is_first:
             log.warning(
                 "settings_from_checkpoint",

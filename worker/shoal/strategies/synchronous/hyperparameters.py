@@ -8,6 +8,7 @@ from hashlib import blake2b
 from operator import is_
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -175,7 +176,8 @@ def _lasts(value: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.generic | np.ndarray):
+        # A member that is given the state has Python's numbers in the place of NumPy's.
         return _plain(value.tolist())
     if isinstance(value, bool) or not isinstance(value, float):
         return [_plain(each) for each in value] if isinstance(value, tuple | list) else value

@@ -30,7 +30,7 @@ from shoal.strategies.synchronous.hyperparameters import (
 )
 from shoal.strategies.synchronous.script_position import ScriptPosition, Stopped
 from shoal.strategies.synchronous.step_weights import BY_SAMPLES, StepWeights
-from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, UnequalPasses
+from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, ShoalError, UnequalPasses
 
 NUM_WORDS = {StepMessages.EARLIER: 3, StepMessages.PRESENT: 4}
 """Passes, twice, and one more if these were all, or parts, as a negative number; digest; whether a
@@ -103,7 +103,7 @@ _BITS = 16
 
 _SHARES = StepMessages.PRESENT
 """Members of one machine that know this form tell each other in memory that they share."""
-_CONFLICT, _STOP_BEFORE, _STOP_BEHIND, _FAULT, _LEAVES = 1, 2, 4, 8, 16
+_CONFLICT, _STOP_BEFORE, _STOP_BEHIND, _FAULT, _LEAVES, _REFUSAL = 1, 2, 4, 8, 16, 32
 """In the third word."""
 _FLAG_BITS = 8
 """Behind so many bits the third word says for which layers a member has met its peers."""
@@ -135,6 +135,8 @@ class StepAgreement:
         self.faults: Sequence[bool] = ()
         """Which members have proposed this step with gradients that are not finite, by rank, once
         it is settled."""
+        self.refusal: ShoalError | None = None
+        """Why this member's state of the last step is to be refused, if it is."""
         self._announced = False
         self._settled = False
         self._conflict = ""
@@ -234,7 +236,8 @@ class StepAgreement:
             word = 2 * self._passes + 1
             self._position.exchanges.end()
             exchanged = self._position.exchanges.word() << _FLAG_BITS
-            more = self._ending(self._step) | _FAULT * is_faulty | exchanged
+            refused = _REFUSAL * (self.refusal is not None)
+            more = self._ending(self._step) | _FAULT * is_faulty | refused | exchanged
             self._idle = idle
             digest = self._with_norms(self._hyper.digest() ^ (digest_of(idle) if idle else 0))
             self._send(word, digest, conflict=bool(self._conflict), more=more)
@@ -252,7 +255,8 @@ class StepAgreement:
         """Return if all members take the step in the same way, and wait for that: by what the
         gradients are to be multiplied before they are used. None if that was told before.
 
-        Raises UnequalPasses, HyperparametersDiffer or InvalidSpec, on all of them.
+        Raises UnequalPasses, HyperparametersDiffer, InvalidSpec, or the `refusal` of one of them,
+        on all of them.
         """
         if self._settled:
             return None
@@ -268,6 +272,8 @@ class StepAgreement:
     def _compare(self, rows: Sequence[Sequence[int]]) -> float:
         """See `settle`."""
         self._compare_passes(rows)
+        if any(row[2] & _REFUSAL for row in rows):
+            refuse_together(self._group, self.refusal)
         words = [row[2] >> _FLAG_BITS for row in rows]
         compare(self._position.exchanges, words, self._group, self._members)
         if any(row[2] & _STOP_BEFORE for row in rows):
@@ -417,6 +423,15 @@ class StepAgreement:
             " shoal.Zero1(find_unused_parameters=True). Where the script drops gradients"
             " (parameter.grad = None), let it drop the same on every member.",
         )
+
+
+def refuse_together(group: dist.ProcessGroup, own: ShoalError | None) -> None:
+    """Collective: raise the error that a member has, the same on all members, if one has any."""
+    words = gather(json.dumps(own.to_dict() if own is not None else None).encode(), group)
+    found = next((told for told in map(json.loads, words) if told is not None), None)
+    if found is not None:
+        let_all_hear(group)
+        raise ShoalError.from_dict(found)
 
 
 def _says_nothing_more(rows: Sequence[Sequence[int]]) -> bool:

@@ -1,0 +1,191 @@
+"""What an optimizer keeps for its parameters, and the settings of its groups, by name.
+
+A tensor is a shard of the state, under `optim.<parameter>/<key>`. All else is a plain value: it
+stands in the values of a state under `SLOTS`, exactly as it is, and names the tensors within it,
+which are shards of their own. A rank tells of the parameters that it steps, so what ranks tell is
+put together (`merged`). A mark (`mark_of`), one byte among the shards, shows that a rank holds the
+values of a parameter: so they are missed if it is lost.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.state.plain_values import (
+    CARRIED_EXACTLY,
+    Refusal,
+    fault_of,
+    put_together,
+    take_apart_exactly,
+)
+from shoal.state.shards import OPTIM, Json, TensorShard
+from shoal_proto.errors import ShoalError, UnsupportedOptimizer
+
+SLOTS = "slots"
+"""Where the values of the parameters stand in a state's: by parameter, then by key."""
+INNER = "#"
+"""Begins the key of a tensor that stands within a value. By itself it is the key of a mark."""
+_SMALL = 1 << 63
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """What an optimizer keeps for one parameter."""
+
+    tensors: Mapping[str, Tensor]
+    """By key; of one within a value, `INNER` and the dotted path to it."""
+    values: Mapping[str, Json]
+    """By key."""
+
+
+def take_slots(state: Mapping[Any, Any], parameter: str, optimizer: Optimizer) -> Slots:
+    """What the optimizer keeps for this parameter, not copied.
+
+    Raises UnsupportedOptimizer, with the place, for what no other member could be given.
+    """
+
+    def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
+        return cannot_carry(optimizer, f"state {'.'.join(path)!r} of {parameter}: {seen}", expected)
+
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Json] = {}
+    for key, value in state.items():
+        if type(key) is not str or "/" in key or key.startswith(INNER):
+            expected = f"a string without '/', that does not begin with {INNER!r}"
+            raise refused((str(key),), f"the key {key!r:.100}", expected)
+        if isinstance(value, Tensor):
+            if fault := fault_of(value):
+                raise refused((key,), fault, CARRIED_EXACTLY)
+            tensors[key] = value
+        elif _is_small(value):
+            values[key] = value
+        else:
+            values[key], inner = take_apart_exactly(value, (key,), refused)
+            tensors |= {INNER + path: tensor for path, tensor in inner.items()}
+    return Slots(tensors=tensors, values=values)
+
+
+def put_slots(slots: Slots) -> dict[str, Any]:
+    """What `take_slots` was given. Raises MalformedMessage for what it did not make."""
+    inner = {
+        key.removeprefix(INNER): tensor
+        for key, tensor in slots.tensors.items()
+        if key.startswith(INNER)
+    }
+    own = {key: t for key, t in slots.tensors.items() if not key.startswith(INNER)}
+    return {**own, **{key: put_together(value, inner) for key, value in slots.values.items()}}
+
+
+def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
+    """The settings of the optimizer's groups, without their parameters.
+
+    Raises UnsupportedOptimizer, with the name of the setting, for what no member could be given.
+    """
+
+    def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
+        index, setting, *_ = path
+        return cannot_carry(optimizer, f"setting {setting!r} of group {index}: {seen}", expected)
+
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        taken: dict[str, Json] = {}
+        for key, value in group.items():
+            if key != "params":
+                place = (str(index), str(key))
+                if type(key) is not str:
+                    raise refused(place, f"the key {key!r:.100}", "a string")
+                taken[key] = plain_setting(value, place, refused)
+        found.append(taken)
+    return found
+
+
+def plain_setting(value: Any, path: tuple[str, ...], refused: Refusal) -> Json:
+    """The value of a setting, without its type if that is a tensor's or a tuple's."""
+    return value if _is_small(value) else take_apart_exactly(value, path, refused, inline=True)[0]
+
+
+def put_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+    """Take over the settings of the optimizer's groups from a state's values.
+
+    Of lists and tuples the script's own kind counts: release 0.1.0 tells them not apart.
+    """
+    for group, settings in zip(optimizer.param_groups, settings_of(values), strict=False):
+        for key, value in settings.items():
+            if key == "params":
+                continue
+            kind = type(group.get(key))
+            is_sequence = type(value) in (list, tuple)
+            group[key] = kind(value) if is_sequence and kind in (list, tuple) else value
+
+
+def settings_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings that stand in a state's values, by group."""
+    groups: Sequence[Mapping[str, Json]] = values.get("groups") or ()
+    return [
+        {key: put_together(value, {}) for key, value in settings.items()} for settings in groups
+    ]
+
+
+def refuse_other_owners(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Raise UnsupportedOptimizer if the optimizer keeps state for what is none of these."""
+    own = set(map(id, parameters))
+    for owner in optimizer.state:
+        if id(owner) not in own:
+            shown = (
+                f"a tensor of {tuple(owner.shape)}"
+                if isinstance(owner, Tensor)
+                else f"{owner!r:.100}"
+            )
+            raise cannot_carry(
+                optimizer, f"state for {shown}, which it does not step", "state of its parameters"
+            )
+
+
+def cannot_carry(optimizer: Optimizer, seen: str, expected: str) -> UnsupportedOptimizer:
+    """The error for state that no member could be given, and no checkpoint could hold."""
+    return UnsupportedOptimizer(
+        f"the state of {type(optimizer).__name__} cannot be handed to another member",
+        seen=seen,
+        expected=expected,
+        fix="Keep it as one of these, or outside of the optimizer's state and groups if it is the"
+        " same on all members and in all steps.",
+    )
+
+
+# --- as shards ---
+
+
+def mark_of(parameter: str) -> tuple[str, TensorShard]:
+    """The shard that shows that a rank holds the values of this parameter."""
+    return f"{OPTIM}{parameter}/{INNER}", TensorShard.whole(torch.ones((), dtype=torch.uint8))
+
+
+def is_mark(name: str) -> bool:
+    """True for the name of a mark."""
+    return name.startswith(OPTIM) and name.endswith(f"/{INNER}")
+
+
+def is_of_value(name: str) -> bool:
+    """True for the name of a mark, or of a tensor within a value: one step may have it, the next
+    not."""
+    return name.startswith(OPTIM) and name.rpartition("/")[2].startswith(INNER)
+
+
+def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of all parameters, from the values of a state as each rank has them: by rank, so
+    that of what several tell the lowest counts."""
+    found: dict[str, Any] = {}
+    for values in told:
+        found = {**(values.get(SLOTS) or {}), **found}
+    return found
+
+
+def _is_small(value: object) -> bool:
+    """True for what is its own plain value, as most are."""
+    if type(value) is int:
+        return abs(value) < _SMALL
+    return value is None or type(value) in (bool, float, str)

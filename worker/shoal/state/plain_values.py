@@ -1,0 +1,253 @@
+"""What a `state_dict()`, or an optimizer, holds as plain values beside tensors, and back.
+
+Nothing is pickled: what arrives from another member, or from a checkpoint, is numbers, text and
+tensors, whoever wrote it.
+"""
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shoal.state.dtypes import DTYPES, name_of
+from shoal.state.shards import Json
+from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
+
+MAX_VALUES = 20_000
+"""Of one object, tensors counted as one: what is more is a table, and belongs into a tensor."""
+MAX_BITS = 4096
+"""Of an integer: longer ones Python writes as text only if it is told to."""
+MAX_PICKLED_BITS = 2032
+"""The same for one that stands in a checkpoint by itself: torch's unpickler knows none longer."""
+MAX_INLINE = 100_000
+"""Elements of a tensor that travels as numbers."""
+MAX_DEPTH = 50
+_MARK = "$"
+"""Begins the only key of what JSON has no notation for."""
+_CARRIED = (
+    "tensors, numpy arrays, numbers, strings, bytes, None, and lists, tuples and dicts of these"
+)
+CARRIED_EXACTLY = "tensors, numbers, strings, None, and lists, tuples and dicts of these"
+
+Refusal = Callable[[tuple[str, ...], str, str], ShoalError]
+"""(where it stands, what was seen, what is expected) -> the error to raise."""
+
+
+def take_apart(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
+    """The state as JSON, and the tensors that it names, by the dotted path at which each stands.
+
+    The tensors are those of the state, not copied. Raises InvalidSpec, with the place, for what
+    cannot be given to another member.
+    """
+
+    def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
+        return InvalidSpec(
+            f"the state of {name!r} cannot be carried",
+            seen=f"{seen} at {'.'.join(path) or 'its top'} of its state_dict()",
+            expected=expected,
+            fix="Leave it out of state_dict(), and create it in load_state_dict().",
+        )
+
+    apart = _Apart(refused)
+    return apart.plain(state, ()), apart.tensors
+
+
+def take_apart_exactly(
+    value: Any, path: tuple[str, ...], refused: Refusal, *, inline: bool = False
+) -> tuple[Json, dict[str, Tensor]]:
+    """As `take_apart`, of what has to come back as of the same type, and which plain torch is to
+    find in a checkpoint as it was. Numbers of NumPy, and members of enums, are Python's numbers.
+
+    `inline`: tensors stand among the values, as numbers.
+    """
+    apart = _Apart(refused, is_exact=True, is_inline=inline)
+    return apart.plain(value, path), apart.tensors
+
+
+def put_together(values: Json, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that `take_apart` was given. Raises MalformedMessage for what it did not make."""
+    try:
+        return _together(values, tensors)
+    except (TypeError, ValueError, LookupError, RecursionError) as error:
+        raise MalformedMessage(
+            "the stored registered state cannot be read",
+            seen=f"{type(error).__name__}: {str(error)[:200]}",
+            expected="what a member of the same version of Shoal keeps",
+        ) from error
+
+
+class _Apart:
+    def __init__(
+        self, refused: Refusal, *, is_exact: bool = False, is_inline: bool = False
+    ) -> None:
+        self._refused = refused
+        self._is_exact = is_exact
+        self._is_inline = is_inline
+        self._max_bits = MAX_PICKLED_BITS if is_exact else MAX_BITS
+        self._num_values = 0
+        self.tensors: dict[str, Tensor] = {}
+
+    def plain(self, value: Any, path: tuple[str, ...]) -> Json:
+        self._num_values += 1
+        if self._num_values > MAX_VALUES or len(path) > MAX_DEPTH:
+            raise self._refused(
+                path, f"more than {MAX_VALUES:,} values", "a long list as one tensor"
+            )
+        if _is_numpy_number(value) or (self._is_exact and _is_alone(value)):
+            value = value.item()
+        if isinstance(value, int) and value.bit_length() > self._max_bits:
+            raise self._refused(
+                path, f"an integer of {value.bit_length():,} bits", f"at most {self._max_bits:,}"
+            )
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        marked = _scalar(value)
+        return marked[0] if marked else self._contained(value, path)
+
+    def _contained(self, value: Any, path: tuple[str, ...]) -> Json:
+        kind = type(value) if self._is_exact else _base_of(value)
+        if kind is dict:
+            return self._mapping(value, path)
+        if kind in (list, tuple):
+            items = [self.plain(item, (*path, str(i))) for i, item in enumerate(value)]
+            return {_MARK + "tuple": list[Json](items)} if kind is tuple else items
+        if kind is np.ndarray and value.dtype.kind in "biufc" and not self._is_exact:
+            data = base64.b64encode(value.tobytes()).decode()
+            return {_MARK + "array": [value.dtype.str, list(value.shape), data]}
+        expected = CARRIED_EXACTLY if self._is_exact else _CARRIED
+        raise self._refused(path, f"a {type(value).__name__}", expected)
+
+    def _mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
+        plain = all(type(key) is str and not key.startswith(_MARK) for key in value)
+        pairs: list[Json] = []
+        items: dict[str, Json] = {}
+        for key, item in value.items():
+            taken = self.plain(item, (*path, str(key)))
+            if plain:
+                items[key] = taken
+            else:
+                pairs.append([self.plain(key, path), taken])
+        return items if plain else {_MARK + "pairs": pairs}
+
+    def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> Json:
+        key = ".".join(path) or "value"
+        if isinstance(tensor, DTensor) and (self._is_inline or not self._is_exact):
+            raise self._refused(
+                path, "a part of a tensor that is cut over members", "whole tensors"
+            )
+        if fault := fault_of(tensor):
+            raise self._refused(path, fault, f"dense tensors of {', '.join(DTYPES)}")
+        if self._is_inline:
+            if tensor.numel() > MAX_INLINE or tensor.is_complex() or tensor.is_meta:
+                seen = f"a tensor of {tensor.numel():,} elements of {tensor.dtype}"
+                raise self._refused(path, seen, f"at most {MAX_INLINE:,}, which are real")
+            return {_MARK + "numbers": [name_of(tensor.dtype), tensor.tolist()]}
+        if key in self.tensors:
+            raise self._refused(path, "two tensors", f"one at {key}")
+        self.tensors[key] = tensor.detach()
+        return {_MARK + "tensor": key}
+
+
+def fault_of(tensor: Tensor) -> str:
+    """Why a tensor cannot be given to another member, or stand in a checkpoint; "" if it can."""
+    if tensor.layout is not torch.strided or name_of(tensor.dtype) not in DTYPES:
+        return f"a tensor of {tensor.layout} and {tensor.dtype}"
+    kind = type(tensor)
+    # What computes with tensors of its own has no elements in memory.
+    if not isinstance(tensor, DTensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"a {kind.__name__}, which is made of other tensors"
+    return ""
+
+
+def _is_numpy_number(value: object) -> bool:
+    """True for a number or text of NumPy's; not for a date, of which `item` may make a number."""
+    return isinstance(value, np.generic) and value.dtype.kind in "biufcUS"
+
+
+def _is_alone(value: object) -> bool:
+    """True for the only element of an array without dimensions."""
+    return isinstance(value, np.ndarray) and value.ndim == 0 and _is_numpy_number(value[()])
+
+
+def _base_of(value: object) -> type:
+    """What a value is carried as."""
+    for kind, carried in (
+        (Mapping, dict),
+        (list, list),
+        (tuple, tuple),
+        (np.ndarray, np.ndarray),
+    ):
+        if isinstance(value, kind):
+            return carried
+    return type(value)
+
+
+def _scalar(value: object) -> tuple[Json] | None:
+    """What is no container, without what subclasses (enums, say) add to it; None for another."""
+    if value is None:
+        return (None,)
+    if isinstance(value, str):
+        # An enum's own `str` is its name.
+        return (str.__str__(value),)
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return (kind(value),)
+    marked: Json = None
+    if isinstance(value, complex):
+        marked = {_MARK + "complex": [value.real, value.imag]}
+    elif isinstance(value, torch.dtype):
+        marked = {_MARK + "dtype": name_of(value)}
+    elif isinstance(value, bytes | bytearray):
+        marked = {_MARK + "bytes": base64.b64encode(value).decode()}
+    return (marked,) if marked else None
+
+
+def _together(values: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(values, list):
+        return [_together(item, tensors) for item in values]
+    if not isinstance(values, dict):
+        return values
+    if len(values) == 1 and next(iter(values)).startswith(_MARK):
+        return _marked(*next(iter(values.items())), tensors)
+    return {key: _together(item, tensors) for key, item in values.items()}
+
+
+def _marked(mark: str, content: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if mark not in _READERS:
+        raise ValueError(f"the mark {mark!r:.50}")
+    return _READERS[mark](content, tensors)
+
+
+def _array(content: Any, _: Mapping[str, Tensor]) -> Any:
+    dtype, shape, data = content
+    return np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape).copy()
+
+
+def _numbers(content: Any, _: Mapping[str, Tensor]) -> Tensor:
+    dtype, numbers = content
+    return torch.tensor(numbers, dtype=DTYPES[dtype])
+
+
+def _dtype(content: Any, _: Mapping[str, Tensor]) -> torch.dtype:
+    found = getattr(torch, content)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{content!r:.50} is no dtype")
+    return found
+
+
+_READERS: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    _MARK + "array": _array,
+    _MARK + "bytes": lambda content, _: base64.b64decode(content),
+    _MARK + "complex": lambda content, _: complex(*content),
+    _MARK + "dtype": _dtype,
+    _MARK + "numbers": _numbers,
+    _MARK + "pairs": lambda content, tensors: {
+        _together(key, tensors): _together(value, tensors) for key, value in content
+    },
+    _MARK + "tensor": lambda content, tensors: tensors[content],
+    _MARK + "tuple": lambda content, tensors: tuple(_together(each, tensors) for each in content),
+}
