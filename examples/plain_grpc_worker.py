@@ -41,12 +41,15 @@ SCHEMA = [shards.ParameterSpec(name="line", shape=[2], dtype="float32")]
 
 def open_channel(address: str, name: str) -> grpc.Channel:
     """Within mutual TLS the certificate that answers is a role's, whatever the address."""
+    # The parts of a cluster are neighbours: http_proxy is for the internet.
+    direct = [("grpc.enable_http_proxy", 0)]
     if "SHOAL_TLS" not in os.environ:
-        return grpc.insecure_channel(address)
+        return grpc.insecure_channel(address, direct)
     folder = Path(os.environ["SHOAL_TLS"])
     files = (folder / file for file in ("ca.crt", "worker.key", "worker.crt"))
     credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
-    return grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", name)])
+    options = [*direct, ("grpc.ssl_target_name_override", name)]
+    return grpc.secure_channel(address, credentials, options)
 
 
 class Membership:

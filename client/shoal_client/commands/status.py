@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal_client.commands.address import StatusAddress
+from shoal_client.connection.http import direct_http_client
 from shoal_proto.errors import (
     InternalError,
     InvalidSpec,
@@ -123,9 +124,8 @@ class StatusClient:
         self._http = self._client()
 
     def _client(self) -> httpx.Client:
-        verify = True if self._context is None else self._context
-        return httpx.Client(
-            timeout=ANSWER_WITHIN_S, trust_env=False, headers=self._headers, verify=verify
+        return direct_http_client(
+            timeout_s=ANSWER_WITHIN_S, headers=self._headers, context=self._context
         )
 
     def __enter__(self) -> "StatusClient":

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
+from shoal_client.connection.http import direct_http_client
 from shoal_client.demo.audit import (
     Account,
     Sample,
@@ -172,7 +171,8 @@ class DemoTraining:
 
     def _pushes_applied(self) -> int | None:
         url = f"{self._cluster.http_url}/api/v1/jobs/{self._plan.job}/shards"
-        shards = httpx.get(url, timeout=5.0).raise_for_status().json()["shards"]
+        with direct_http_client(timeout_s=5.0) as client:
+            shards = client.get(url).raise_for_status().json()["shards"]
         return max((shard["pushes"]["applied"] for shard in shards), default=None)
 
     def _outcome(self, pushes: int | None) -> Outcome:

@@ -22,6 +22,7 @@ from shoal_client.local.process import Command, Process
 from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
+from shoal_proto.tls.channels import direct_channel
 
 Spawn = Callable[[Command], Process]
 
@@ -235,8 +236,13 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
 
 
 def _environment() -> Mapping[str, str]:
-    # etcd takes every flag from ETCD_* too; those of the user are for another etcd.
-    return {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
+    # etcd takes every flag from ETCD_* too; those of the user are for another etcd. And its members
+    # would reach one another through a proxy.
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("ETCD_") and not key.lower().endswith("_proxy")
+    }
 
 
 def _free_ports(num_ports: int) -> list[int]:
@@ -286,13 +292,8 @@ def _serves(member: EtcdMember) -> bool:
     tls, credentials = member.options.tls, member.options.credentials
     if tls is not None:
         credentials = tls.credentials()
-    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
-    channel = (
-        grpc.insecure_channel(member.endpoint, options)
-        if credentials is None
-        else grpc.secure_channel(member.endpoint, credentials, options)
-    )
-    with channel:
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    with direct_channel(member.endpoint, credentials, options) as channel:
         try:
             reply = stubs.ClusterStub(channel).MemberList(pb.MemberListRequest(), timeout=1.0)
         except grpc.RpcError:

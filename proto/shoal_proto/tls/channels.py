@@ -1,4 +1,8 @@
-"""gRPC channels and ports that go by the certificate of this process, where it has one."""
+"""gRPC channels and ports that go by the certificate of this process, where it has one.
+
+Every channel between parts of Shoal, and to its etcd, is made here: none goes through a proxy that
+the environment names (http_proxy, https_proxy, grpc_proxy), which are for the internet.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,21 +17,45 @@ Options = Sequence[tuple[str, int | str]]
 
 
 def open_channel(address: str, name: str, options: Options) -> grpc.Channel:
-    """A channel to who serves under `name` (COORDINATOR_NAME or SERVER_NAME) at host:port."""
-    own = identity.own()
-    if own is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, _credentials(own), options=[*options, *_expecting(name)])
+    """Channel to the part that serves under `name` (COORDINATOR_NAME or SERVER_NAME) at
+    host:port."""
+    return direct_channel(address, *_secured(name, options))
 
 
 def open_aio_channel(address: str, name: str, options: Options) -> grpc.aio.Channel:
-    """As `open_channel`, for an event loop."""
+    """Same as `open_channel`, for an event loop."""
+    return direct_aio_channel(address, *_secured(name, options))
+
+
+def direct_channel(
+    address: str, credentials: grpc.ChannelCredentials | None, options: Options
+) -> grpc.Channel:
+    """Channel to host:port without a proxy: with these credentials, or in plain text."""
+    return _channel(grpc, address, credentials, options)
+
+
+def direct_aio_channel(
+    address: str, credentials: grpc.ChannelCredentials | None, options: Options
+) -> grpc.aio.Channel:
+    """Same as `direct_channel`, for an event loop."""
+    return _channel(grpc.aio, address, credentials, options)
+
+
+def _channel(
+    kind: Any, address: str, credentials: grpc.ChannelCredentials | None, options: Options
+) -> Any:
+    """Channel of `kind`, which is the module grpc or grpc.aio."""
+    options = [*options, ("grpc.enable_http_proxy", 0)]
+    if credentials is None:
+        return kind.insecure_channel(address, options=options)
+    return kind.secure_channel(address, credentials, options=options)
+
+
+def _secured(name: str, options: Options) -> tuple[grpc.ChannelCredentials | None, Options]:
     own = identity.own()
     if own is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(
-        address, _credentials(own), options=[*options, *_expecting(name)]
-    )
+        return None, options
+    return _credentials(own), [*options, *_expecting(name)]
 
 
 def add_port(server: grpc.aio.Server, address: str) -> int:

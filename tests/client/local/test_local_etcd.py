@@ -23,6 +23,7 @@ from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
 
 QUICK = EtcdOptions(fsync=False)
+DIRECT = (("grpc.enable_http_proxy", 0),)
 
 
 @pytest.fixture
@@ -32,12 +33,12 @@ def supervisor() -> Iterator[Supervisor]:
 
 
 def put(endpoint: str, value: bytes) -> None:
-    with grpc.insecure_channel(endpoint) as channel:
+    with grpc.insecure_channel(endpoint, DIRECT) as channel:
         stubs.KVStub(channel).Put(pb.PutRequest(key=b"a", value=value), timeout=5)
 
 
 def get(endpoint: str) -> bytes:
-    with grpc.insecure_channel(endpoint) as channel:
+    with grpc.insecure_channel(endpoint, DIRECT) as channel:
         reply = stubs.KVStub(channel).Range(pb.RangeRequest(key=b"a"), timeout=5)
     return reply.kvs[0].value if reply.kvs else b""
 
@@ -152,3 +153,15 @@ def test_a_new_cluster_on_old_data_is_refused(supervisor: Supervisor, tmp_path: 
     (tmp_path / "etcd-0.etcd").mkdir()
     with pytest.raises(InvalidSpec, match="data of another one"):
         start_etcd(supervisor.spawn, tmp_path, QUICK, num_members=3)
+
+
+def test_an_etcd_of_several_members_goes_through_no_proxy(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its members reach one another directly, at whatever addresses they listen."""
+    for name in ("http_proxy", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for each in start_etcd(supervisor.spawn, tmp_path, QUICK, num_members=2):
+        environment = Path(f"/proc/{each.process.pid}/environ").read_bytes().lower()
+        assert b"_proxy=" not in environment
+        put(each.endpoint, b"direct")

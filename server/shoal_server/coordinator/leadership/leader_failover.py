@@ -35,10 +35,7 @@ FIRST_BACK_OFF_S = 0.02
 MAX_BACK_OFF_S = 1.0
 CONNECT_WITHIN_S = 1.0
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
-)
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.use_local_subchannel_pool", 1),)
 
 
 async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:

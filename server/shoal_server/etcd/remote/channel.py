@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
+from shoal_proto.tls.channels import direct_aio_channel
 
 MAX_ANSWER_BYTES = 256 << 20
 
@@ -26,8 +27,6 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
-    # etcd is reached directly, whatever http_proxy says.
-    ("grpc.enable_http_proxy", 0),
 )
 
 
@@ -37,10 +36,7 @@ class Connection:
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.address = address
         self.credentials = credentials
-        if credentials is None:
-            self.channel = grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
-        else:
-            self.channel = grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
+        self.channel = direct_aio_channel(address, credentials, CHANNEL_OPTIONS)
         self.kv = stubs.KVStub(self.channel)
         self.watch = stubs.WatchStub(self.channel)
         self.lease = stubs.LeaseStub(self.channel)

@@ -15,6 +15,7 @@ import structlog
 
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
+from shoal_proto.tls.channels import direct_channel
 from shoal_server.etcd.api import Confirmed, LeaseId
 from shoal_server.etcd.remote.channel import CHANNEL_OPTIONS
 from shoal_server.etcd.remote.connection import Connections
@@ -60,11 +61,7 @@ class LeaseThread:
     def _run(self) -> None:
         for address in cycle(self._connections.config.endpoints):
             credentials = self._connections.load_credentials()
-            with (
-                grpc.insecure_channel(address, CHANNEL_OPTIONS)
-                if credentials is None
-                else grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
-            ) as channel:
+            with direct_channel(address, credentials, CHANNEL_OPTIONS) as channel:
                 self._renew_at(stubs.LeaseStub(channel))
             if self._over.is_set():
                 return

@@ -1,0 +1,20 @@
+"""HTTP clients for the coordinators' status API: neighbours, which no proxy leads to."""
+
+import ssl
+from collections.abc import Mapping
+
+import httpx
+
+
+def direct_http_client(
+    *,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
+    context: ssl.SSLContext | None = None,
+) -> httpx.Client:
+    """Client that ignores the environment (http_proxy, .netrc, SSL_CERT_FILE), to be closed.
+
+    `context`: with which https is spoken; by default that of the system's authorities.
+    """
+    verify = True if context is None else context
+    return httpx.Client(timeout=timeout_s, trust_env=False, headers=headers, verify=verify)

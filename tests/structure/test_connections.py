@@ -1,0 +1,71 @@
+"""Connections between parts of Shoal: made in one place, so that none goes through a proxy."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from structure.test_house import ROOT, modules, parsed
+
+GRPC_PLACE = "shoal_proto.tls.channels"
+HTTP_PLACE = "shoal_client.connection.http"
+CHANNELS = {"insecure_channel", "secure_channel"}
+HTTP_PACKAGES = {"httpx", "requests", "urllib3", "aiohttp", "http.client", "urllib.request"}
+"""Packages that read http_proxy unless they are told not to. httpcore does not read it."""
+ERRORS = {"HTTPError", "InvalidURL", "TransportError"}
+TYPES = {"Client", "Response"}
+"""Names of httpx that open no connection: errors, and types in annotations."""
+TO_STRANGERS = {"credentials.py"}
+"""Clients of services that are no part of Shoal: here Kubernetes, where a proxy is honoured."""
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    yield from modules().items()
+    for folder in ("deploy", "examples"):
+        yield from ((path.name, path) for path in sorted((ROOT / folder).rglob("*.py")))
+
+
+def dotted(node: ast.AST) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+
+
+def test_one_module_makes_every_grpc_channel() -> None:
+    """It turns the proxy off, whatever options a caller gives."""
+    found = {
+        name
+        for name, path in sources()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute | ast.alias)
+        and (node.attr if isinstance(node, ast.Attribute) else node.name) in CHANNELS
+    }
+    assert found == {GRPC_PLACE, "plain_grpc_worker.py"}
+    # An example of a worker in any language: it shows the option itself.
+    assert "grpc.enable_http_proxy" in (ROOT / "examples/plain_grpc_worker.py").read_text()
+
+
+def test_one_module_makes_every_http_client() -> None:
+    """What other modules use of such a package is its errors and its types."""
+    found = []
+    for name, path in sources():
+        if name in {HTTP_PLACE, *TO_STRANGERS}:
+            continue
+        tree = parsed(path)
+        annotations = {
+            id(each)
+            for node in ast.walk(tree)
+            for field in ("annotation", "returns")
+            for each in ast.walk(getattr(node, field, None) or ast.Pass())
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                parts = {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+                found += [f"{name}: from {node.module}" for _ in parts & HTTP_PACKAGES]
+            elif isinstance(node, ast.Import):
+                named = {each.name for each in node.names} & HTTP_PACKAGES - {"httpx"}
+                found += [f"{name}: {each}" for each in named]
+            elif isinstance(node, ast.Attribute) and dotted(node.value) == "httpx":
+                is_type = node.attr in TYPES and id(node) in annotations
+                if node.attr not in ERRORS and not is_type:
+                    found.append(f"{name}: httpx.{node.attr}")
+    assert found == ["probe.py: urllib.request"]
+    # A file that is copied into images, without any package: it says so itself.
+    assert "ProxyHandler({})" in (ROOT / "deploy/probe.py").read_text()
