@@ -1,5 +1,6 @@
 """The elastic sampler: order by seed and epoch, shares by the roster, weights that add up."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from shoal.data.batches import Batch, Loader, Order, dataset_size, describe, share
+from shoal.data.loading import Loading
+from shoal.data.parts import cut
 from shoal_proto.errors import InvalidSpec
 
 orders = st.builds(
@@ -121,6 +125,110 @@ def test_three_columns_are_two_inputs_and_a_target() -> None:
     assert [part.tolist() for part in batch.inputs] == [[0, 1, 2, 3], [1, 2, 3, 4]]
     assert batch.targets.tolist() == [2, 3, 4, 5]
     assert Loader((column,), order).synchronous(0, 0, 1).targets is None
+
+
+class Described(Dataset[Any]):
+    """Samples as a script has them: dicts, tuples or lists."""
+
+    def __init__(self, make: Callable[[int], Any], *, is_loaded_together: bool = False) -> None:
+        self._make = make
+        if is_loaded_together:
+            self.__getitems__ = lambda indices: list(map(make, indices))
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return self._make(index)
+
+
+def rows_of(index: int) -> Tensor:
+    """Two rows: a list of two of them looks like two columns."""
+    return torch.full((2, 3), float(index))
+
+
+def as_dict(index: int) -> Any:
+    return {"image": rows_of(index)}
+
+
+def as_pair(index: int) -> Any:
+    return rows_of(index), index
+
+
+def as_list(index: int) -> Any:
+    return [rows_of(index), rows_of(index)]
+
+
+def as_they_are(samples: list[Any]) -> Any:
+    return samples
+
+
+def only_rows(samples: list[Any]) -> Any:
+    return [each["image"] for each in samples]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("make", [as_dict, as_pair, as_list])
+def test_a_list_of_a_collate_function_is_inputs_whatever_its_length(
+    make: Callable[[int], Any], size: int, num_workers: int
+) -> None:
+    """Regression: the last sample of each share became the targets, and of one sample no list was
+    left."""
+    order = Order(num_samples=12, global_batch_size=size, shuffle=False)
+    loader = Loader(Described(make), order, as_they_are, loading=Loading(num_workers=num_workers))
+    batch = loader.synchronous(1, 0, 1)
+    loader.close()
+    assert batch.targets is None
+    assert str(list(batch.inputs)) == str([make(index) for index in range(size, 2 * size)])
+
+
+@pytest.mark.parametrize("is_loaded_together", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_torchs_own_collate_goes_by_the_type_of_a_sample(
+    size: int, num_workers: int, is_loaded_together: bool
+) -> None:
+    """It makes a list of tuples, whose last part is the target, and of lists, which have none."""
+    order = Order(num_samples=12, global_batch_size=size, shuffle=False)
+    for make, has_targets in ((as_pair, True), (as_list, False)):
+        loader = Loader(
+            Described(make, is_loaded_together=is_loaded_together),
+            order,
+            loading=Loading(num_workers=num_workers),
+            seed_samples=not is_loaded_together,
+        )
+        batch = loader.synchronous(0, 0, 1)
+        loader.close()
+        if has_targets:
+            assert batch.inputs.shape == (size, 2, 3)
+            assert batch.targets.tolist() == list(range(size))
+        else:
+            assert [tuple(each.shape) for each in batch.inputs] == [(size, 2, 3)] * 2
+            assert batch.targets is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("make", "collate", "lengths"),
+    [(as_dict, only_rows, None), (as_list, None, [1, 1]), (as_pair, as_they_are, None)],
+    ids=["tensors one a sample", "lists", "tuples one a sample"],
+)
+def test_lists_are_cut_by_samples_whatever_they_look_like(
+    make: Callable[[int], Any], collate: Any, lengths: list[int] | None, size: int
+) -> None:
+    """Of two samples with two rows each, a list of two tensors looks like two columns."""
+    order = Order(num_samples=12, global_batch_size=size, shuffle=False)
+    loader = Loader(Described(make), order, collate, loading=Loading())
+    inputs = loader.synchronous(0, 0, 1).inputs
+    found = cut(inputs, size - 1, size, size)
+    if lengths is not None:
+        assert [len(each) for each in found] == lengths
+        assert [float(each.max()) for each in found] == [size - 1.0] * 2
+    else:
+        first = found[0][0] if isinstance(found[0], tuple) else found[0]
+        assert len(found) == 1
+        assert first.tolist() == rows_of(size - 1).tolist()
 
 
 def test_a_batch_unpacks_and_has_the_names_of_dicts() -> None:

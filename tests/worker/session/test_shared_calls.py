@@ -1,20 +1,24 @@
 """What members do together between two steps: evaluations, sums, the whole model. Each sample
 counts once, and the loss of a member ends nobody else."""
 
+import math
 import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support.collectives.reduced_values import reduced
 from support.network import http
 from support.processes.ranks import Rank, Ranks
 from support.processes.served_process import awaited
+from support.processes.worlds import run_on_gloo
 from support.training import evaluation_bodies
 from support.training.elastic_bodies import NUM_SAMPLES, build
 from support.training.elastic_bodies import numbers as data
@@ -26,7 +30,7 @@ import shoal
 from shoal.data.batches import Batch
 from shoal.session.evaluation import Evaluation
 from shoal.session.session import Session
-from shoal.session.shared_calls import named
+from shoal.session.shared_calls import Reduction, named
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
@@ -142,6 +146,70 @@ def test_values_of_all_members_are_reduced(cluster: LocalCluster) -> None:
         assert tensor.tolist() == [1.0, 1.0]
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("values", [(0.0, math.nan, 2.0), (0.0, 1.0, math.nan), (math.nan, 5, 6)])
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_nan_of_any_member_is_the_largest_and_the_smallest(
+    op: Reduction, values: Sequence[float]
+) -> None:
+    """Of tensors of each dtype and of numbers, on all members, as in torch.max. Gloo takes either
+    of a number and NaN. Elements beside it are as ever."""
+    given: list[dict[str, Any]] = [{"number": value} for value in values]
+    for rank, (value, each) in enumerate(zip(values, given, strict=True)):
+        each |= {str(kind): torch.tensor([value, -value, rank], dtype=kind) for kind in FLOATS}
+    for found in run_on_gloo(3, reduced, op, given):
+        assert math.isnan(found.pop("number"))
+        for name, (dtype, (first, second, third)) in found.items():
+            assert dtype == name
+            assert math.isnan(first)
+            assert math.isnan(second)
+            assert third == (2 if op == "max" else 0)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
+def test_integers_of_all_sizes_do_not_wrap(op: Reduction) -> None:
+    """They are reduced as int64, as in torch.sum; a mean is a float."""
+    largest = {
+        dtype: torch.iinfo(dtype).max
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
+    }
+    given = {str(dtype): torch.tensor([value], dtype=dtype) for dtype, value in largest.items()}
+    for found in run_on_gloo(3, reduced, op, [given] * 3):
+        for dtype, value in largest.items():
+            name, (seen,) = found[str(dtype)]
+            assert name == ("torch.float32" if op == "mean" else "torch.int64")
+            # What float32 can tell apart; all else is exact.
+            expected = pytest.approx(value, rel=1e-7) if op == "mean" else value
+            assert seen == (3 * value if op == "sum" else expected)
+
+
+def test_a_mean_of_half_types_does_not_overflow_in_the_sum() -> None:
+    given = {"loss": torch.tensor([60000.0], dtype=torch.float16)}
+    for found in run_on_gloo(3, reduced, "mean", [given] * 3):
+        assert found["loss"] == ("torch.float16", [60000.0])
+
+
+def test_infinities_of_both_signs_add_up_to_nan_and_too_large_a_sum_to_infinity() -> None:
+    given = [{"both": math.inf, "large": 1e308}, {"both": -math.inf, "large": 1e308}]
+    for found in run_on_gloo(2, reduced, "sum", given):
+        assert math.isnan(found["both"])
+        assert found["large"] == math.inf
+
+
+def test_scalars_of_numpy_are_numbers() -> None:
+    """Also those of a measure, and on members that have none of a batch."""
+    given = {"loss": np.float32(1.5), "hits": np.int64(3), "all": np.bool_(True)}
+    for found in run_on_gloo(2, reduced, "sum", [given] * 2):
+        assert found == {"loss": 3.0, "hits": 6, "all": 2}
+
+
+def test_complex_numbers_have_no_largest() -> None:
+    with pytest.raises(InvalidSpec, match="z has no max over members"):
+        named({"z": torch.ones(1, dtype=torch.complex64)}, "max")
+
+
 def test_values_that_are_true_are_counted() -> None:
     values = named({"hits": torch.tensor([True, False])})
     assert (values["hits"] + values["hits"]).tolist() == [2, 0]  # type: ignore[union-attr]
@@ -153,9 +221,10 @@ def test_values_that_are_true_are_counted() -> None:
         ({1: 2}, "by name; saw 1"),
         (torch.eye(2).to_sparse(), "sparse_coo"),
         ({"n": torch.zeros(1, dtype=torch.uint16)}, "n cannot be reduced.*uint16"),
-        (torch.zeros(1, dtype=torch.int16), "int16"),
+        (1j, "cannot be reduced.*complex"),
+        (np.ones(2), "cannot be reduced.*ndarray"),
     ],
-    ids=["names", "sparse", "uint16", "int16"],
+    ids=["names", "sparse", "uint16", "complex", "array"],
 )
 def test_what_cannot_be_reduced_is_refused_before_it_is_sent(value: Any, words: str) -> None:
     with pytest.raises(InvalidSpec, match=words):

@@ -441,6 +441,43 @@ def test_layers_that_scale_down_the_rows_that_a_pass_uses_are_refused_at_once(
         find_strategy(strategy).distribute(model, optimizer)
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "fsdp-tensor", "pipeline", "hybrid"],
+)
+def test_layers_that_divide_gradients_by_the_frequency_of_an_index_are_refused_at_once(
+    strategy: str, layer: Any
+) -> None:
+    """Regression: each member divided by how often an index occurs in its own share."""
+    model = nn.Sequential(layer(9, 4, scale_grad_by_freq=True), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidSpec, match=r"scale_grad_by_freq of 0;.*scale_grad_by_freq=False"):
+        find_strategy(strategy).distribute(model, optimizer)
+
+
+def by_frequency(rows: Tensor, weight: Tensor, **_: Any) -> Tensor:
+    return nn.functional.embedding(rows, weight, scale_grad_by_freq=True)
+
+
+def bag_by_frequency(rows: Tensor, weight: Tensor, **_: Any) -> Tensor:
+    return nn.functional.embedding_bag(rows, weight, scale_grad_by_freq=True, mode="sum")
+
+
+@pytest.mark.parametrize("whole_pass", [False, True], ids=["backward", "forward_backward"])
+@pytest.mark.parametrize("look_up", [by_frequency, bag_by_frequency])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
+def test_functions_that_divide_gradients_by_frequency_are_refused_in_the_first_step(
+    cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor], whole_pass: bool
+) -> None:
+    """Members at their own pace train on their own batches, as one process does."""
+    if strategy == "local-sgd":
+        assert trained_with_limits(cluster, strategy, look_up, whole_pass) == 2
+    else:
+        with pytest.raises(InvalidSpec, match="scale_grad_by_freq of an embedding function"):
+            trained_with_limits(cluster, strategy, look_up, whole_pass)
+
+
 class Limited(nn.Module):
     """Looks up rows of a weight of its own, by a function of torch's."""
 
@@ -454,7 +491,7 @@ class Limited(nn.Module):
 
 
 def trained_with_limits(
-    cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor]
+    cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor], whole_pass: bool = False
 ) -> int:
     """How many steps were committed of a model that limits the norms of rows in its forward."""
     torch.manual_seed(0)
@@ -467,7 +504,10 @@ def trained_with_limits(
         model, _ = session.distribute(model, optimizer, strategy=strategy)
         for batch in session.batches((rows, rows[:, 0] % 2), global_batch_size=6):
             with session.step():
-                session.backward(loss_of(session, model, batch))
+                if whole_pass:
+                    session.forward_backward(batch, cross_entropy)
+                else:
+                    session.backward(loss_of(session, model, batch))
         return session.step_number
 
 

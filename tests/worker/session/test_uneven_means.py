@@ -225,7 +225,7 @@ class SomeUnreadable(torch.utils.data.Dataset[Any]):
 
 
 def readable(samples: list[Any]) -> Any:
-    return default_collate([each for each in samples if each is not None])
+    return tuple(default_collate([each for each in samples if each is not None]))
 
 
 def outputs_squared(outputs: Tensor, _: Tensor) -> Tensor:

@@ -330,7 +330,7 @@ class Loader:
             if span.stop == span.start:
                 span = _loaded(span)
                 indices = self._indices(span.epoch, span.start, span.stop)
-            return _split([_rows(column, indices) for column in self._columns])
+            return _split(tuple(_rows(column, indices) for column in self._columns))
         assert self._samples is not None, "data without columns is loaded by sample"
         return _split(self._samples.take(_loaded(span), after))
 
@@ -463,8 +463,9 @@ def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
 
 
 def _split(parts: Any) -> tuple[Any, Any]:
-    """(inputs, targets): the last part is the target, if there is more than one."""
-    if not isinstance(parts, list | tuple):
+    """(inputs, targets): the last part of a tuple is the target, if it has more than one. A list is
+    inputs as a whole, whatever its length, which may be that of the share."""
+    if not isinstance(parts, tuple):
         return parts, None
     if len(parts) == 1:
         return parts[0], None

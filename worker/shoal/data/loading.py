@@ -97,14 +97,16 @@ class _Feed(Dataset[Any]):
         self.samples = samples
         self._present_run = present_run
 
-    def __getitem__(self, wanted: _Wanted | None) -> tuple[int, Any] | None:
+    def __getitem__(self, wanted: _Wanted | None) -> tuple[int, Any, bool] | None:
+        """The run, the batch, and if it is a tuple: pinned memory makes lists of tuples."""
         if wanted is None:
             return None
 
         def still_wanted() -> bool:
             return int(self._present_run) == wanted.run
 
-        return wanted.run, self.samples.batch(wanted.epoch, wanted.indices, still_wanted)
+        batch = self.samples.batch(wanted.epoch, wanted.indices, still_wanted)
+        return wanted.run, batch, isinstance(batch, tuple)
 
 
 class _ProcessEnded(RuntimeError):
@@ -165,16 +167,16 @@ class BatchLoader:
             except _ProcessEnded as again:
                 raise _loading_failed(self._loading, str(again)) from again
         self._asked.popleft()
-        batch = delivered[1]
+        _, batch, is_tuple = delivered
         if isinstance(batch, FailedSample):
             raise batch.raised()
-        return batch
+        return tuple(batch) if is_tuple and type(batch) is list else batch
 
-    def _delivered(self) -> tuple[int, Any]:
+    def _delivered(self) -> tuple[int, Any, bool]:
         """The next batch of the present run."""
         self.start()
         while True:
-            delivered: tuple[int, Any] | None = self._next()
+            delivered: tuple[int, Any, bool] | None = self._next()
             # Empty: asked for before the first run, or behind the last batch.
             if delivered is not None and delivered[0] == int(self._run):
                 return delivered

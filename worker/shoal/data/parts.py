@@ -103,8 +103,17 @@ class OnePerSample(tuple[Any, ...]):
     """What a collate function made of a batch, as far as it is known to hold one item a sample."""
 
 
+class ListPerSample(list[Any]):
+    """A list that is known to be the same."""
+
+
+class PerColumn(list[Any]):
+    """A list of which each item is known to hold something for each sample."""
+
+
 def told_apart(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
-    """What a collate function made of so many samples, where a tuple says what its items are.
+    """What a collate function made of so many samples, where tuples and lists say what their items
+    are.
 
     Of three images with three channels, `tuple(images)` looks like three tensors that have a row
     for each sample. `of_one()`, what the function makes of a single sample, has one image then.
@@ -123,19 +132,23 @@ def _in_doubt(values: Any, size: int) -> bool:
 
 
 def _may_be_either(values: Any, size: int) -> bool:
-    return type(values) is tuple and len(values) == size and _are_columns(values, size)
+    return type(values) in (list, tuple) and len(values) == size and _are_columns(values, size)
 
 
 def _told_apart(values: Any, one: Any, size: int) -> Any:
-    if _may_be_either(values, size) and isinstance(one, tuple) and len(one) == 1:
-        return OnePerSample(values)
     if type(values) is dict and isinstance(one, Mapping):
         return {name: _told_apart(each, one.get(name), size) for name, each in values.items()}
-    if type(values) in (list, tuple) and isinstance(one, list | tuple) and len(values) == len(one):
-        return type(values)(
-            _told_apart(each, single, size) for each, single in zip(values, one, strict=True)
-        )
-    return values
+    if type(values) not in (list, tuple) or not isinstance(one, list | tuple):
+        return values
+    is_in_doubt = _may_be_either(values, size)
+    if is_in_doubt and len(one) == 1:
+        return ListPerSample(values) if isinstance(values, list) else OnePerSample(values)
+    if len(values) != len(one):
+        return values
+    parts = [_told_apart(each, single, size) for each, single in zip(values, one, strict=True)]
+    if isinstance(values, tuple):
+        return tuple(parts)
+    return PerColumn(parts) if is_in_doubt else parts
 
 
 def _are_columns(values: Any, size: int) -> bool:
@@ -144,10 +157,11 @@ def _are_columns(values: Any, size: int) -> bool:
 
 
 def _cut_sequence(values: Any, start: int, stop: int, size: int) -> Any:
-    if isinstance(values, OnePerSample):
+    if isinstance(values, OnePerSample | ListPerSample):
         return values[start:stop]
     columns = _are_columns(values, size)
-    if columns and isinstance(values, list) and len(values) == size > 1:
+    is_known = isinstance(values, PerColumn)
+    if columns and isinstance(values, list) and len(values) == size > 1 and not is_known:
         raise InvalidSpec(
             "a list that may hold one tensor a sample, or one tensor for all samples in each place",
             seen=f"{size} tensors of {size} rows, for {size} samples",

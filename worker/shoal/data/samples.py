@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import default_collate
 
-from shoal.data.parts import told_apart
+from shoal.data.parts import PerColumn, told_apart
 from shoal.randomness import mix
 from shoal_proto.errors import LoadingFailed, SampleFailed
 
@@ -78,8 +79,8 @@ class Samples:
         index: int | None = None
         try:
             if not self._seeded and hasattr(self.dataset, "__getitems__"):
-                together = self._collate(self.dataset.__getitems__(list(indices)))
-                return told_apart(together, len(indices), lambda: self._alone(epoch, indices[0]))
+                items = self.dataset.__getitems__(list(indices))
+                return self._collated(items, epoch, indices)
             items = []
             for index in indices:
                 if not go_on():
@@ -88,12 +89,20 @@ class Samples:
                 items.append(self.dataset[index])
             index = None
             self._draw_for(epoch, _OF_THE_BATCH + indices[0])
-            together = self._collate(items)
-            return told_apart(together, len(items), lambda: self._alone(epoch, indices[0]))
+            return self._collated(items, epoch, indices)
         except Exception as error:  # noqa: BLE001 - raised by `FailedSample.raised`
             text = f"{type(error).__name__}: {error}"[:500]
             trace = "".join(traceback.format_exception(error))[-_LARGEST_TRACE:]
             return FailedSample(index, text, trace, isinstance(error, OSError | MemoryError))
+
+    def _collated(self, items: list[Any], epoch: int, indices: Sequence[int]) -> Any:
+        together = self._collate(items)
+        if self._collate is not default_collate:
+            return told_apart(together, len(items), lambda: self._alone(epoch, indices[0]))
+        # Torch's makes a list of tuples, and of lists: with what each part is of all samples.
+        if type(together) is list and isinstance(items[0], tuple):
+            return tuple(together)
+        return PerColumn(together) if type(together) is list else together
 
     def _alone(self, epoch: int, index: int) -> Any:
         """A batch of one sample, loaded anew: a collate function may have changed what it got."""

@@ -50,15 +50,18 @@ def refuse_sparse(strategy: str, model: nn.Module) -> None:
 
 def refuse_layers(strategy: str, model: nn.Module) -> None:
     """Raise InvalidSpec for layers whose members would train another model than one process does:
-    as `refuse_sparse`, and those that write to their weights by the samples of a pass."""
+    as `refuse_sparse`, those that write to their weights by the samples of a pass, and those whose
+    gradient depends on how often an index occurs in the batch."""
     refuse_sparse(strategy, model)
-    found = [
-        name
+    embeddings = [
+        (name, part)
         for name, part in model.named_modules()
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
     ]
-    if found:
+    if found := [name for name, part in embeddings if part.max_norm is not None]:
         raise scaled_down(strategy, ", ".join(found[:5]))
+    if found := [name for name, part in embeddings if part.scale_grad_by_freq]:
+        raise scaled_by_frequency(strategy, ", ".join(found[:5]))
 
 
 def scaled_down(strategy: str, name: str) -> InvalidSpec:
@@ -70,6 +73,20 @@ def scaled_down(strategy: str, name: str) -> InvalidSpec:
         " down the rows that its own samples use",
         fix="Look rows up without max_norm, and scale all rows down between two steps, on"
         " every member: with torch.no_grad(): weight.copy_(weight.renorm(2, 0, max_norm)).",
+    )
+
+
+def scaled_by_frequency(strategy: str, name: str) -> InvalidSpec:
+    """The refusal of layers, or of a function, that divide the gradient of a row by how often its
+    index occurs."""
+    return InvalidSpec(
+        f"{strategy} does not train embeddings whose gradient is divided by the frequency of an"
+        " index in the batch",
+        seen=f"scale_grad_by_freq of {name}",
+        expected="gradients that add up over the shares of a batch: a member counts how often an"
+        " index occurs in its own share",
+        fix="Make the layer with scale_grad_by_freq=False. To weight rare indices more, multiply"
+        " the embedded rows' losses by weights that are computed from the whole data set.",
     )
 
 

@@ -1,7 +1,7 @@
 """The micro-batches of one step: each is passed through once, and all of them are."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -254,14 +254,16 @@ class MicroBatches:
                 fix="weight=len(batch.targets); or a sample in the place of each that is missing.",
             )
 
-    def checked(self, loss_function: LossFunction) -> LossFunction:
-        """The same, of the samples that it is called with."""
-        if self._batch is None or not self._strategy.cuts_batches:
-            return loss_function
+    def checked(self, loss_function: LossFunction, look: Callable[[Tensor], None]) -> LossFunction:
+        """The same, of the samples that it is called with; `look` is called with each loss."""
 
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)
-            if isinstance(targets, Tensor) and targets.ndim and isinstance(loss, Tensor):
+            if not isinstance(loss, Tensor):
+                return loss
+            look(loss)
+            cuts = self._batch is not None and self._strategy.cuts_batches
+            if cuts and isinstance(targets, Tensor) and targets.ndim:
                 _check_sum(loss, len(targets), self.num_gathered)
                 _check_mean(loss, len(targets), self.num_gathered)
             return loss

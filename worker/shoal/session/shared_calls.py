@@ -18,6 +18,7 @@ from shoal.session.elastic_controller import ElasticController
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import GenerationBroken, InvalidSpec, JobFinished
+from shoal_proto.numbers_given import plain_number
 
 T = TypeVar("T")
 Value = float | int | Tensor | Mapping[str, float | int | Tensor]
@@ -26,18 +27,12 @@ Reduction = Literal["sum", "mean", "max", "min"]
 MAX_BYTES = 1 << 30
 """Of what is reduced in one call: state has other ways."""
 MAX_REASON_CHARS = 200
-_DTYPES = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-    *(torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
-)
+_HALVES = (torch.float16, torch.bfloat16)
+_COMPLEX = (torch.complex64, torch.complex128)
+_COUNTS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DTYPES = (*_HALVES, torch.float32, torch.float64, *_COMPLEX, *_COUNTS)
 """Of tensors, that members can reduce."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_OF_NUMBERS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
-    "sum": lambda numbers: sum(numbers) if _whole(numbers) else math.fsum(numbers),
-    "mean": lambda numbers: math.fsum(numbers) / len(numbers),
-    "max": max,
-    "min": min,
-}
 
 
 class SharedCalls:
@@ -97,7 +92,7 @@ class SharedCalls:
         """See `Session.all_reduce`."""
         if op not in _OF_NUMBERS:
             raise InvalidSpec("op is unknown", seen=op, expected=str([*_OF_NUMBERS]))
-        values = named(value)
+        values = named(value, op)
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             return reduce(values, op, group, generation)
@@ -188,46 +183,53 @@ def note_loss(error: BaseException, controller: ElasticController) -> None:
         )
 
 
-def named(value: Value) -> dict[str, float | int | Tensor]:
-    """The values by name; one alone has none. Raises InvalidSpec for what cannot be reduced."""
-    values = dict(value) if isinstance(value, Mapping) else {"": value}
-    num_bytes = 0
-    for name, each in values.items():
-        if not isinstance(name, str):
-            raise InvalidSpec(
-                "values are reduced by name",
-                seen=repr(name),
-                expected="a dict with strings as keys",
-            )
-        if not isinstance(each, int | float | Tensor):
-            raise InvalidSpec(
-                f"{name or 'the value'} cannot be reduced over members",
-                seen=type(each).__name__,
-                expected="a number, a tensor, or a dict of these",
-            )
-        if isinstance(each, Tensor) and not (
-            each.layout is torch.strided and each.dtype in _DTYPES
-        ):
-            raise InvalidSpec(
-                f"{name or 'the tensor'} cannot be reduced over members",
-                seen=f"a tensor of {each.layout} and {each.dtype}",
-                expected=f"a dense tensor of {', '.join(map(str, _DTYPES))}",
-            )
-        num_bytes += each.nbytes if isinstance(each, Tensor) else 8
+def named(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor]:
+    """The values by name, as they are reduced; one alone has the empty name.
+
+    Truth values and integers of all sizes become int64, so that sums do not wrap; scalars of NumPy
+    become Python numbers. Raises InvalidSpec for what cannot be reduced so.
+    """
+    given = dict(value) if isinstance(value, Mapping) else {"": value}
+    values = {name: _reducible(name, each, op) for name, each in given.items()}
+    num_bytes = sum(each.nbytes if isinstance(each, Tensor) else 8 for each in values.values())
     if num_bytes > MAX_BYTES:
         raise InvalidSpec(
             "too much to be reduced in one call",
             seen=f"{num_bytes:,} bytes",
             expected=f"at most {MAX_BYTES:,}",
         )
-    # The sum of True and True is 2, as that of numbers is.
-    return {name: _counted(each) for name, each in values.items()}
+    return values
 
 
-def _counted(value: float | int | Tensor) -> float | int | Tensor:
-    if isinstance(value, Tensor) and value.dtype == torch.bool:
-        return value.to(torch.int64)
-    return value
+def _reducible(name: Any, value: Any, op: Reduction) -> float | int | Tensor:
+    if not isinstance(name, str):
+        raise InvalidSpec(
+            "values are reduced by name",
+            seen=repr(name),
+            expected="a dict with strings as keys",
+        )
+    if not isinstance(value, Tensor):
+        plain = plain_number(name or "the value", value)
+        if isinstance(plain, int | float):
+            return plain
+        raise InvalidSpec(
+            f"{name or 'the value'} cannot be reduced over members",
+            seen=type(value).__name__,
+            expected="a number, a tensor, or a dict of these",
+        )
+    if value.layout is not torch.strided or value.dtype not in _DTYPES:
+        raise InvalidSpec(
+            f"{name or 'the tensor'} cannot be reduced over members",
+            seen=f"a tensor of {value.layout} and {value.dtype}",
+            expected=f"a dense tensor of {', '.join(map(str, _DTYPES))}",
+        )
+    if op in ("max", "min") and value.dtype in _COMPLEX:
+        raise InvalidSpec(
+            f"{name or 'the tensor'} has no {op} over members",
+            seen=f"complex numbers, of {value.dtype}",
+            expected="real numbers, such as tensor.abs()",
+        )
+    return value.to(torch.int64) if value.dtype in _COUNTS else value
 
 
 def reduce(
@@ -275,13 +277,62 @@ def _told(value: float | int | Tensor) -> list[Any]:
 def _reduced(
     tensor: Tensor, op: Reduction, group: dist.ProcessGroup, counts: Sequence[bool]
 ) -> Tensor:
-    host = tensor.detach().to("cpu", copy=True)
+    """Half types are summed up as float32, and rounded once."""
+    dtype = torch.float32 if tensor.dtype in _HALVES else tensor.dtype
+    host = tensor.detach().to("cpu", dtype, copy=True)
     if not counts[group.rank()]:
         host.zero_()
-    torch_op = _OPS["sum" if op == "mean" else op]
-    wait_abortable(dist.all_reduce(host, op=torch_op, group=group, async_op=True), group)
-    return (host / sum(counts) if op == "mean" else host).to(tensor.device)
+    if op in ("sum", "mean"):
+        _all_reduce(host, "sum", group)
+        found = host / sum(counts) if op == "mean" else host
+    else:
+        found = _extreme(host, op, group)
+    if tensor.dtype in _HALVES:
+        found = found.to(tensor.dtype)
+    return found.to(tensor.device)
 
 
-def _whole(numbers: Sequence[Any]) -> bool:
-    return all(isinstance(number, int) for number in numbers)
+def _extreme(host: Tensor, op: Reduction, group: dist.ProcessGroup) -> Tensor:
+    """The largest or smallest, NaN where any member has NaN: Gloo compares pairs, and of a number
+    and NaN takes either."""
+    nan = host.isnan() if host.is_floating_point() else None
+    if nan is not None:
+        host.masked_fill_(nan, -math.inf if op == "max" else math.inf)
+    _all_reduce(host, op, group)
+    if nan is not None:
+        any_nan = nan.to(torch.uint8)
+        _all_reduce(any_nan, "max", group)
+        host.masked_fill_(any_nan.bool(), math.nan)
+    return host
+
+
+def _all_reduce(host: Tensor, op: str, group: dist.ProcessGroup) -> None:
+    wait_abortable(dist.all_reduce(host, op=_OPS[op], group=group, async_op=True), group)
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    """The sum, rounded once where its parts are finite; integers stay integers."""
+    if all(isinstance(number, int) for number in numbers):
+        return sum(numbers)
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):
+        # Beyond all finite numbers, or infinities of both signs.
+        return float(sum(numbers))
+
+
+def _nan_among(numbers: Sequence[float]) -> float | None:
+    return math.nan if any(map(_is_nan, numbers)) else None
+
+
+def _is_nan(number: float) -> bool:
+    # An integer may be too large for a float.
+    return isinstance(number, float) and math.isnan(number)
+
+
+_OF_NUMBERS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "sum": _sum,
+    "mean": lambda numbers: _sum(numbers) / len(numbers),
+    "max": lambda numbers: _nan_among(numbers) or max(numbers),
+    "min": lambda numbers: _nan_among(numbers) or min(numbers),
+}

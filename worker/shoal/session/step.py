@@ -322,7 +322,7 @@ class Steps:
         fraction = step.micro_batches.passing()
         step.micro_batches.check_samples()
         if step.guard.is_early:
-            loss_function = step.micro_batches.checked(loss_function)
+            loss_function = step.micro_batches.checked(loss_function, step.guard.look_at_loss)
         whole = batch if fraction == 1.0 or step.batch is None else step.batch
         with step.guard.computing():
             loss = self._controller.strategy.forward_backward(

@@ -20,16 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.model.gradients import scaled_down
+from shoal.model.gradients import scaled_by_frequency, scaled_down
 from shoal.model.module_proxy import ModuleProxy
-from shoal.model.other_parameters import OtherParameters, References
+from shoal.model.other_parameters import OtherParameters, References, nodes_of
 from shoal.model.script_attributes import ScriptModes
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters, are_same
 from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.modules import watch_wrapping
-from shoal.torch_private.tensors import pytree, watch_clipping, watch_scaling_down
+from shoal.torch_private.tensors import (
+    divides_by_frequency,
+    pytree,
+    watch_clipping,
+    watch_scaling_down,
+)
 from shoal_proto.errors import InvalidSpec
 
 EARLY_STEPS = 10
@@ -148,9 +153,14 @@ class StepGuard:
 
     def look_at_loss(self, loss: Tensor) -> None:
         """A backward pass of it begins. What it goes through is told in the first step: later ones
-        have losses of the same making, and a graph may be large."""
+        have losses of the same making, and a graph may be large. Raises InvalidSpec for functions
+        that `refuse_layers` cannot see."""
         if self._step() == self._first_step:
             self._others.look(loss)
+            strategy = self._strategy
+            shares_passes = strategy.synchronous and strategy.passes_meet
+            if shares_passes and any(map(divides_by_frequency, nodes_of(loss))):
+                raise scaled_by_frequency(strategy.name, "an embedding function")
 
     @property
     def is_early(self) -> bool:

@@ -81,6 +81,12 @@ def watch_scaling_down(look: Callable[[Tensor], None]) -> None:
     before_calls(functional, name, lambda weight, *_, **__: look(weight))
 
 
+def divides_by_frequency(node: Any) -> bool:
+    """True if a node of a graph is an embedding's, or an embedding bag's, with
+    `scale_grad_by_freq`."""
+    return bool(getattr(node, "_saved_scale_grad_by_freq", False))
+
+
 def mixes_parts_and_wholes(error: BaseException) -> bool:
     """Whether torch was given a DTensor and a plain tensor for one operation."""
     return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)

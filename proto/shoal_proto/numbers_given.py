@@ -1,0 +1,73 @@
+"""Numbers that a script gives, of whatever library: converted once, where they come in.
+
+NumPy's integers wrap, its floats are no Python floats to JSON and to checkpoints, and a 0-d tensor
+compares as a tensor. Behind these functions there are Python's own numbers alone.
+"""
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from shoal_proto.errors import InvalidSpec
+
+
+def as_index(name: str, value: Any) -> int:
+    """The integer that an argument of this name is given as: a Python int, a NumPy integer or a
+    0-d tensor of integers.
+
+    Raises InvalidSpec for anything else: True and False, floats, text, tensors with dimensions.
+    """
+    plain = plain_number(name, value)
+    if isinstance(plain, bool) or not hasattr(plain, "__index__"):
+        raise InvalidSpec(f"{name} is not an integer", seen=_shown(value), expected="an integer")
+    return operator.index(plain)
+
+
+def as_number(name: str, value: Any) -> float:
+    """The real number that an argument of this name is given as: a Python number, one of NumPy's or
+    a 0-d tensor.
+
+    Raises InvalidSpec for anything else: True and False, NaN, text, complex numbers, tensors with
+    dimensions. Infinity passes, for callers to judge.
+    """
+    plain = plain_number(name, value)
+    if not isinstance(plain, bool | str) and hasattr(plain, "__float__"):
+        try:
+            number = float(plain)
+        except (OverflowError, TypeError, ValueError):
+            number = math.nan
+        if not math.isnan(number):
+            return number
+    raise InvalidSpec(f"{name} is not a number", seen=_shown(value), expected="a real number")
+
+
+def plain_number(name: str, value: Any) -> Any:
+    """What a scalar of another library holds, such as np.float32(1.5) or a 0-d tensor; other
+    values as they are. Raises InvalidSpec for a scalar that has no value, as on the meta device."""
+    if getattr(value, "shape", None) != () or not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, NotImplementedError) as error:
+        raise InvalidSpec(
+            f"{name} cannot be read", seen=f"{_shown(value)}: {error}", expected="a number"
+        ) from error
+
+
+def convert_fields(
+    config: Any, *, indices: Iterable[str] = (), numbers: Iterable[str] = ()
+) -> None:
+    """Convert these fields of a frozen dataclass, from its `__post_init__`; None stays None.
+
+    Raises InvalidSpec as `as_index` and `as_number`.
+    """
+    for names, convert in ((indices, as_index), (numbers, as_number)):
+        for name in names:
+            given = getattr(config, name)
+            if given is not None:
+                object.__setattr__(config, name, convert(name, given))
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r} of type {type(value).__name__}"[:200]

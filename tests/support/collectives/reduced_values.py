@@ -1,0 +1,23 @@
+"""Values of several members in one: what a rank gives and gets in a test."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from support.collectives.strategy_runs import generation_of
+from torch import Tensor
+
+from shoal.session.shared_calls import Reduction, named, reduce
+
+
+def reduced(op: Reduction, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """By name what this rank, which gives its entry, gets; tensors as (dtype, list)."""
+    group = dist.group.WORLD
+    assert group is not None
+    names = [f"m{rank}" for rank in range(group.size())]
+    generation = generation_of(names, names[group.rank()])
+    found = reduce(named(given[group.rank()], op), op, group, generation)
+    return {
+        name: (str(each.dtype), each.tolist()) if isinstance(each, Tensor) else each
+        for name, each in found.items()
+    }
