@@ -1,6 +1,7 @@
 """Leaving in good order: what a script sees of it, and the signal that asks for it."""
 
 import _thread
+import atexit
 import ctypes
 import os
 import signal
@@ -129,8 +130,14 @@ class DrainSignal:
                 # A handler in Python would wait for ever for a main thread that hangs.
                 _set_by_libc(signal.SIGTERM, None)
 
+        # As the interpreter ends it puts every handler in Python back to the default.
+        atexit.register(self._ignore_repetitions)
         # threading.Thread takes locks, which the interrupted code may hold.
         _thread.start_new_thread(go, ())
+
+    def _ignore_repetitions(self) -> None:
+        if self._is_in_place and self._orders.is_fresh:
+            _set_handler(signal.SIGTERM, signal.SIG_IGN)
 
 
 _set_handler, _get_handler = signal.signal, signal.getsignal
