@@ -269,8 +269,10 @@ class MemberCore:
         if error is not None:
             self.waiting_for = str(error)
         if isinstance(error, CertificateRefused) and is_news:
-            told = {"reason": str(error), "waits_s": self._certificate.limit_s}
-            found = [self._log("certificate_refused", is_warning=True, **told)]
+            reason, waits_s = str(error), self._certificate.limit_s
+            found = [
+                self._log("certificate_refused", is_warning=True, reason=reason, waits_s=waits_s)
+            ]
         if isinstance(error, RetryError | CertificateRefused):
             found.append(ev.FindLeader(error=error))
         after_s = self._back_off.pause_s(event.chance)
