@@ -374,10 +374,11 @@ class MemberCore:
 
     def _take_drain(self, reason: str, *, now: bool) -> Effects:
         """`now`: nobody needs this member any more."""
+        fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # Heard twice: when the coordinator agrees, and when the others go on. A line is enough.
         is_detail = self.leaving.is_noticed
         self.leaving.is_noticed = True
-        effects: Effects = [self._log("drain_noticed", is_detail=is_detail, now=now, reason=reason)]
+        effects: Effects = [ev.Log(event="drain_noticed", fields=fields, is_detail=is_detail)]
         self.leaving.ask(reason or "asked to")
         if now:
             # Not through `_fail`: the step that is under way is to end well.
@@ -386,11 +387,9 @@ class MemberCore:
             effects += self._tell_ending(end)
         return effects
 
-    def _log(
-        self, event: str, *, is_detail: bool = False, is_warning: bool = False, **fields: object
-    ) -> ev.Log:
+    def _log(self, event: str, *, is_warning: bool = False, **fields: object) -> ev.Log:
         named = {"member": self.identity.member_id, **fields}
-        return ev.Log(event=event, fields=named, is_detail=is_detail, is_warning=is_warning)
+        return ev.Log(event=event, fields=named, is_warning=is_warning)
 
     def _drain_call(self, reason: str, now_s: float) -> ev.Call:
         request = pb.DrainRequest(
