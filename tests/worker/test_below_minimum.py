@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -43,6 +44,15 @@ def begun(cluster: LocalCluster, ranks: Ranks, directory: Path, strategy: str) -
     return schedule
 
 
+def members_of(url: str) -> list[dict[str, Any]]:
+    """Nobody while the coordinator is being started again."""
+    try:
+        answer = http.get(f"{url}/members")
+    except httpx.ConnectError:
+        return []
+    return [each["member"] for each in answer.json()] if answer.status_code == 200 else []
+
+
 def await_waiting(cluster: LocalCluster, schedule: Schedule, for_s: float) -> None:
     """Return once the job's only member has waited for so long, as the page says."""
     url = f"{cluster.http_url}/api/v1/jobs/{schedule.job}"
@@ -50,11 +60,7 @@ def await_waiting(cluster: LocalCluster, schedule: Schedule, for_s: float) -> No
     while True:
         assert not schedule.alive[0].kinds().count("raised"), schedule.alive[0].seen[-1]
         schedule.alive[0].catch_up()
-        try:
-            answer = http.get(f"{url}/members").json()
-        except httpx.ConnectError:
-            answer = []  # the coordinator is being started again
-        members = [each["member"] for each in answer]
+        members = members_of(url)
         if len(members) == 1 and members[0]["waiting_for"] == "1 more member, no limit":
             why = http.get(f"{url}/members/{members[0]['member_id']}/why").json()
             if why["waiting_s"] >= for_s:

@@ -1,10 +1,16 @@
 """How a membership ends by the member's own will, or an operator's."""
 
 from shoal_client.membership import member_events as ev
+from shoal_client.membership.identity import Identity
 from shoal_proto.errors import Fenced, MemberDrained, ShoalError
 
 UNHEARD_TOLD_S = 0.3
 """Whoever was not heard for the whole of its drain tries once more, and goes."""
+
+
+def drained(identity: Identity, reason: str) -> MemberDrained:
+    """What ends the membership of a member that was asked to leave."""
+    return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
 
 
 class Leaving:

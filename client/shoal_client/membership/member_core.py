@@ -18,7 +18,7 @@ from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
 from shoal_client.membership.held_clock import HeldClock
 from shoal_client.membership.identity import Identity
-from shoal_client.membership.leaving import Leaving
+from shoal_client.membership.leaving import Leaving, drained
 from shoal_client.membership.member_calls import MemberCalls
 from shoal_client.membership.own_pause import OwnPause
 from shoal_client.membership.shown_roster import ShownRoster
@@ -123,7 +123,7 @@ class MemberCore:
                 effects = self._pause(event, now_s)
             case ev.DrainWished():
                 self.leaving.ask(event.reason)
-                # Asked for before this member is one: on admission.
+                # Before admission: on admission.
                 effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
             case ev.LeaveWished():
                 effects = self._leave(event, now_s)
@@ -199,8 +199,7 @@ class MemberCore:
             case "pauses":
                 self.clock.pause(notice.pauses.member_ids, now_s)
             case "standby" if notice.reason != waited_for:
-                fields = {"member": self.identity.member_id, "reason": notice.reason}
-                effects = [ev.Log(event="member_waits", fields=fields)]
+                effects = [self._log("member_waits", reason=notice.reason)]
             case "closing":
                 self.is_closing = True
             case "waiting":
@@ -303,12 +302,10 @@ class MemberCore:
         if error is not None:
             self.waiting_for = str(error)
         if isinstance(error, CertificateRefused) and is_news:
-            fields = {
-                "member": self.identity.member_id,
-                "reason": str(error),
-                "waits_s": self._certificate.limit_s,
-            }
-            found = [ev.Log(event="certificate_refused", fields=fields, is_warning=True)]
+            reason, waits_s = str(error), self._certificate.limit_s
+            found = [
+                self._log("certificate_refused", is_warning=True, reason=reason, waits_s=waits_s)
+            ]
         if isinstance(error, RetryError | CertificateRefused):
             found.append(ev.FindLeader(error=error))
         after_s = self._back_off.pause_s(event.chance)
@@ -425,15 +422,14 @@ class MemberCore:
         self.leaving.with_all |= everyone
         if now:
             # Not through `_fail`: the step that is under way is to end well.
-            drained = self.drained(self.leaving.reason)
-            self.failure = self.failure or drained
-            effects += self._tell_ending(drained)
+            end = drained(self.identity, self.leaving.reason)
+            self.failure = self.failure or end
+            effects += self._tell_ending(end)
         return effects
 
-    def drained(self, reason: str) -> MemberDrained:
-        """What ends the membership of a member that was asked to leave."""
-        identity = self.identity
-        return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
+    def _log(self, event: str, *, is_warning: bool = False, **fields: object) -> ev.Log:
+        named = {"member": self.identity.member_id, **fields}
+        return ev.Log(event=event, fields=named, is_warning=is_warning)
 
     def _drain_call(self, reason: str, now_s: float) -> ev.Call:
         request = pb.DrainRequest(
@@ -518,7 +514,7 @@ class MemberCore:
     def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
         if change.stop_at is not None:
             # The others have stopped too, and the coordinator is not there to say how it went on.
-            return self.drained("the others' next generation did not report that it runs")
+            return drained(self.identity, "the others' next generation did not report that it runs")
         return DeadlineExceeded(
             "the members did not agree on a step to stop at", seen=self.waiting_for
         )

@@ -22,6 +22,7 @@ from shoal_client.connection.coordinators import CLOSE_WITHIN_S, Coordinators, c
 from shoal_client.liveness.beat_board import Doing, Ending
 from shoal_client.membership import calls
 from shoal_client.membership import member_events as ev
+from shoal_client.membership.leaving import drained
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_core import MemberCore
 from shoal_client.membership.named_rosters import NamedRosters
@@ -98,15 +99,13 @@ class MemberSession:
         """Become a member.
 
         Raises DeadlineExceeded if no coordinator admits it within `timeout_s`, by itself the
-        member's `admission_s`, MemberDrained if it was asked to leave before it was admitted, and
-        what the coordinator refuses with: JobFinished, StateLost, InvalidSpec, ProposalConflict,
-        ProtocolMismatch.
+        member's `admission_s`, MemberDrained if it is asked to leave before, and what it is refused
+        with: JobFinished, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
         # It holds one stream after another, until the membership ends.
-        wished = ev.JoinWished(within_s=timeout_s)
-        self._threads.start("shoal-member", lambda: self._do(wished))
+        self._threads.start("shoal-member", lambda: self._do(ev.JoinWished(within_s=timeout_s)))
         self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
             self._changed.wait_for(
@@ -114,7 +113,7 @@ class MemberSession:
             )
             failure, admitted = core.failure, core.admitted
             if core.leaving.reason and not admitted:
-                failure = failure or core.drained(core.leaving.reason)
+                failure = failure or drained(core.identity, core.leaving.reason)
         if failure is not None or not admitted:
             self.close()
             if failure is not None:

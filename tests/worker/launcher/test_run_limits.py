@@ -7,7 +7,9 @@ import pytest
 from shoal_client.cli import main
 
 
-@pytest.mark.parametrize("option", ["--join-s", "--collective-s", "--heartbeat-s"])
+@pytest.mark.parametrize(
+    "option", ["--join-s", "--collective-s", "--heartbeat-s", "--wait-for-members-s"]
+)
 def test_limits_of_a_coordinator_that_stands_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:

@@ -43,20 +43,20 @@ def run(config: RunConfig) -> int:
         threads = threads_per_worker(config.num_workers)
         _say(f"OMP_NUM_THREADS={threads} for each worker; set it yourself for another number")
     orders = StopOrders()
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        # What undoes what has started is not to be cut short by a repetition.
+        if not orders.repeats(number):
+            raise SystemExit(128 + number)
+
     with ExitStack() as stack:
+        # Before the launcher takes the signals over, and after it.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         if config.coordinators:
             _await_coordinator(config)
             _say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
             _check_job(config)
             return Launcher(config, orders).run()
-
-        def leave(number: int, frame: FrameType | None) -> None:
-            # What undoes what has started is not to be cut short by a repetition.
-            if not orders.repeats(number):
-                raise SystemExit(128 + number)
-
-        # Before the launcher takes the signals over, and after it.
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         cluster = _own_cluster(stack, config)
         tls = LauncherTls(folder=cluster.certificates)
         stack.enter_context(identity.using(tls.files))

@@ -24,22 +24,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 from shoal.launcher import metrics
 from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
+from shoal.launcher.worker_ends import WorkerEnds
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
 from shoal_client.connection.admission import ADMISSION_VARIABLE
 from shoal_client.host.beats import HostBeats, Standing
 from shoal_client.host.outputs import HostOutputs
-from shoal_client.host.reports import CALL_TIMEOUT_S, HostReporter
+from shoal_client.host.reports import CALL_TIMEOUT_S, FINISHED, HostReporter
 from shoal_client.host.stop_orders import StopOrders
 from shoal_client.liveness.beat_board import BeatBoard, Ending
 from shoal_client.liveness.lifeline import Watch
-from shoal_client.local.process import KILLED_S, Command, Process, Supervisor
+from shoal_client.local.process import Command, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
 from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
 from shoal_proto.terminal.printable import printable
@@ -73,22 +74,6 @@ class _GivenUp:
     reason: str
 
 
-@dataclass(kw_only=True)
-class _Ends:
-    """When workers that are left are taken out, by the monotonic clock. None: they are not."""
-
-    over_s: float | None = None
-    """The job is over: those that cannot end by themselves are killed."""
-    kill_s: float | None = None
-    """All are killed."""
-    leave_s: float | None = None
-    """Those that were killed and are there still hang in the kernel: they are left there."""
-
-    @property
-    def next_s(self) -> float:
-        return min((s for s in vars(self).values() if s is not None), default=math.inf)
-
-
 _Event = Process | _Halted | _Signalled | _GivenUp | Standing
 
 
@@ -114,9 +99,10 @@ class Launcher:
         self._ended: list[Exit] = []
         self._deaf = False
         self._interrupted = 0
-        self._starved = False
         self._given_up = False
-        self._ends_at = _Ends()
+        self._worker_ends = WorkerEnds(
+            self.slots, job=config.job, grace_s=config.restart.grace_s, say=self._say
+        )
 
     def run(self) -> int:
         """Start the workers and stay until all have ended."""
@@ -162,7 +148,7 @@ class Launcher:
     def _next_event(self) -> _Event | None:
         """What happens next; None: it is time to start a worker, or to end one."""
         starts_s = (slot.start_at_s for slot in self.slots if slot.start_at_s is not None)
-        until_s = min(min(starts_s, default=math.inf), self._ends_at.next_s)
+        until_s = min(min(starts_s, default=math.inf), self._worker_ends.next_s)
         if until_s == math.inf:
             return self._events.get()
         try:
@@ -290,9 +276,7 @@ class Launcher:
     @property
     def _ends(self) -> bool:
         """Whether nobody is to be started any more."""
-        if self._interrupted or self._starved or self._given_up:
-            return True
-        return self._completed or bool(self._over)
+        return self._worker_ends.were_told or self._completed or bool(self._over)
 
     @property
     def _over(self) -> str:
@@ -319,115 +303,48 @@ class Launcher:
     def _end_if_starved(self) -> None:
         left = sum(not slot.is_over for slot in self.slots)
         few = 0 < left < self._config.min_members
-        if not (self._config.alone and few) or self._completed or self._starved:
+        if not (self._config.alone and few) or self._completed or self._worker_ends.were_told:
             return
-        self._starved = True
         self._say(
             f"{left} of at least {self._config.min_members} workers left and none can come: "
             "ending them"
         )
-        self._end_workers()
+        self._worker_ends.tell_all()
 
     def _end_given_up(self, reason: str) -> None:
         self._given_up = True
         self._say(f"ending the workers: {reason}")
-        self._end_workers()
-
-    @property
-    def _running(self) -> list[WorkerSlot]:
-        return [slot for slot in self.slots if slot.process is not None]
-
-    def _end_workers(self) -> None:
-        # Whichever signal it was: on a SIGINT a script would end in the midst of its step, with a
-        # traceback each.
-        self._ends_at.kill_s = time.monotonic() + self._config.restart.grace_s
-        for slot in self._running:
-            assert slot.process is not None
-            slot.process.ask_to_end()
-
-    def _kill(self, slots: Sequence[WorkerSlot]) -> None:
-        if not slots:
-            return
-        self._say(f"killing {len(slots)} worker{'' if len(slots) == 1 else 's'}")
-        self._ends_at.leave_s = time.monotonic() + KILLED_S
-        for slot in slots:
-            assert slot.process is not None
-            slot.was_killed = True
-            slot.process.kill()
+        self._worker_ends.tell_all()
 
     def _on_standing(self, standing: Standing) -> None:
-        """A worker that cannot hear it is out of its job, or the job is over."""
         if standing.job == self._config.job and standing.phase:
             self._reporter.heard(standing.phase)
-        slot = next((s for s in self._running if s.pid == standing.pid), None)
-        if slot is None or not standing.is_lost or slot.was_killed:
-            return
-        now_s = time.monotonic()
-        slot.lost_s = now_s if slot.lost_s is None else slot.lost_s
-        # One that runs hears of it, and ends by itself.
-        if slot.halted or now_s >= slot.lost_s + self._config.restart.grace_s:
-            how = "while it was halted" if slot.halted else "and does not end"
-            self._say(f"{slot.member_id} was declared lost {how}")
-            self._kill([slot])
+        self._worker_ends.take(standing)
 
     def _end_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
-        """End the workers whose time is over."""
-        now_s, ends, grace_s = time.monotonic(), self._ends_at, self._config.restart.grace_s
-        if not (self._over or self._reporter.finished):
-            ends.over_s = None
-        elif ends.over_s is None:
-            ends.over_s = now_s + grace_s
-        elif now_s >= ends.over_s:
-            ends.over_s = now_s + grace_s
-            if stuck := [slot for slot in self._running if self._is_stuck(slot, board)]:
-                names = ", ".join(slot.member_id for slot in stuck)
-                over = self._over or "finished"
-                self._say(f"job {self._config.job} is {over}, and {names} did not end")
-                self._kill(stuck)
-        if ends.kill_s is not None and now_s >= ends.kill_s:
-            ends.kill_s = None
-            self._kill(self._running)
-        if ends.leave_s is not None and now_s >= ends.leave_s:
-            ends.leave_s = None
-            for slot in self._running:
-                if slot.was_killed and (self._ends or self._reporter.finished):
-                    self._leave(slot, supervisor)
-
-    def _is_stuck(self, slot: WorkerSlot, board: BeatBoard) -> bool:
-        """True if a worker does not end though its job has. Once a job is finished, a script that
-        has left it may do as much of its own as it likes."""
-        if self._over or slot.halted:
-            return True
-        place = board.slots[slot.index]
-        claim = place.claim_of(slot.pid)
-        has_another = claim is not None and claim.token.job != self._config.job
-        return not has_another and not place.has_left(slot.pid)
-
-    def _leave(self, slot: WorkerSlot, supervisor: Supervisor) -> None:
-        assert slot.process is not None
-        self._say(
-            f"{slot.member_id} (pid {slot.pid}) hangs in the kernel and does not end on SIGKILL:"
-            " it is left there"
-        )
-        supervisor.leave(slot.process)
-        slot.process = None
-        slot.exits.append(Exit(code=-signal.SIGKILL, ending=Ending.UNKNOWN))
-        self._ended.append(slot.exits[-1])
+        over = self._over or (FINISHED if self._reporter.finished else "")
+        self._worker_ends.due(over, board)
+        for slot in self._worker_ends.left_behind(ends=bool(over) or self._ends):
+            assert slot.process is not None
+            supervisor.leave(slot.process)
+            slot.process = None
+            slot.exits.append(Exit(code=-signal.SIGKILL, ending=Ending.UNKNOWN))
+            self._ended.append(slot.exits[-1])
 
     def _interrupt(self, event: _Signalled) -> None:
         # The first time they may finish; a second one, or the bound, ends them.
         if self._interrupted:
-            self._kill(self._running)
+            self._worker_ends.kill(self._worker_ends.running)
             return
         self._interrupted = event.number
-        name, num = signal.Signals(event.number).name, len(self._running)
+        name, num = signal.Signals(event.number).name, len(self._worker_ends.running)
         told = (
             "1 worker finishes its step and ends"
             if num == 1
             else f"{num} workers finish their step and end"
         )
         self._say(f"{name}: {told}; once more kills {'it' if num == 1 else 'them'}")
-        self._end_workers()
+        self._worker_ends.tell_all()
 
     def _exit_code(self) -> int:
         """0 if the job was completed: what signals took from it on the way does not count."""

@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -79,6 +79,16 @@ class DrainSignal:
         if in_main and _is_free(signal.getsignal(signal.SIGTERM)):
             signal.signal(signal.SIGTERM, self._handle)
             self._installed = True
+
+    @contextmanager
+    def while_joining(self) -> Iterator[None]:
+        """Take the signal from now on, unless the block fails."""
+        self.install()
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
 
     def restore(self) -> None:
         """Let the signal end the process again, unless another handler has come meanwhile. If there

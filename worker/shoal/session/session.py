@@ -84,12 +84,8 @@ class Session:
 
     def __enter__(self) -> Self:
         use_own_gpu(self._place)
-        self._signal.install()
-        try:
+        with self._signal.while_joining():
             self._controller.attend()
-        except BaseException:
-            self._signal.restore()
-            raise
         self._reports = StepReports(self._controller)
         return self
 

@@ -36,7 +36,7 @@ from shoal_server.core.generations.roster import (
 from shoal_server.core.job.job import Job
 from shoal_server.core.job.restore import Saved, restored
 from shoal_server.core.limits import Limits
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import Member, Wait
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import NO_LEASE, Get, Keyspace, KeyValue, Put
 from shoal_server.etcd.json_fields import Unreadable
@@ -90,7 +90,7 @@ class StoredJob:
                 incarnation=incarnation,
                 info=info,
                 joined_s=now_s,
-                waiting_since_s=now_s,
+                wait=Wait(since_s=now_s),
             )
             for name, (incarnation, info) in self.members.items()
         )

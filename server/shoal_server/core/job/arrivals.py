@@ -22,7 +22,7 @@ from shoal_server.core.membership.events import (
     StandbyNotice,
     WaitingNotice,
 )
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import Member, Wait
 from shoal_server.core.membership.phases import Phase
 from shoal_server.core.membership.setbacks import MAX_TRIES
 
@@ -85,7 +85,7 @@ class Arrivals:
             incarnation=event.incarnation,
             info=event.info,
             joined_s=now_s,
-            waiting_since_s=now_s,
+            wait=Wait(since_s=now_s),
         )
         self._state.table.admit(member)
         self._state.do(Admit(member_id=member.member_id, incarnation=member.incarnation))

@@ -42,6 +42,16 @@ class TrainerActivity:
     """Whether it is known to wait for other members."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """What a member waits for, and since when."""
+
+    reason: str = "its own model: it has not proposed yet"
+    since_s: float = 0.0
+    stands_by: bool = False
+    """It was told that no time limit of its own runs."""
+
+
 @dataclass(kw_only=True)
 class Member:
     member_id: str
@@ -63,16 +73,25 @@ class Member:
     failed_in: Generation = NO_GENERATION
     """The newest generation that it could not bring up by its own failure."""
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
-    waiting_for: str = "its own model: it has not proposed yet"
-    waiting_since_s: float = 0.0
-    stands_by: bool = False
-    """Was told that no time limit of its own runs while it waits for that."""
+    wait: Wait = field(default_factory=Wait)
 
     def waits(self, reason: str, now_s: float, *, stands_by: bool = False) -> None:
         """Note what the member waits for; the clock starts anew only when that changes."""
-        self.stands_by = stands_by
-        if reason != self.waiting_for:
-            self.waiting_for, self.waiting_since_s = reason, now_s
+        since_s = self.wait.since_s if reason == self.wait.reason else now_s
+        self.wait = Wait(reason=reason, since_s=since_s, stands_by=stands_by)
+
+    @property
+    def waiting_for(self) -> str:
+        return self.wait.reason
+
+    @property
+    def waiting_since_s(self) -> float:
+        return self.wait.since_s
+
+    @property
+    def stands_by(self) -> bool:
+        """True if it was told that no time limit of its own runs while it waits."""
+        return self.wait.stands_by
 
     @property
     def holds_state(self) -> bool:

@@ -1,0 +1,105 @@
+"""Ends the workers of a launcher that do not end by themselves: tells, kills, or leaves them."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from shoal.launcher.worker_slots import WorkerSlot
+from shoal_client.host.beats import Standing
+from shoal_client.liveness.beat_board import BeatBoard
+from shoal_client.local.process import KILLED_S
+
+
+class WorkerEnds:
+    """When workers that are left are ended, by the monotonic clock."""
+
+    def __init__(
+        self, slots: Sequence[WorkerSlot], *, job: str, grace_s: float, say: Callable[[str], None]
+    ) -> None:
+        self._slots, self._job, self._grace_s, self._say = slots, job, grace_s, say
+        self.were_told = False
+        """All were told to end."""
+        self._over_s = self._kill_s = self._leave_s = math.inf
+
+    @property
+    def next_s(self) -> float:
+        """When `due` and `left_behind` have something to do."""
+        return min(self._over_s, self._kill_s, self._leave_s)
+
+    @property
+    def running(self) -> list[WorkerSlot]:
+        return [slot for slot in self._slots if slot.process is not None]
+
+    def tell_all(self) -> None:
+        """Let all finish their step and end, within the grace time."""
+        # By SIGTERM, whichever signal it was: on a SIGINT a script would end in the midst of its
+        # step, with a traceback each.
+        self.were_told = True
+        self._kill_s = time.monotonic() + self._grace_s
+        for slot in self.running:
+            assert slot.process is not None
+            slot.process.ask_to_end()
+
+    def kill(self, slots: Sequence[WorkerSlot]) -> None:
+        if not slots:
+            return
+        self._say(f"killing {len(slots)} worker{'' if len(slots) == 1 else 's'}")
+        self._leave_s = time.monotonic() + KILLED_S
+        for slot in slots:
+            assert slot.process is not None
+            slot.was_killed = True
+            slot.process.kill()
+
+    def take(self, standing: Standing) -> None:
+        """A worker that was declared lost and cannot hear it makes room for the next one."""
+        slot = next((s for s in self.running if s.pid == standing.pid), None)
+        if slot is None or not standing.is_lost or slot.was_killed:
+            return
+        now_s = time.monotonic()
+        slot.lost_s = now_s if slot.lost_s is None else slot.lost_s
+        # One that runs hears of it, and ends by itself.
+        if slot.halted or now_s >= slot.lost_s + self._grace_s:
+            how = "while it was halted" if slot.halted else "and does not end"
+            self._say(f"{slot.member_id} was declared lost {how}")
+            self.kill([slot])
+
+    def due(self, over: str, board: BeatBoard) -> None:
+        """Kill those whose time is over. `over`: the job's phase, if it has ended."""
+        now_s = time.monotonic()
+        if not over:
+            self._over_s = math.inf
+        elif self._over_s == math.inf:
+            self._over_s = now_s + self._grace_s
+        elif now_s >= self._over_s:
+            self._over_s = now_s + self._grace_s
+            if stuck := [slot for slot in self.running if self._is_stuck(slot, over, board)]:
+                names = ", ".join(slot.member_id for slot in stuck)
+                self._say(f"job {self._job} is {over}, and {names} did not end")
+                self.kill(stuck)
+        if now_s >= self._kill_s:
+            self._kill_s = math.inf
+            self.kill(self.running)
+
+    def _is_stuck(self, slot: WorkerSlot, over: str, board: BeatBoard) -> bool:
+        """True if a worker does not end though its job has. Once a job is finished, a script that
+        has left it may do as much of its own as it likes."""
+        if over != "finished" or slot.halted:
+            return True
+        place = board.slots[slot.index]
+        claim = place.claim_of(slot.pid)
+        has_another = claim is not None and claim.token.job != self._job
+        return not has_another and not place.has_left(slot.pid)
+
+    def left_behind(self, *, ends: bool) -> Iterator[WorkerSlot]:
+        """Those that were killed, and have not ended within KILLED_S, if the run `ends`: before,
+        they are in nobody's way."""
+        if time.monotonic() < self._leave_s:
+            return
+        self._leave_s = math.inf
+        for slot in self.running:
+            if ends and slot.was_killed:
+                self._say(
+                    f"{slot.member_id} (pid {slot.pid}) hangs in the kernel and does not end on"
+                    " SIGKILL: it is left there"
+                )
+                yield slot
