@@ -21,7 +21,7 @@ import shoal
 from shoal.checkpoint.directory import complete
 from shoal.state.optimizer_state import Slots, put_slots, take_slots
 from shoal_client.local.cluster import LocalCluster
-from shoal_proto.errors import UnsupportedOptimizer
+from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
 TOLERANCE = 1e-5
 WHOLE = ("ddp", "zero1", "pipeline")
@@ -278,6 +278,18 @@ def test_a_setting_that_cannot_be_carried_is_refused_in_its_first_step(
     with pytest.raises(UnsupportedOptimizer, match="setting 'odd' of group 0: a Fraction"):
         train(strategy, lambda p: torch.optim.SGD(p, lr=0.1), None, 4, slip)
     assert steps[-1] == at_step
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(3, dtype=torch.uint32), torch.eye(3).to_sparse()])
+@pytest.mark.parametrize("strategy", ALONE)
+def test_a_buffer_that_cannot_be_handed_over_is_refused_before_training(
+    strategy: str, tensor: torch.Tensor
+) -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("odd", tensor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.join() as session, pytest.raises(InvalidSpec, match="the model's tensor odd"):
+        session.distribute(model, optimizer, strategy)
 
 
 @pytest.mark.parametrize("strategy", ALONE)

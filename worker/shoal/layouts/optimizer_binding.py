@@ -29,7 +29,7 @@ from shoal.state.optimizer_state import (
     take_settings,
     take_slots,
 )
-from shoal.state.replicated import beside, check_no_more, missing, names_in
+from shoal.state.replicated import beside, check_no_more, missing, names_in, refuse_tensors
 from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import (
@@ -44,7 +44,8 @@ class MetaModel:
     """A model without its weights, and where each parameter stands in the optimizer.
 
     Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
-    the model's (nobody would keep that one in step with the others), if parameters share memory
+    the model's (nobody would keep that one in step with the others), if a tensor of the model is of
+    a kind that no member can be given, if parameters share memory
     without being one, or if a module on the meta device cannot initialise itself.
     """
 
@@ -76,6 +77,7 @@ class MetaModel:
         self.tied = tied(model)
         """For each further name of a parameter or buffer, its first."""
         held = {**dict(model.named_parameters()), **persistent_buffers(model)}
+        refuse_tensors(held)
         self.without_elements = {
             name: torch.empty_like(tensor, device="cpu")
             for name, tensor in held.items()
