@@ -292,6 +292,30 @@ def test_a_buffer_that_cannot_be_handed_over_is_refused_before_training(
         session.distribute(model, optimizer, strategy)
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_tensor_that_grows_is_refused_where_copies_of_several_steps_hold_it(
+    strategy: str,
+) -> None:
+    class Grows(torch.optim.SGD):
+        elementwise = per_parameter = True
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            for parameter in self.param_groups[0]["params"]:
+                before = self.state[parameter].get("seen", torch.ones((), dtype=torch.int8))
+                self.state[parameter]["seen"] = before.to(torch.int32)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        grown = Grows(parameters, lr=0.1)
+        for parameter in grown.param_groups[0]["params"]:
+            grown.state[parameter]["seen"] = torch.ones((), dtype=torch.int8)
+        return grown
+
+    with pytest.raises(UnsupportedOptimizer, match=r"state 'seen' of .*int32; expected .*int8"):
+        train(strategy, make, None, 1)
+    train("ddp", make, None, 1)
+
+
 @pytest.mark.parametrize("strategy", ALONE)
 def test_state_of_what_is_no_parameter_is_refused(strategy: str) -> None:
     class Counts(torch.optim.SGD):

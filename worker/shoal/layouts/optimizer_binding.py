@@ -18,8 +18,10 @@ from shoal.model.local_parts import local_part, placed_like
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
 from shoal.state.optimizer_state import (
+    INNER,
     SLOTS,
     Slots,
+    cannot_carry,
     is_mark,
     mark_of,
     merged,
@@ -171,6 +173,8 @@ class OptimizerBinding:
         self.held_parameters = {n: t for n, t in self.held.items() if isinstance(t, nn.Parameter)}
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._placed: dict[str, Tensor] = {}
+        self._outlines: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        """Of the tensors of the optimizer's state, as they were first."""
         self.group_names = meta_model.groups
         self._tied = meta_model.tied
         self._model_names = names_in(meta_model.model)
@@ -205,6 +209,16 @@ class OptimizerBinding:
         return StateShard(step=step, shards=kept, values=values)
 
     def _shard_of_state(self, name: str, key: str, value: Tensor) -> TensorShard:
+        own = (value.shape, value.dtype)
+        first = self._outlines.setdefault(f"{name}/{key}", own)
+        if own != first:
+            # Copies of several steps hold it, as one tensor.
+            raise cannot_carry(
+                self.optimizer,
+                f"state {key.removeprefix(INNER)!r} of {name}: {tuple(own[0])} of {own[1]}",
+                f"{tuple(first[0])} of {first[1]}, as behind the steps before: the same in all"
+                " steps, except under strategy 'ddp'",
+            )
         if value.ndim == 0:
             return TensorShard.whole(local_part(value))
         parameter = self._parameters[name]

@@ -151,8 +151,8 @@ def cannot_carry(optimizer: Optimizer, seen: str, expected: str) -> UnsupportedO
         f"the state of {type(optimizer).__name__} cannot be handed to another member",
         seen=seen,
         expected=expected,
-        fix="Keep it as one of these, or outside of the optimizer's state and groups if it is the"
-        " same on all members and in all steps.",
+        fix="What is the same on all members and in all steps may stand outside of the optimizer's"
+        " state and groups (docs/strategies.md).",
     )
 
 

@@ -15,8 +15,8 @@ class StateInspection:
     again: in nearly every step all of it, but for numbers that count."""
 
     def __init__(self) -> None:
-        self._state: list[object] = []
-        self._settings: list[object] = []
+        self._state = _Seen()
+        self._settings = _Seen()
 
     def inspect(self, optimizer: Optimizer, look: Callable[[], object]) -> ShoalError | None:
         """What `look`, which collects all of the state, refuses it with; None for what it takes.
@@ -26,23 +26,36 @@ class StateInspection:
         optimizers = optimizers_of(optimizer).values()
         groups = (group for each in optimizers for group in each.param_groups)
         settings = [v for group in groups for key, v in group.items() if key != "params"]
-        if not _is_known(settings, self._settings):
+        if not self._settings.has(settings):
             take_settings(optimizer)
+            self._settings.keep(settings)
         state: list[object] = []
         for each in optimizers:
             for owner, kept in each.state.items():
                 state.append(owner)
-                state += kept.values() if isinstance(kept, dict) else [kept]
-        self._settings = settings
-        try:
-            if not _is_known(state, self._state):
+                state += kept.values()
+        if not self._state.has(state):
+            try:
                 look()
-        except UnsupportedOptimizer as error:
-            return error
-        self._state = state
+            except UnsupportedOptimizer as error:
+                return error
+            self._state.keep(state)
         return None
 
 
-def _is_known(now: list[object], before: list[object]) -> bool:
-    """True if these are the same objects as before, none of which holds others."""
-    return are_same(now, before) and not any(isinstance(each, list | dict) for each in now)
+class _Seen:
+    """Objects that were looked at."""
+
+    def __init__(self) -> None:
+        self._contents: list[object] = []
+        self._can_change = False
+        """Whether one of them holds others."""
+
+    def has(self, contents: list[object]) -> bool:
+        """True if these are the same, and hold what they held."""
+        return not self._can_change and are_same(contents, self._contents)
+
+    def keep(self, contents: list[object]) -> None:
+        """These were looked at."""
+        self._contents = contents
+        self._can_change = any(isinstance(each, list | dict) for each in contents)
