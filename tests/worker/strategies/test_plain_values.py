@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.members.elastic_schedule import Schedule, check_no_trace, elastic, lose_all
+from support.models.plain_values import Keeps, KeepsCodes, Slips, plain_values
 from support.processes.ranks import Ranks
-from support.training.plain_values import Keeps, KeepsCodes, Slips, plain_values
 from torch import nn
 
 import shoal
 from shoal.checkpoint.directory import complete
-from shoal.state.optimizer_state import Slots, put_slots, take_slots
+from shoal.state.values.optimizer import Slots, put_slots, take_slots
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 

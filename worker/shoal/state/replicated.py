@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.state.dtypes import DTYPES
-from shoal.state.optimizer_state import (
+from shoal.state.shards import MODEL, OPTIM, Json, StateShard, TensorShard
+from shoal.state.values.optimizer import (
     SLOTS,
     Slots,
     merged,
@@ -21,8 +22,7 @@ from shoal.state.optimizer_state import (
     take_settings,
     take_slots,
 )
-from shoal.state.plain_values import fault_of
-from shoal.state.shards import MODEL, OPTIM, Json, StateShard, TensorShard
+from shoal.state.values.plain import fault_of
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 
