@@ -18,8 +18,9 @@ class StateInspection:
     """One optimizer's, step by step.
 
     Members whose states are parts of one raise a refusal together: in the job's first step, before
-    a checkpoint, and else when they agree on the next step. What is the same as behind the last step is not looked at
-    again: in nearly every step all of it, but for numbers that count."""
+    a checkpoint, and else when they agree on the next step. What is the same as behind the last
+    step is not looked at again: in nearly every step all of it, but for numbers that count.
+    """
 
     def __init__(self) -> None:
         self._state = _Seen()
@@ -53,7 +54,7 @@ class StateInspection:
         self.refusal = None
 
     def check(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
-        """As `inspect`, for members that all keep the same: raises what the state is refused with."""
+        """As `inspect`, for members that all keep the same: raises the refusal."""
         self.inspect(optimizer, look)
         if self.refusal is not None:
             raise self.refusal
