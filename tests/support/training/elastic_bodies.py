@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from support.models import tensor_models
+from support.models.plain_values import Keeps, KeepsCodes, Slips
 from support.processes.ranks import Report
-from support.training.plain_values import Keeps, KeepsCodes, Slips
 from support.training.rank_bodies import Run, session_of
 from torch import Tensor, fx, nn
 

@@ -7,7 +7,7 @@ from support.models.checkpoint_world import trained
 from support.oracles.plain_torch import OPTIMIZERS, make, save, train
 
 from shoal.checkpoint.index import read_index
-from shoal.checkpoint.names import OWN, entries_of, groups_of, name_of_tensor, path_of
+from shoal.checkpoint.names import OWN, entries_of, groups_of, name_of_tensor, path_of, slots_of
 from shoal.checkpoint.writing import write
 from shoal_proto.errors import InvalidSpec
 
@@ -50,6 +50,11 @@ def test_entries_are_those_of_plain_torch(tmp_path, optimizer_name):
 def test_a_name_survives_the_way_there_and_back(name):
     inside = {"a.weight": {"history": [], "factors": {}, "of.dots": []}}
     assert name_of_tensor(path_of(name), inside) == name
+
+
+def test_a_key_with_a_dot_is_no_part_of_another_value():
+    entries = {("optim", "state", "p", "a.b"): 1, ("optim", "state", "p", "a", "b"): 2}
+    assert slots_of(entries, {"p": {"a": {"b": 2}}}) == {"p": {"a": {"b": 2}, "a.b": 1}}
 
 
 def test_groups_survive_the_way_there_and_back():

@@ -24,7 +24,7 @@ def kept(started: StateShard, live: StateShard) -> PeerCheckpoints:
     """A member of three, without copies, after a generation."""
     peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
     peer_checkpoints.start(started, ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
-    peer_checkpoints.stop(live)
+    peer_checkpoints.stop(lambda: live)
     return peer_checkpoints
 
 
@@ -52,7 +52,7 @@ def test_what_a_member_had_alone_outlives_a_joiner_that_is_lost_at_once() -> Non
         peer_checkpoints = PeerCheckpoints(copies=1, every_steps=1)
         if dist.get_rank() == 0:
             peer_checkpoints.start(state_shard(3, "model.w"), ME, dist.new_group, lambda _: True)
-            peer_checkpoints.stop(state_shard(5, "model.w"))
+            peer_checkpoints.stop(lambda: state_shard(5, "model.w"))
         peer_checkpoints.start(
             state_shard(5, "model.w"), ME | {"b"}, dist.new_group, lambda _: True
         )
@@ -75,7 +75,7 @@ def held_after_a_drain(leaving: tuple[int, ...]) -> set[str]:
     shard = state_shard(5, own, elsewhere=others)
     peer_checkpoints.start(shard, frozenset(names), dist.new_group, lambda _: True)
     peer_checkpoints.hand_over(shard, leaving=leaving)
-    peer_checkpoints.stop(shard)
+    peer_checkpoints.stop(lambda: shard)
     held = peer_checkpoints.held(frozenset(names))
     dist.barrier()
     peer_checkpoints.close()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,3 +49,14 @@ def test_what_is_equal_stays_what_it_was() -> None:
     assert hyperparameters.digest() == digest
     optimizer.param_groups[0]["lr"].mul_(2)
     assert hyperparameters.now()[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, np.array])
+def test_a_number_of_numpys_is_the_number_that_a_newcomer_has_in_its_place(kind: Any) -> None:
+    """A state is handed over with Python's own numbers."""
+    given = kind(0.1)
+    optimizers = [torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2)]
+    for optimizer, rate in zip(optimizers, (given, given.item()), strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+    own, newcomer = map(Hyperparameters, optimizers)
+    assert own.digest() == newcomer.digest()

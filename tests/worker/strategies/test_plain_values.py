@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.members.elastic_schedule import Schedule, check_no_trace, elastic, lose_all
+from support.models.plain_values import Keeps, KeepsCodes, Slips, plain_values
 from support.processes.ranks import Ranks
-from support.training.plain_values import Keeps, KeepsCodes, Slips, plain_values
 from torch import nn
 
 import shoal
 from shoal.checkpoint.directory import complete
-from shoal.state.optimizer_state import Slots, put_slots, take_slots
+from shoal.state.values.optimizer import Slots, put_slots, take_slots
 from shoal_client.local.cluster import LocalCluster
-from shoal_proto.errors import UnsupportedOptimizer
+from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
 TOLERANCE = 1e-5
 WHOLE = ("ddp", "zero1", "pipeline")
@@ -278,6 +278,42 @@ def test_a_setting_that_cannot_be_carried_is_refused_in_its_first_step(
     with pytest.raises(UnsupportedOptimizer, match="setting 'odd' of group 0: a Fraction"):
         train(strategy, lambda p: torch.optim.SGD(p, lr=0.1), None, 4, slip)
     assert steps[-1] == at_step
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(3, dtype=torch.uint32), torch.eye(3).to_sparse()])
+@pytest.mark.parametrize("strategy", ALONE)
+def test_a_buffer_that_cannot_be_handed_over_is_refused_before_training(
+    strategy: str, tensor: torch.Tensor
+) -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("odd", tensor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.join() as session, pytest.raises(InvalidSpec, match="the model's tensor odd"):
+        session.distribute(model, optimizer, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_tensor_that_grows_is_refused_where_copies_of_several_steps_hold_it(
+    strategy: str,
+) -> None:
+    class Grows(torch.optim.SGD):
+        elementwise = per_parameter = True
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            for parameter in self.param_groups[0]["params"]:
+                before = self.state[parameter].get("seen", torch.ones((), dtype=torch.int8))
+                self.state[parameter]["seen"] = before.to(torch.int32)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        grown = Grows(parameters, lr=0.1)
+        for parameter in grown.param_groups[0]["params"]:
+            grown.state[parameter]["seen"] = torch.ones((), dtype=torch.int8)
+        return grown
+
+    with pytest.raises(UnsupportedOptimizer, match=r"state 'seen' of .*int32; expected .*int8"):
+        train(strategy, make, None, 1)
+    train("ddp", make, None, 1)
 
 
 @pytest.mark.parametrize("strategy", ALONE)

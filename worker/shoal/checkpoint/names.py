@@ -16,14 +16,15 @@ that plain torch finds what it looks for:
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.state.optimizer_state import INNER, SLOTS, plain_setting
-from shoal.state.plain_values import put_together, take_apart_exactly
 from shoal.state.shards import MODEL, OPTIM, REGISTERED, Json
+from shoal.state.values.optimizer import INNER, SLOTS, plain_setting
+from shoal.state.values.plain import put_together, take_apart_exactly
 from shoal.torch_private.checkpoint import flatten_state_dict
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
@@ -91,7 +92,7 @@ def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
 def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
     """True for a part of one of these values of the optimizer's state."""
     match path:
-        case ("optim", "state", str(parameter), *rest) if rest:
+        case ("optim", "state", str(parameter), *rest) if len(rest) > 1:
             # A key may have dots of its own.
             inner = key_of(tuple(rest))
             return any(inner.startswith(f"{key}.") for key in slots.get(parameter, ()))
@@ -111,11 +112,7 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
         if len(path) != 4:
             raise _no_place(path, "nested state of an optimizer")
         _, _, parameter, key = path
-
-        def refused(_: object, seen: str, expected: str, path: Path = path) -> InvalidSpec:
-            return _no_place(path, seen)
-
-        taken, _ = take_apart_exactly(value, (), refused, inline=True)
+        taken, _ = take_apart_exactly(value, (), partial(_refused, path), inline=True)
         found.setdefault(str(parameter), {})[str(key)] = taken
     return found
 
@@ -125,6 +122,10 @@ def is_read(path: Path) -> bool:
     if path[0] == "model":
         raise _no_place(path, "an extra state that is no tensor")
     return path[0] == "optim" or path in {OWN, STEP}
+
+
+def _refused(path: Path, _: tuple[str, ...], seen: str, expected: str) -> InvalidSpec:
+    return _no_place(path, seen)
 
 
 def _no_place(path: Path, seen: str) -> InvalidSpec:
@@ -184,7 +185,9 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
     for path, value in entries.items():
         match path:
             case ("optim", "param_groups", int(index), str(setting)):
-                groups.setdefault(index, {})[setting] = _plain_setting(path, value)
+                groups.setdefault(index, {})[setting] = plain_setting(
+                    value, (), partial(_refused, path)
+                )
     found: list[Json] = []
     for _, group in sorted(groups.items()):
         names = group.get("params")
@@ -197,13 +200,6 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
             )
         found.append(group)
     return found
-
-
-def _plain_setting(path: Path, value: object) -> Json:
-    def refused(_: object, seen: str, expected: str) -> InvalidSpec:
-        return _no_place(path, seen)
-
-    return plain_setting(value, (), refused)
 
 
 def own_state(text: object) -> Mapping[str, Any]:

@@ -17,9 +17,13 @@ from shoal.model.initialisation import give_buffers, initialised_copy, is_on_met
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
-from shoal.state.optimizer_state import (
+from shoal.state.replicated import beside, check_no_more, missing, names_in, refuse_tensors
+from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
+from shoal.state.values.optimizer import (
+    INNER,
     SLOTS,
     Slots,
+    cannot_carry,
     is_mark,
     mark_of,
     merged,
@@ -29,8 +33,6 @@ from shoal.state.optimizer_state import (
     take_settings,
     take_slots,
 )
-from shoal.state.replicated import beside, check_no_more, missing, names_in
-from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import (
     DtypeMismatch,
@@ -44,7 +46,8 @@ class MetaModel:
     """A model without its weights, and where each parameter stands in the optimizer.
 
     Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
-    the model's (nobody would keep that one in step with the others), if parameters share memory
+    the model's (nobody would keep that one in step with the others), if a tensor of the model is of
+    a kind that no member can be given, if parameters share memory
     without being one, or if a module on the meta device cannot initialise itself.
     """
 
@@ -76,6 +79,7 @@ class MetaModel:
         self.tied = tied(model)
         """For each further name of a parameter or buffer, its first."""
         held = {**dict(model.named_parameters()), **persistent_buffers(model)}
+        refuse_tensors(held)
         self.without_elements = {
             name: torch.empty_like(tensor, device="cpu")
             for name, tensor in held.items()
@@ -169,6 +173,8 @@ class OptimizerBinding:
         self.held_parameters = {n: t for n, t in self.held.items() if isinstance(t, nn.Parameter)}
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._placed: dict[str, Tensor] = {}
+        self._outlines: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        """Of the tensors of the optimizer's state, as they were first."""
         self.group_names = meta_model.groups
         self._tied = meta_model.tied
         self._model_names = names_in(meta_model.model)
@@ -203,6 +209,16 @@ class OptimizerBinding:
         return StateShard(step=step, shards=kept, values=values)
 
     def _shard_of_state(self, name: str, key: str, value: Tensor) -> TensorShard:
+        own = (value.shape, value.dtype)
+        first = self._outlines.setdefault(f"{name}/{key}", own)
+        if own != first:
+            # Copies of several steps hold it, as one tensor.
+            raise cannot_carry(
+                self.optimizer,
+                f"state {key.removeprefix(INNER)!r} of {name}: {tuple(own[0])} of {own[1]}",
+                f"{tuple(first[0])} of {first[1]}, as behind the steps before: the same in all"
+                " steps, except under strategy 'ddp'",
+            )
         if value.ndim == 0:
             return TensorShard.whole(local_part(value))
         parameter = self._parameters[name]

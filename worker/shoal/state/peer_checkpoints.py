@@ -3,11 +3,14 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import structlog
 import torch.distributed as dist
 
 from shoal.state.peer_copies import LaterGroup, PeerCopies
 from shoal.state.shards import StateShard
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, RefusedError
+
+log = structlog.get_logger(__name__)
 
 CLOSE_S = 5.0
 """A copy takes a moment, and one whose group was cut ends at once."""
@@ -130,8 +133,14 @@ class PeerCheckpoints:
         if copies is not None:
             copies.close()
 
-    def stop(self, live: StateShard | None) -> None:
-        """The generation is over; `live` is this member's part of its state, if it is whole."""
+    def stop(self, collect: Callable[[], StateShard] | None) -> None:
+        """The generation is over; `collect` gives this member's part of its state, if it is whole.
+        One that is refused is not kept."""
+        live: StateShard | None = None
+        try:
+            live = collect() if collect is not None else None
+        except RefusedError as error:
+            log.warning("state_not_kept", reason=str(error))
         self._live = live
         copies = self._copies
         if copies is not None:

@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, tied
-from shoal.state.optimizer_state import (
+from shoal.state.dtypes import DTYPES
+from shoal.state.shards import MODEL, OPTIM, Json, StateShard, TensorShard
+from shoal.state.values.optimizer import (
     SLOTS,
     Slots,
     merged,
@@ -20,7 +22,7 @@ from shoal.state.optimizer_state import (
     take_settings,
     take_slots,
 )
-from shoal.state.shards import MODEL, OPTIM, Json, StateShard, TensorShard
+from shoal.state.values.plain import fault_of
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 
@@ -38,11 +40,12 @@ class State:
 class ReplicatedState:
     """Reads and writes everything that training changes in a model and its optimizer.
 
-    Raises InvalidSpec if the optimizer holds a parameter that is not the model's: nobody would
-    keep that one the same on all members.
+    Raises InvalidSpec if the optimizer holds a parameter that is not the model's, which nobody
+    would keep the same on all members, and for tensors of the model that no member can be given.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        refuse_tensors({**dict(model.named_parameters()), **dict(model.named_buffers())})
         self._optimizer = optimizer
         self.parameters = dict(model.named_parameters())
         self._model = model
@@ -188,6 +191,19 @@ def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
     if tensor.ndim or by_kernels:
         return tensor.to(parameter.device, copy=True)
     return tensor.clone()
+
+
+def refuse_tensors(tensors: Mapping[str, Tensor]) -> None:
+    """Raise InvalidSpec if one of a model's tensors cannot be given to another member."""
+    for name, tensor in tensors.items():
+        if fault := fault_of(tensor):
+            raise InvalidSpec(
+                f"the model's tensor {name} cannot be handed to another member",
+                seen=fault,
+                expected=f"dense tensors of {', '.join(DTYPES)}",
+                fix="Keep it in one of these dtypes, or, if it is no state of the model, as an"
+                " attribute that is no buffer.",
+            )
 
 
 def names_in(model: nn.Module) -> Set[str]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,9 +39,7 @@ from shoal.strategies.synchronous.step_agreement import Deed
 from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
 from shoal.torch_private.compiling import is_routing_compiled
 from shoal.torch_private.dtensor import clear_sharding_cache
-from shoal_proto.errors import GenerationBroken, InvalidSpec, RefusedError, StateLost
-
-log = structlog.get_logger(__name__)
+from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 
 class LayoutStrategy(SynchronousStrategy):
@@ -199,14 +196,6 @@ class LayoutStrategy(SynchronousStrategy):
         own = into_shard(binding.collect(self._step), self._registered.current())
         return self._checkpoints.samples.carried(own)
 
-    def _held(self, binding: OptimizerBinding) -> StateShard | None:
-        """The same for a generation that ends; None for a state that is refused."""
-        try:
-            return self._collect(binding)
-        except RefusedError as error:
-            log.warning("state_not_kept", step=self._step, reason=str(error))
-            return None
-
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
         """The same within a step, in which the script may have changed what it found.
 
@@ -275,7 +264,7 @@ class LayoutStrategy(SynchronousStrategy):
         binding.gradients.forget()
         # In the midst of an update there is neither the old state nor the new.
         is_whole = self._whole and self._passes.is_whole
-        self._peer_checkpoints.stop(self._held(binding) if is_whole else None)
+        self._peer_checkpoints.stop((lambda: self._collect(binding)) if is_whole else None)
         self._whole = self._passes.is_whole = True
         binding.layout.release()
 
@@ -333,10 +322,9 @@ class LayoutStrategy(SynchronousStrategy):
             return
         self._begun = True
         layout = self._layout()
-        if self._copy_due and self._binding is not None:
+        if self._copy_due and self._binding is not None and not self.position.inspection.refusal:
             self._copy_due = False
-            if self._refusal is None:
-                self._peer_checkpoints.offer(self._collect_as_begun(self._binding))
+            self._peer_checkpoints.offer(self._collect_as_begun(self._binding))
         layout.begin()
 
     def _reduce_in_backward(self, reduces: bool) -> None:
@@ -470,8 +458,9 @@ class LayoutStrategy(SynchronousStrategy):
         self._whole = True
         self._update_scale(overflowed=overflowed)
         self._commit_step()
-        # Before any copy.
-        self._inspect(self._optimizer, lambda: binding.collect(self._step))
+        self.position.inspection.inspect(self._optimizer, lambda: binding.collect(self._step))
+        if self._step == 1 or self._checkpoints.due(self._step):
+            self.position.inspection.raise_on_all(self.group)
         # Made when the next step begins: the members' report of this one does not wait for it.
         self._copy_due = self._peer_checkpoints.due(self._step)
         self._checkpoint()

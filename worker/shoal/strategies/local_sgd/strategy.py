@@ -213,7 +213,9 @@ class LocalSGD(SynchronousStrategy):
         self._round.note(self._step, self._hyperparameters)
         self._optimizer.step()
         self._commit_step()
-        self._inspect(self._optimizer, lambda: self._outer_loop.state.collect(self._step))
+        self.position.inspection.check(
+            self._optimizer, lambda: self._outer_loop.state.collect(self._step)
+        )
         self._round.stepped(acknowledged)
         if self._checkpoints.due(self._step) or self._step % self._every_steps == 0:
             self._meet(group)

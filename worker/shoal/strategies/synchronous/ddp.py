@@ -1,6 +1,7 @@
 """Data parallel: every member holds the whole model; gradients are averaged in each step."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from shoal.state.registered.objects import into_shard, into_state, of_shard, of_
 from shoal.state.replicated import ReplicatedState, State
 from shoal.state.shards import StateShard
 from shoal.state.transfer import receive, send
+from shoal.state.values.plain import without_marks
 from shoal.state.whole_model import on_host
 from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
@@ -158,7 +160,10 @@ class DDP(SynchronousStrategy):
         if self.origin != Position():
             refuse_earlier(self.position.form, "another batch size than the run began with")
         if generation.rank == source and receivers:
-            state = into_state(self._state.collect(self._step), self._registered.current())
+            own = self._state.collect(self._step)
+            if is_earlier:
+                own = self._for_earlier(own)
+            state = into_state(own, self._registered.current())
             send(self._checkpoints.samples.carried(state), receivers, group, direct=is_earlier)
         elif generation.rank in receivers:
             state = receive(source, receivers, group, direct=is_earlier)
@@ -168,6 +173,18 @@ class DDP(SynchronousStrategy):
             self._has_state = held
         if receivers or not self.position.is_shared:
             check_same_step(generation.number, self._step, group)
+
+    def _for_earlier(self, state: State) -> State:
+        """The state as members of release 0.1.0 take it.
+
+        Raises InvalidSpec for an optimizer that keeps what they know no notation for.
+        """
+        try:
+            values = {key: without_marks(each) for key, each in state.values.items()}
+        except ValueError:
+            refuse_earlier(self.position.form, "an optimizer that keeps dictionaries, or the like,")
+            raise
+        return replace(state, values=values)
 
     def _wrap(self, group: dist.ProcessGroup) -> None:
         for name, model in models_of(self._model).items():
@@ -305,7 +322,7 @@ class DDP(SynchronousStrategy):
             self._optimizer.step()
         self._update_scale(overflowed=overflowed)
         self._commit_step()
-        self._inspect(self._optimizer, lambda: self._state.collect(self._step))
+        self.position.inspection.check(self._optimizer, lambda: self._state.collect(self._step))
         self._checkpoint()
         acknowledged()
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.membership.step_messages import StepMessages
+from shoal.state.values.inspection import StateInspection
 from shoal.strategies.synchronous.script_places import Place
 
 NUM_WORDS = 5
@@ -62,6 +63,8 @@ class ScriptPosition:
     """Where members that split layers have met for them, in the present generation."""
     norms: list[float] = field(default_factory=list)
     """What the script has clipped gradients to in the present step."""
+    inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
+    """Of what the optimizer keeps behind each step."""
     _place: Place | None = None
     """Where the script waits for others, but for the step."""
 

@@ -30,7 +30,7 @@ from shoal.strategies.synchronous.hyperparameters import (
 )
 from shoal.strategies.synchronous.script_position import ScriptPosition, Stopped
 from shoal.strategies.synchronous.step_weights import BY_SAMPLES, StepWeights
-from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, ShoalError, UnequalPasses
+from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, UnequalPasses
 
 NUM_WORDS = {StepMessages.EARLIER: 3, StepMessages.PRESENT: 4}
 """Passes, twice, and one more if these were all, or parts, as a negative number; digest; whether a
@@ -135,8 +135,6 @@ class StepAgreement:
         self.faults: Sequence[bool] = ()
         """Which members have proposed this step with gradients that are not finite, by rank, once
         it is settled."""
-        self.refusal: ShoalError | None = None
-        """Why this member's state of the last step is to be refused, if it is."""
         self._announced = False
         self._settled = False
         self._conflict = ""
@@ -236,7 +234,7 @@ class StepAgreement:
             word = 2 * self._passes + 1
             self._position.exchanges.end()
             exchanged = self._position.exchanges.word() << _FLAG_BITS
-            refused = _REFUSAL * (self.refusal is not None)
+            refused = _REFUSAL * (self._position.inspection.refusal is not None)
             more = self._ending(self._step) | _FAULT * is_faulty | refused | exchanged
             self._idle = idle
             digest = self._with_norms(self._hyper.digest() ^ (digest_of(idle) if idle else 0))
@@ -255,7 +253,7 @@ class StepAgreement:
         """Return if all members take the step in the same way, and wait for that: by what the
         gradients are to be multiplied before they are used. None if that was told before.
 
-        Raises UnequalPasses, HyperparametersDiffer, InvalidSpec, or the `refusal` of one of them,
+        Raises UnequalPasses, HyperparametersDiffer, InvalidSpec, or what one of them refuses,
         on all of them.
         """
         if self._settled:
@@ -273,7 +271,7 @@ class StepAgreement:
         """See `settle`."""
         self._compare_passes(rows)
         if any(row[2] & _REFUSAL for row in rows):
-            refuse_together(self._group, self.refusal)
+            self._position.inspection.raise_on_all(self._group)
         words = [row[2] >> _FLAG_BITS for row in rows]
         compare(self._position.exchanges, words, self._group, self._members)
         if any(row[2] & _STOP_BEFORE for row in rows):
@@ -423,15 +421,6 @@ class StepAgreement:
             " shoal.Zero1(find_unused_parameters=True). Where the script drops gradients"
             " (parameter.grad = None), let it drop the same on every member.",
         )
-
-
-def refuse_together(group: dist.ProcessGroup, own: ShoalError | None) -> None:
-    """Collective: raise the error that a member has, the same on all members, if one has any."""
-    words = gather(json.dumps(own.to_dict() if own is not None else None).encode(), group)
-    found = next((told for told in map(json.loads, words) if told is not None), None)
-    if found is not None:
-        let_all_hear(group)
-        raise ShoalError.from_dict(found)
 
 
 def _says_nothing_more(rows: Sequence[Sequence[int]]) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -10,7 +10,6 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.choice import backend_for
@@ -34,8 +33,7 @@ from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import update
 from shoal.strategies.synchronous.script_places import ScriptPlaces
 from shoal.strategies.synchronous.script_position import ScriptPosition
-from shoal.strategies.synchronous.state_inspection import StateInspection
-from shoal.strategies.synchronous.step_agreement import Deed, StepAgreement, refuse_together
+from shoal.strategies.synchronous.step_agreement import Deed, StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
@@ -73,9 +71,6 @@ class SynchronousStrategy(Strategy):
         self._places: ScriptPlaces | None = None
         self._hyperparameters: Hyperparameters | None = None
         self._agreement: StepAgreement | None = None
-        self._inspection = StateInspection()
-        self._refusal: ShoalError | None = None
-        """What the state behind the last step is to be refused with, by all members together."""
 
     # --- what a subclass answers for ---
 
@@ -461,27 +456,6 @@ class SynchronousStrategy(Strategy):
         self._registered.committed()
         self.position.stepped()
 
-    def _inspect(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
-        """A step is committed: raise UnsupportedOptimizer if the optimizer keeps, since this step,
-        what no member can be given and no checkpoint can hold. `look`: collects the state.
-
-        Members whose states are parts of one raise it together: in the job's first step, before a
-        checkpoint, and else when they agree on the next step.
-        """
-        self._refusal = self._inspection.inspect(optimizer, look)
-        if not self.state_is_spread:
-            if self._refusal is not None:
-                raise self._refusal
-        elif self._step == 1 or self._checkpoints.due(self._step):
-            self._refuse_together()
-        elif self._agreement is not None:
-            self._agreement.refusal = self._refusal
-
-    def _refuse_together(self) -> None:
-        group = self._process_group
-        if group is not None and self.state_is_spread:
-            refuse_together(group, self._refusal)
-
     def withdraw_step(self) -> None:
         """The step under way is not taken, and neither is any behind it. May raise StateLost."""
         self._passes.undo()
@@ -496,7 +470,8 @@ class SynchronousStrategy(Strategy):
             reasons = [word.decode() for word in gather(self.position.reason.encode(), group)]
             self.position.reason = next((reason for reason in reasons if reason), "")
         self._registered.restore()
-        self._refuse_together()
+        if self.state_is_spread:
+            self.position.inspection.raise_on_all(group)
         self._check_registered()
         self.between_steps()
         # Before anybody leaves: each writes its part, and leaves it with others for what comes yet.

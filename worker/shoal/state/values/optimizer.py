@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.state.plain_values import (
+from shoal.state.shards import OPTIM, Json, TensorShard
+from shoal.state.values.plain import (
     CARRIED_EXACTLY,
     Refusal,
     fault_of,
     put_together,
     take_apart_exactly,
 )
-from shoal.state.shards import OPTIM, Json, TensorShard
 from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 
 SLOTS = "slots"
@@ -151,8 +151,8 @@ def cannot_carry(optimizer: Optimizer, seen: str, expected: str) -> UnsupportedO
         f"the state of {type(optimizer).__name__} cannot be handed to another member",
         seen=seen,
         expected=expected,
-        fix="Keep it as one of these, or outside of the optimizer's state and groups if it is the"
-        " same on all members and in all steps.",
+        fix="What is the same on all members and in all steps may stand outside of the optimizer's"
+        " state and groups (docs/strategies.md).",
     )
 
 

@@ -1,0 +1,1 @@
+"""What of a state is no tensor: as JSON, and back."""

@@ -1,0 +1,87 @@
+"""A look at what an optimizer keeps, behind each step: whether it can be handed to a member."""
+
+import json
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from shoal.backends.abortable.last_word import let_all_hear
+from shoal.model.several import optimizers_of
+from shoal.model.trained_parameters import are_same
+from shoal.state.resharding import gather
+from shoal.state.values.optimizer import take_settings
+from shoal_proto.errors import ShoalError, UnsupportedOptimizer
+
+
+class StateInspection:
+    """One optimizer's, step by step.
+
+    Members whose states are parts of one raise a refusal together: in the job's first step, before
+    a checkpoint, and else when they agree on the next step. What is the same as behind the last
+    step is not looked at again: in nearly every step all of it, but for numbers that count.
+    """
+
+    def __init__(self) -> None:
+        self._state = _Seen()
+        self._settings = _Seen()
+        self.refusal: ShoalError | None = None
+        """What the state behind the last step is to be refused with."""
+
+    def inspect(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
+        """Note what `look`, which collects all of the state, refuses it with, if it does.
+
+        Raises UnsupportedOptimizer for a setting, which all members have alike.
+        """
+        optimizers = optimizers_of(optimizer).values()
+        groups = (group for each in optimizers for group in each.param_groups)
+        settings = [v for group in groups for key, v in group.items() if key != "params"]
+        if not self._settings.has(settings):
+            take_settings(optimizer)
+            self._settings.keep(settings)
+        state: list[object] = []
+        for each in optimizers:
+            for owner, kept in each.state.items():
+                state.append(owner)
+                state += kept.values()
+        if not self._state.has(state):
+            try:
+                look()
+            except UnsupportedOptimizer as error:
+                self.refusal = error
+                return
+            self._state.keep(state)
+        self.refusal = None
+
+    def check(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
+        """As `inspect`, for members that all keep the same: raises the refusal."""
+        self.inspect(optimizer, look)
+        if self.refusal is not None:
+            raise self.refusal
+
+    def raise_on_all(self, group: dist.ProcessGroup) -> None:
+        """Collective: raise the refusal that a member has, the same on all, if one has any."""
+        own = self.refusal.to_dict() if self.refusal is not None else None
+        words = gather(json.dumps(own).encode(), group)
+        found = next((told for told in map(json.loads, words) if told is not None), None)
+        if found is not None:
+            let_all_hear(group)
+            raise ShoalError.from_dict(found)
+
+
+class _Seen:
+    """Objects that were looked at."""
+
+    def __init__(self) -> None:
+        self._contents: list[object] = []
+        self._can_change = False
+        """Whether one of them holds others."""
+
+    def has(self, contents: list[object]) -> bool:
+        """True if these are the same, and hold what they held."""
+        return not self._can_change and are_same(contents, self._contents)
+
+    def keep(self, contents: list[object]) -> None:
+        """These were looked at."""
+        self._contents = contents
+        self._can_change = any(isinstance(each, list | dict) for each in contents)
