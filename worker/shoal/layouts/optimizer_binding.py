@@ -73,6 +73,8 @@ class MetaModel:
             if not tensor.numel()
         }
         """Parameters and persistent buffers of which there is nothing to hold."""
+        self.order = tuple(model.state_dict(keep_vars=True))
+        """The names of the model's own state_dict, in their order."""
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._given: dict[str, dict[str, Any]] = {}
         self.take_state(optimizer)
@@ -166,6 +168,7 @@ class OptimizerBinding:
         self._tied = meta_model.tied
         self._model_names = names_in(meta_model.model)
         self.without_elements = meta_model.without_elements
+        self.order = meta_model.order
         meta_model.take_state(optimizer)
         optimizer.state.clear()
         for group, names in zip(optimizer.param_groups, meta_model.groups, strict=True):

@@ -28,6 +28,7 @@ from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
 from shoal.without_session.ending import free_at_exit
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_number
 
 _MARK = "_shoal_static"
 
@@ -98,8 +99,9 @@ class FixedRanksTraining:
         return clip(self.layout, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
+        binding = self._binding
         return whole_model(
-            self.layout.world.group, self._binding.model(0), self._binding.without_elements
+            self.layout.world.group, binding.model(0), binding.without_elements, binding.order
         )
 
 
@@ -146,7 +148,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
     Called by all ranks, between backward and `optimizer.step()`. Returns the norm before.
     """
-    return _static(model).clip_grad_norm(max_norm)
+    return _static(model).clip_grad_norm(as_number("max_norm", max_norm))
 
 
 def state_dict(model: nn.Module) -> Mapping[str, Tensor]:

@@ -281,6 +281,10 @@ class LayoutStrategy(SynchronousStrategy):
     # --- steps ---
 
     @property
+    def local_model(self) -> nn.Module:
+        return self._layout().plain
+
+    @property
     def module(self) -> nn.Module:
         return self._module_of("")
 
@@ -490,7 +494,9 @@ class LayoutStrategy(SynchronousStrategy):
         if binding is None or group is None:
             raise GenerationBroken("there is no generation to take the state of")
         self._passes.settle_buffers()
-        return whole_model(group, binding.model(self._step), binding.without_elements)
+        return whole_model(
+            group, binding.model(self._step), binding.without_elements, binding.order
+        )
 
     def close(self) -> None:
         try:
