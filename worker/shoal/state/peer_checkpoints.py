@@ -8,6 +8,7 @@ import torch.distributed as dist
 from shoal.state.peer_copies import LaterGroup, PeerCopies
 from shoal.state.shards import StateShard
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 
 CLOSE_S = 5.0
 """A copy takes a moment, and one whose group was cut ends at once."""
@@ -21,6 +22,8 @@ class PeerCheckpoints:
     """
 
     def __init__(self, *, copies: int, every_steps: int) -> None:
+        copies = as_index("copies", copies)
+        every_steps = as_index("copy_every_steps", every_steps)
         if copies < 0 or every_steps < 1:
             raise InvalidSpec(
                 "the copies' settings are out of range",
