@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
 from shoal.state.replicated import as_json, beside, check_no_more, missing, names_in, take_settings
 from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
+from shoal.state.whole_model import whole_model
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import (
     DtypeMismatch,
@@ -224,6 +226,10 @@ class OptimizerBinding:
         }
         kept = {path: shard for path, shard in given.items() if shard.chunk.num_elements}
         return StateShard(step=step, shards=kept, values={"tied": dict(self._tied)})
+
+    def whole_model(self, step: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+        """The whole model in the order of its own state_dict. Collective; raises as `reshard`."""
+        return whole_model(group, self.model(step), self.without_elements, self.order)
 
     def _values(self) -> dict[str, Json]:
         kinds = kinds_of(self.optimizer)

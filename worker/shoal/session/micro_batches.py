@@ -15,8 +15,8 @@ from shoal.data.batches import Batch, share
 from shoal.data.parts import cut, has_all_rows, rows_of_fewer
 from shoal.layouts import synced_batchnorm
 from shoal.layouts.base import LossFunction
+from shoal.layouts.buffers import BuffersAside
 from shoal.layouts.gathered_rows import is_gather
-from shoal.model.buffers_aside import BuffersAside
 from shoal.model.other_parameters import nodes_from, nodes_of
 from shoal.strategies.base import Strategy
 from shoal.torch_private.tensors import counted_targets, plain_sums

@@ -22,7 +22,6 @@ from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.model.module_proxy import proxy_of, retarget, take_modes
 from shoal.model.tied_tensors import give_own_memory
 from shoal.state.resharding import reshard
-from shoal.state.whole_model import whole_model
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
@@ -99,10 +98,7 @@ class FixedRanksTraining:
         return clip(self.layout, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
-        binding = self._binding
-        return whole_model(
-            self.layout.world.group, binding.model(0), binding.without_elements, binding.order
-        )
+        return self._binding.whole_model(0, self.layout.world.group)
 
 
 def distribute(
