@@ -176,7 +176,7 @@ def test_a_shard_of_another_length_is_refused_by_name(said: int, seen: str) -> N
     [
         ([range(3)], {"lengths": []}, "1 shards, 0 lengths.*Shards.count"),
         ([range(3)], {"lengths": [0]}, "hold no samples"),
-        ([range(3)], {"lengths": [2.5]}, "a length of shards is out of range; saw 2.5"),
+        ([range(3)], {"lengths": [2.5]}, "a length of shards is not an integer; saw 2.5"),
         ([range(3)], {"lengths": [3], "columns": 0}, "columns of shards .*saw 0"),
         ([range(3)], {"lengths": [3], "turns": -1}, "turns of shards .*saw -1"),
         ([range(3)], {"lengths": [3], "shuffle_buffer": 0}, "shuffle_buffer of shards"),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.collectives.reduced_values import reduced
+from support.members.reduced_values import reduced
 from support.network import http
 from support.processes.ranks import Rank, Ranks
 from support.processes.served_process import awaited

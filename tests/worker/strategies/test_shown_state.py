@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import Run, entered, take_step
+from support.collectives.strategy_runs import Run, by_a_rank, entered, take_step
 from torch import Tensor, nn
 
 import shoal
@@ -73,3 +73,43 @@ def test_every_member_shows_the_same_running_statistics(name: str) -> None:
         assert not torch.equal(first["1.running_mean"], ranks[0]["1.running_mean"])
         for found in others:
             assert all(torch.equal(found[key], first[key]) for key in first)
+
+
+class Tied(nn.Module):
+    """Its names are in no alphabetical order, and one weight has two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+        self.z = nn.Linear(5, 5)
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.norm = nn.BatchNorm1d(5)
+        self.a = nn.Linear(5, 5)
+        self.a.weight = self.z.weight
+        self.out = nn.Linear(5, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.out(self.a(self.norm(self.z(inputs) + self.bias) * self.scale))
+        return outputs
+
+
+def build_tied(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Tied()
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+IN_ORDER: Mapping[str, Callable[[], Strategy]] = {
+    **MADE,
+    "hsdp": partial(shoal.HSDP, shard=2, copies=0),
+    "fsdp-tensor": partial(shoal.FSDPTensor, min_split_bytes=0, copies=0),
+    "hybrid": partial(shoal.Hybrid, pipeline=2, tensor=1, microbatches=2, copies=0),
+}
+
+
+@pytest.mark.parametrize("strategy", IN_ORDER)
+def test_what_is_shown_has_the_order_of_the_models_own_state_dict(strategy: str) -> None:
+    """Scripts go through both together. Regression: it was sorted by name where the model is
+    spread over members."""
+    run = Run(build=build_tied, loader=loader, loss=nn.functional.mse_loss, num_steps=2)
+    for weights in run_in_memory(by_a_rank, 4, run, IN_ORDER[strategy]):
+        assert list(weights) == list(Tied().state_dict())

@@ -15,6 +15,7 @@ from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
 from shoal.checkpoint.peers import ALONE, Peers
 from shoal.state.shards import StateShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
+from shoal_proto.numbers_given import as_index, as_number
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +49,8 @@ class Checkpoints:
         more. Raises InvalidSpec for numbers below one, and for a URL that is no place for
         checkpoints.
         """
+        every_steps, keep = as_index("every_steps", every_steps), as_index("keep", keep)
+        limit_s = as_number("limit_s", limit_s)
         if not limit_s > 0:
             raise InvalidSpec("limit_s is out of range", seen=f"{limit_s:g}", expected="above 0")
         for name, number in (("every_steps", every_steps), ("keep", keep)):

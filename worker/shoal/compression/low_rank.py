@@ -18,6 +18,7 @@ from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder
 from shoal.compression.residuals import Carry, Residuals
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import convert_fields
 from shoal_proto.v1.codec_pb2 import GradientCodec, LowRankRows
 
 
@@ -33,6 +34,7 @@ class PowerSGD(Compression):
     rank: int = 4
 
     def __post_init__(self) -> None:
+        convert_fields(self, indices=("rank",))
         if self.rank < 1:
             raise InvalidSpec("rank is out of range", seen=str(self.rank), expected="1 or above")
 

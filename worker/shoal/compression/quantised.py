@@ -19,6 +19,7 @@ from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder, code
 from shoal.compression.residuals import Carry, Residuals
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import convert_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Int8(Compression):
     block: int = 256
 
     def __post_init__(self) -> None:
+        convert_fields(self, indices=("block",))
         _check_block(self.block)
 
     def compressor(self) -> Compressor:
@@ -46,6 +48,7 @@ class OneBit(Compression):
     block: int = 128
 
     def __post_init__(self) -> None:
+        convert_fields(self, indices=("block",))
         _check_block(self.block)
 
     def compressor(self) -> Compressor:

@@ -17,6 +17,7 @@ from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder, code
 from shoal.compression.residuals import Residuals
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import convert_fields
 
 SAMPLE = 1 << 14
 """From so many values is guessed which of the others need not be looked at."""
@@ -30,6 +31,7 @@ class TopK(Compression):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
+        convert_fields(self, numbers=("ratio",))
         if not 0 < self.ratio <= 1:
             raise InvalidSpec(
                 "ratio is out of range", seen=str(self.ratio), expected="above 0, at most 1"

@@ -116,7 +116,7 @@ class BatchOptions:
         order_options: dict[str, Any] = {
             "global_batch_size": self.global_batch_size,
             "num_epochs": self.epochs,
-            "seed": self.seed or 0,
+            "seed": 0 if self.seed is None else self.seed,
             "shuffle": self.shuffle is not False,
             "drop_last": bool(self.drop_last),
         }

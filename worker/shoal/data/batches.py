@@ -20,6 +20,7 @@ from shoal.data.permutation import KeyedPermutation
 from shoal.data.samples import Collate, MapDataset, Samples
 from shoal.data.shards import Shards
 from shoal_proto.errors import InvalidSpec, SampleFailed
+from shoal_proto.numbers_given import as_index
 
 LARGEST_KEPT_ORDER = 1 << 20
 """Of more samples no array of all indices is made."""
@@ -44,8 +45,8 @@ class Batch:
     targets: Any
     """The last part. None if the dataset has one part only."""
     indices: list[int]
-    """The dataset's indices of these samples; empty if this member has no part in the step. It
-    then holds one sample all the same, which gets weight 0."""
+    """The dataset's indices of these samples; empty if this member has no part in the step: see
+    `is_stand_in`."""
     weight: float
     """The member's share of the global batch times the number of shares."""
     step: int
@@ -53,6 +54,22 @@ class Batch:
     epoch: int
     first: int = 0
     """Position in the global batch of the first of these samples."""
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples of the step are in this batch: what a script counts by. 0 if it is a
+        stand-in."""
+        return len(self.indices)
+
+    @property
+    def is_stand_in(self) -> bool:
+        """True if this member, or this part, has no samples of the step: there are fewer than
+        members, or fewer in the share than parts.
+
+        `inputs` and `targets` then hold another's sample once more, the first of the step, or of
+        the share: forward passes need one where members compute together. It has weight 0.
+        """
+        return not self.indices
 
     def __iter__(self) -> Iterator[Any]:
         yield self.inputs
@@ -113,9 +130,8 @@ class Order:
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "num_epochs", "seed"):
             said = "epochs" if name == "num_epochs" else name
-            value: Any = getattr(self, name)
-            if not hasattr(value, "__index__"):
-                raise InvalidSpec(f"{said} is not an integer", seen=repr(value))
+            value = as_index(said, getattr(self, name))
+            object.__setattr__(self, name, value)
             if name == "num_samples" and value < 1:
                 raise InvalidSpec("the dataset has no samples", expected="at least one")
             if name != "seed" and value < 1:
@@ -277,18 +293,19 @@ class Loader:
         def after() -> Iterator[Span]:
             for later in range(step + 1, self.order.num_steps):
                 its_epoch, its_start, its_stop = self.order.span(later)
-                yield _loaded(Span(its_epoch, *share(its_start, its_stop, index, count)))
+                own = share(its_start, its_stop, index, count)
+                yield _loaded(Span(its_epoch, *own), its_start)
 
-        own = Span(epoch, own_start, own_stop)
-        indices = self._indices(own.epoch, own.start, own.stop)
+        loaded = _loaded(Span(epoch, own_start, own_stop), start)
+        indices = self._indices(loaded.epoch, loaded.start, loaded.stop)
         try:
-            inputs, targets = self._load(own, indices, after)
+            inputs, targets = self._load(loaded, indices, after)
         except SampleFailed as failed:
             raise _not_collated(failed, step, indices.tolist()) from failed
         return Batch(
             inputs=inputs,
             targets=targets,
-            indices=indices.tolist(),
+            indices=indices.tolist() if own_stop > own_start else [],
             weight=(own_stop - own_start) * count / (stop - start),
             step=step,
             epoch=epoch,
@@ -327,12 +344,9 @@ class Loader:
             self._check_size()
             self._epoch = span.epoch
         if self._columns is not None:
-            if span.stop == span.start:
-                span = _loaded(span)
-                indices = self._indices(span.epoch, span.start, span.stop)
             return _split(tuple(_rows(column, indices) for column in self._columns))
         assert self._samples is not None, "data without columns is loaded by sample"
-        return _split(self._samples.take(_loaded(span), after))
+        return _split(self._samples.take(span, after))
 
     def _indices(self, epoch: int, start: int, stop: int) -> Tensor:
         return self.order.indices(epoch, start, stop)
@@ -374,10 +388,14 @@ def _rows(column: Tensor, indices: Tensor) -> Tensor:
     return column.index_select(0, indices) if column.is_cpu else column[indices]
 
 
-def _loaded(span: Span) -> Span:
-    """What is loaded for a share. A model need not cope with no samples: without a share it gets
-    one of others, with weight 0."""
-    return span if span.stop > span.start else Span(span.epoch, 0, 1)
+def _loaded(own: Span, start: int) -> Span:
+    """What is loaded for a share of the batch that begins at `start`.
+
+    A model need not cope with no samples: a member without any computes what the first one does,
+    with weight 0. A sample from elsewhere might take a path through the model that none of the
+    batch takes, and would give parameters of it a gradient.
+    """
+    return own if own.stop > own.start else Span(own.epoch, start, start + 1)
 
 
 def dataset_size(dataset: Dataset) -> int:

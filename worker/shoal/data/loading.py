@@ -26,6 +26,7 @@ from shoal.torch_private.dataloader import (
     raising_at_their_end,
 )
 from shoal_proto.errors import InvalidSpec, LoadingFailed
+from shoal_proto.numbers_given import convert_fields
 
 log = structlog.get_logger(__name__)
 
@@ -63,8 +64,7 @@ class Loading:
     """Seconds that a batch may take; 0: any."""
 
     def __post_init__(self) -> None:
-        if not hasattr(self.num_workers, "__index__"):
-            raise InvalidSpec("num_workers is not an integer", seen=repr(self.num_workers))
+        convert_fields(self, indices=("num_workers", "prefetch_factor"), numbers=("timeout",))
         if self.timeout < 0:
             raise InvalidSpec(
                 "timeout is out of range", seen=f"{self.timeout} s", expected="0 or more"

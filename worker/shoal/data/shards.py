@@ -20,6 +20,7 @@ from shoal.data.samples import generators_kept
 from shoal.data.shard_readers import read_shard
 from shoal.torch_private.dataloader import hidden_worker_info
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 
 Read = Callable[[Any], Iterable[Any]]
 """The samples of one shard, from its first, the same ones in the same order each time."""
@@ -193,10 +194,11 @@ class _OpenShard:
 
 
 def _checked(name: str, number: Any, least: int) -> int:
-    if not hasattr(number, "__index__") or number < least:
+    found = as_index(f"{name} of shards", number)
+    if found < least:
         raise InvalidSpec(
             f"{name} of shards is out of range",
             seen=repr(number),
             expected=f"an integer of {least} or more",
         )
-    return int(number)
+    return found

@@ -17,6 +17,7 @@ from shoal_client.parameters.joint_step import JointStep
 from shoal_client.parameters.table_rows import Gradients, TablePushResult, Where
 from shoal_client.parameters.tables import TableClient
 from shoal_proto.errors import InternalError
+from shoal_proto.numbers_given import as_number
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import TableSpec
 
@@ -126,7 +127,7 @@ class TableExchange:
         with self._lock:
             parts: dict[Where, Gradients] = {}
             for name, table in self._tables.items():
-                parts |= self._rows[name].gradients(table.lr)
+                parts |= self._rows[name].gradients(as_number("lr", table.lr))
             return parts
 
     def shard_ids(self, parts: Mapping[Where, Gradients]) -> list[int]:

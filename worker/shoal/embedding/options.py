@@ -6,6 +6,7 @@ They are checked where the table is placed, by the coordinator, whose errors nam
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal_proto.numbers_given import as_number, convert_fields
 from shoal_proto.v1 import tables_pb2 as pb
 
 
@@ -25,6 +26,9 @@ class RowOptimizer(Protocol):
 class RowConstant:
     value: float = 0.0
 
+    def __post_init__(self) -> None:
+        convert_fields(self, numbers=("value",))
+
     def to_proto(self) -> pb.Initialiser:
         return pb.Initialiser(kind="constant", center=self.value)
 
@@ -33,6 +37,9 @@ class RowConstant:
 class RowUniform:
     low: float = -0.05
     high: float = 0.05
+
+    def __post_init__(self) -> None:
+        convert_fields(self, numbers=("low", "high"))
 
     def to_proto(self) -> pb.Initialiser:
         center, spread = (self.low + self.high) / 2, (self.high - self.low) / 2
@@ -43,6 +50,9 @@ class RowUniform:
 class RowNormal:
     mean: float = 0.0
     std: float = 1.0
+
+    def __post_init__(self) -> None:
+        convert_fields(self, numbers=("mean", "std"))
 
     def to_proto(self) -> pb.Initialiser:
         return pb.Initialiser(kind="normal", center=self.mean, spread=self.std)
@@ -56,6 +66,9 @@ class RowSGD:
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        convert_fields(self, numbers=("lr", "momentum", "weight_decay"))
 
     def to_proto(self) -> pb.RowOptimizer:
         return pb.RowOptimizer(
@@ -77,6 +90,9 @@ class RowAdagrad:
     weight_decay: float = 0.0
     rowwise: bool = False
     """One accumulator a row, of the mean of its squares, in place of one an element."""
+
+    def __post_init__(self) -> None:
+        convert_fields(self, numbers=("lr", "eps", "initial_accumulator", "weight_decay"))
 
     def to_proto(self) -> pb.RowOptimizer:
         return pb.RowOptimizer(
@@ -100,6 +116,10 @@ class RowAdam:
     """The bias correction goes by each row's own steps; else by those of the whole table, which is
     `torch.optim.SparseAdam`."""
 
+    def __post_init__(self) -> None:
+        convert_fields(self, numbers=("lr", "eps", "weight_decay"))
+        object.__setattr__(self, "betas", tuple(as_number("betas", each) for each in self.betas))
+
     def to_proto(self) -> pb.RowOptimizer:
         return pb.RowOptimizer(
             kind="adam" if self.counts_rows else "sparse_adam",
@@ -119,6 +139,9 @@ class Admission:
     """An id gets its row at so many pushes of it."""
     probability: float | None = None
     """An id gets its row with this probability at each push; not together with `min_pushes`."""
+
+    def __post_init__(self) -> None:
+        convert_fields(self, indices=("min_pushes",), numbers=("probability",))
 
     def to_proto(self) -> pb.Admission:
         if self.probability is not None:
@@ -140,6 +163,9 @@ class Eviction:
     """Memory of one shard; 0: 1 GiB."""
     oldest_when_full: bool = True
     """A full shard takes out the rows pushed longest ago; else new ids get no row."""
+
+    def __post_init__(self) -> None:
+        convert_fields(self, indices=("max_rows", "max_shard_bytes"), numbers=("max_idle_s",))
 
     def to_proto(self) -> pb.Eviction:
         return pb.Eviction(max_idle_s=self.max_idle_s, oldest_when_full=self.oldest_when_full)

@@ -19,6 +19,7 @@ from shoal.embedding.options import (
     RowOptimizer,
 )
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 DEFAULT_NUM_SHARDS = 64
@@ -66,29 +67,27 @@ class EmbeddingTable(nn.Module):
         of; up to `cache_rows` rows are kept for it. `lr`, an attribute, goes with every push.
         """
         super().__init__()
-        _check_count("embedding_dim", embedding_dim)
-        _check_count("num_shards", num_shards)
-        if num_embeddings is not None:
-            _check_count("num_embeddings", num_embeddings)
-        self.embedding_dim = embedding_dim
-        self.num_embeddings = num_embeddings
-        self.padding_idx = padding_idx
+        self.embedding_dim = _count("embedding_dim", embedding_dim)
+        self.num_embeddings = (
+            None if num_embeddings is None else _count("num_embeddings", num_embeddings)
+        )
+        self.padding_idx = None if padding_idx is None else as_index("padding_idx", padding_idx)
         self.name = name
-        self.cache_rows = cache_rows
-        self.staleness_bound = staleness_bound
+        self.cache_rows = as_index("cache_rows", cache_rows)
+        self.staleness_bound = as_index("staleness_bound", staleness_bound)
         self._dtype = dtype
         row_optimizer = (optimizer or RowAdagrad()).to_proto()
         self.lr = row_optimizer.lr
         bounds = eviction or Eviction()
         self._spec = TableSpec(
-            dim=embedding_dim,
+            dim=self.embedding_dim,
             dtype=str(dtype).removeprefix("torch."),
-            seed=seed,
+            seed=as_index("seed", seed),
             initialiser=(init or RowNormal()).to_proto(),
             optimizer=row_optimizer,
             admission=(admission or Admission()).to_proto(),
             eviction=bounds.to_proto(),
-            num_shards=num_shards,
+            num_shards=_count("num_shards", num_shards),
             max_rows=bounds.max_rows,
             max_shard_bytes=bounds.max_shard_bytes,
         )
@@ -211,11 +210,13 @@ def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:
     return found
 
 
-def _check_count(setting: str, value: int) -> None:
-    if value < 1:
+def _count(setting: str, value: int) -> int:
+    found = as_index(setting, value)
+    if found < 1:
         raise InvalidSpec(
-            f"{setting} of a table is out of range", seen=str(value), expected="at least 1"
+            f"{setting} of a table is out of range", seen=str(found), expected="at least 1"
         )
+    return found
 
 
 def _check(table: EmbeddingTable) -> None:

@@ -120,3 +120,25 @@ def broadcast_packed(
 def _as(part: Tensor, tensor: Tensor) -> Tensor:
     """Bytes as what this tensor is; they may begin where its dtype may not."""
     return part.clone().view(tensor.dtype).view(tensor.shape)
+
+
+class BuffersAside:
+    """The buffers of a model, persistent or not, as they are when this is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (table, name, buffer, buffer.detach().clone())
+            for part in model.modules()
+            for table in [buffer_table(part)]
+            for name, buffer in table.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give them back what they held, also those that a module has put others in the place of.
+        Buffers that still hold it are not written to."""
+        for table, name, buffer, before in self._kept:
+            table[name] = buffer
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,6 +34,7 @@ from shoal.state.values.optimizer import (
     take_settings,
     take_slots,
 )
+from shoal.state.whole_model import whole_model
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import (
     DtypeMismatch,
@@ -86,6 +88,8 @@ class MetaModel:
             if not tensor.numel()
         }
         """Parameters and persistent buffers of which there is nothing to hold."""
+        self.order = tuple(model.state_dict(keep_vars=True))
+        """The names of the model's own state_dict, in their order."""
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._given: dict[str, Slots] = {}
         self.take_state(optimizer)
@@ -179,6 +183,7 @@ class OptimizerBinding:
         self._tied = meta_model.tied
         self._model_names = names_in(meta_model.model)
         self.without_elements = meta_model.without_elements
+        self.order = meta_model.order
         meta_model.take_state(optimizer)
         optimizer.state.clear()
         for group, names in zip(optimizer.param_groups, meta_model.groups, strict=True):
@@ -242,6 +247,10 @@ class OptimizerBinding:
         }
         kept = {path: shard for path, shard in given.items() if shard.chunk.num_elements}
         return StateShard(step=step, shards=kept, values={"tied": dict(self._tied)})
+
+    def whole_model(self, step: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+        """The whole model in the order of its own state_dict. Collective; raises as `reshard`."""
+        return whole_model(group, self.model(step), self.without_elements, self.order)
 
     def _values(self) -> dict[str, Json]:
         kinds = kinds_of(self.optimizer)

@@ -19,6 +19,7 @@ from shoal.layouts.buffers import RunningBuffers
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import OPTIM
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_number
 
 # Parameters of any dtype may stand at a multiple of this in the memory of their owner.
 ALIGNMENT_BYTES = 16
@@ -45,7 +46,7 @@ class ReplicatedLayout(Layout):
         compressor: Compressor | None = None,
     ) -> None:
         """`compressor` keeps what it holds back: the same one for each generation of a member."""
-        check_bucket(bucket_mb)
+        bucket_mb = checked_bucket(bucket_mb)
         materialise(model, world.device)
         self.world = world
         self.data_index, self.data_count = world.rank, world.world_size
@@ -264,7 +265,9 @@ def meets_in_forward(ddp: DistributedDataParallel, *, is_first_step: bool) -> bo
     return is_first_step or syncs
 
 
-def check_bucket(bucket_mb: float) -> None:
-    """Raise InvalidSpec for a size that no bucket can have."""
-    if not bucket_mb > 0:
-        raise InvalidSpec("bucket_mb is out of range", seen=f"{bucket_mb}", expected="above 0")
+def checked_bucket(bucket_mb: float) -> float:
+    """The size as Python's number; raises InvalidSpec for one that no bucket can have."""
+    found = as_number("bucket_mb", bucket_mb)
+    if not found > 0:
+        raise InvalidSpec("bucket_mb is out of range", seen=f"{found}", expected="above 0")
+    return found

@@ -21,6 +21,7 @@ from shoal_client.membership.member import Member
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.numbers_given import as_index, convert_fields
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.secrets import MemberSecrets, member_secrets
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
@@ -91,6 +92,7 @@ class JoinConfig:
     """Of the job, and of the launcher."""
 
     def __post_init__(self) -> None:
+        convert_fields(self, indices=("min_members", "max_members", "desired_members"))
         if not self.job:
             raise InvalidSpec(
                 "no job was named",
@@ -188,6 +190,9 @@ def read_config(
         return str(value) if value is not None else environment.get(variable, "")
 
     def number(name: str, variable: str, default: int) -> int:
+        own = given.get(name)
+        if own is not None and not isinstance(own, str):
+            return as_index(name, own)
         value = text(name, variable)
         if not value:
             return default

@@ -114,6 +114,21 @@ def seed_torch(seed: int, step: int, share: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
+class TorchDraws:
+    """What torch's generators draw from here on, to be drawn once more."""
+
+    def __init__(self) -> None:
+        self._state = torch.default_generator.get_state()
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._on_gpu = torch.cuda.get_rng_state_all() if on_gpu else []
+
+    def repeat(self) -> None:
+        """Draw the same from here on."""
+        torch.default_generator.set_state(self._state)
+        if self._on_gpu:
+            torch.cuda.set_rng_state_all(self._on_gpu)
+
+
 def sample_generator(index: int = 0, name: str = "") -> torch.Generator:
     """A generator on the CPU for the sample of this index among those of the present place.
 

@@ -17,6 +17,7 @@ from shoal.membership.generation import Generation
 from shoal.session.shared_calls import SharedCalls, named, reduce
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 
 Metrics = Mapping[str, float | int | Tensor]
 Measure = Callable[[Batch], Metrics]
@@ -44,12 +45,12 @@ class Evaluation:
             raise InvalidSpec("an evaluation without a batch size", expected="batch_size=...")
         self._data = data
         self._measure = measure
-        self._batch_size = batch_size
+        self._batch_size = as_index("batch_size", batch_size)
         self._collate = collate
         self._num_samples = dataset_size(data)
         content = content_of(data)
         of = f"{describe(data)} (content {content})" if content else describe(data)
-        self.name = f"session.evaluate of {of} by {batch_size}"
+        self.name = f"session.evaluate of {of} by {self._batch_size}"
 
     def run(
         self,

@@ -15,11 +15,13 @@ from shoal.data.batches import Batch, share
 from shoal.data.parts import cut, has_all_rows, rows_of_fewer
 from shoal.layouts import synced_batchnorm
 from shoal.layouts.base import LossFunction
+from shoal.layouts.buffers import BuffersAside
 from shoal.layouts.gathered_rows import is_gather
 from shoal.model.other_parameters import nodes_from, nodes_of
 from shoal.strategies.base import Strategy
 from shoal.torch_private.tensors import counted_targets, plain_sums
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index, as_number
 
 NEAR_NODES = 64
 """So far from a loss its mean is looked for."""
@@ -137,6 +139,8 @@ class MicroBatches:
         self._by_weight = False
         self._part: Batch | None = None
         self._refusal: InvalidSpec | None = None
+        self._aside: BuffersAside | None = None
+        """Buffers as they were before passes of what stands in for samples."""
         self.num_gathered = 0
         """Rows that `session.gather` has returned last; 0: it was not called."""
 
@@ -144,20 +148,27 @@ class MicroBatches:
         """Without a share each part is as much."""
         if self._part is None or self._batch is None:
             return 1.0
-        size = len(self._batch.indices)
-        return len(self._part.indices) / size if size else 1.0 / self._num_parts
+        size = self._batch.num_samples
+        return self._part.num_samples / size if size else 1.0 / self._num_parts
 
     def parts(self, batch: Batch, num_parts: int) -> Iterator[Batch]:
         """See `Batch.parts`."""
+        num_parts = as_index("the number of parts", num_parts)
         self._check(batch, num_parts)
         self._num_parts = num_parts
         place = randomness.present()
-        size = max(len(batch.indices), 1)
+        size = max(batch.num_samples, 1)
+        draws = randomness.TorchDraws() if batch.num_samples < num_parts else None
         for index in range(num_parts):
             self._check_passed()
-            start, stop = share(0, len(batch.indices), index, num_parts)
-            # A model need not cope with no samples: an empty part has one, and weight 0.
+            self._restore()
+            start, stop = share(0, batch.num_samples, index, num_parts)
+            # A model need not cope with no samples: an empty part repeats the first, with weight 0.
             rows = (start, stop) if stop > start else (0, 1)
+            if stop == start:
+                self.stand_in()
+                if draws is not None:
+                    draws.repeat()
             self._part = replace(
                 batch,
                 inputs=cut(batch.inputs, *rows, size),
@@ -174,9 +185,22 @@ class MicroBatches:
             synced_batchnorm.part(has_samples=stop > start)
             yield self._part
         self._check_passed()
+        self._restore()
         self._part = None
         randomness.put(place)
         synced_batchnorm.part(has_samples=bool(batch.indices))
+
+    def stand_in(self) -> None:
+        """What passes change in the model's buffers from here on is of no sample of the step: it is
+        undone with the part, or before the step is committed."""
+        if self._aside is None:
+            self._aside = BuffersAside(self._strategy.local_model)
+
+    def _restore(self) -> None:
+        # A step without samples has none to begin with, in whatever part.
+        if self._aside is not None and (self._batch is None or self._batch.num_samples):
+            self._aside.restore()
+            self._aside = None
 
     def passing(self, *, by_weight: bool = False) -> float:
         """A backward pass begins; returns for how much of this member's share.
@@ -275,7 +299,8 @@ class MicroBatches:
 
         Raises InvalidSpec for what is no weight.
         """
-        value = float(weight)
+        one = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+        value = as_number("the weight of a loss", one)
         if not math.isfinite(value) or value < 0:
             raise InvalidSpec(
                 "the weight of a loss is out of range",
@@ -304,6 +329,8 @@ class MicroBatches:
         for a loss that `check_mean` found."""
         if self._refusal is not None and self._num_passes == 1:
             raise self._refusal
+        if self._aside is not None:
+            self._aside.restore()
         if self._num_passes < self._num_parts:
             raise InvalidSpec(
                 f"only {self._num_passes} of {self._num_parts} parts of the batch were trained on",
@@ -342,8 +369,6 @@ class MicroBatches:
                 "batch.parts after a backward pass of the whole batch",
                 expected="only the parts' calls of session.backward in the step",
             )
-        if isinstance(num_parts, bool) or not isinstance(num_parts, int):
-            raise InvalidSpec("the number of parts is not an integer", seen=repr(num_parts))
         if not 1 <= num_parts <= self._max_parts:
             raise InvalidSpec(
                 "the number of parts is out of range",

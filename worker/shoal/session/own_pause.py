@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from shoal.backends.process_group.interface import LONGEST_S
 from shoal.session.elastic_controller import ElasticController
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_number
 
 PAUSE_S = 1800.0
 """What a pause may take that states no limit."""
@@ -27,6 +28,7 @@ class ScriptPause:
         """See `Session.pause`."""
         if not reason.strip():
             raise InvalidSpec("a pause needs a reason", expected='session.pause("validation")')
+        limit_s = as_number("limit_s", limit_s)
         if not 0 < limit_s <= LONGEST_S:
             raise InvalidSpec(
                 "limit_s is out of range", seen=f"{limit_s:g}", expected=f"up to {LONGEST_S:g} s"

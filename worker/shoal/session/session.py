@@ -412,9 +412,12 @@ class Session:
         """Log numbers by name, `{"loss": loss}`, to the page, to metrics and to the `trackers`,
         once a step, whoever is lost or joins. In a step they are that step's, if it is committed;
         behind one, its. Every member calls it; what one of them logged is shown, the first time.
+        In a step of which a member has no samples it logs nothing: see `Batch.is_stand_in`.
         """
-        step = self._controller.strategy.step
-        self._controller.job_log.log(values, step=step, in_step=self._steps.in_step)
+        in_step, step = self._steps.in_step, self._controller.strategy.step
+        batch = None if self._source is None else self._source.batch
+        counts = not (in_step and batch is not None and batch.is_stand_in)
+        self._controller.job_log.log(values, step=step, in_step=in_step, counts=counts)
 
     def stop(self, reason: str) -> None:
         """End the job before its samples end, for all members, as finished: early stopping.

@@ -1,11 +1,13 @@
 """The steps of a session: how one begins and is committed or not, and what a script calls in it."""
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,6 +30,7 @@ from shoal.strategies.synchronous.script_position import Stopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.tensors import mixes_parts_and_wholes
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_number
 
 ForOptimizers = Optimizer | Sequence[Optimizer] | None
 """Of several optimizers, those that a call is for."""
@@ -58,7 +61,7 @@ class Step:
         """Whether it has begun and not yet ended."""
         self.committed = False
         self.loss: Tensor | None = None
-        """The mean of this member's losses so far."""
+        """The mean of this member's losses so far; NaN if it has no samples in the step."""
         self._weight = 0.0
         self._rows: RowGathers | None = None
         """Once rows were gathered."""
@@ -80,8 +83,10 @@ class Step:
         parts.put(self.micro_batches)
         if batch is not None and strategy.synchronous:
             self._draw_by_sample(batch)
-            if self._is_uneven and not strategy.gathers_lack():
-                script_gathers.put(self._check_own_gather)
+        if batch is not None and batch.is_stand_in:
+            self.micro_batches.stand_in()
+        if self._is_uneven and strategy.synchronous and not strategy.gathers_lack():
+            script_gathers.put(self._check_own_gather)
         if self._is_synced and isinstance(strategy, SynchronousStrategy):
             has_samples = batch is None or bool(batch.indices)
             synced_batchnorm.put(strategy.members(has_samples=has_samples))
@@ -136,14 +141,14 @@ class Step:
         return batch is not None and batch.weight != 1.0
 
     def note_loss(self, loss: Tensor, weight: float) -> None:
-        """Of a pass whose mean loss has this weight among those of the step."""
+        """Of a pass whose mean loss has this weight among those of the step; 0: of no samples."""
         self._weight += weight
-        if not weight:
-            return
         loss = loss.detach()
-        if self.loss is None:
+        if not weight:
+            self.loss = torch.full_like(loss, math.nan) if self.loss is None else self.loss
+        elif self._weight == weight:
             self.loss = loss
-        else:
+        elif self.loss is not None:
             self.loss = self.loss + (loss - self.loss) * (weight / self._weight)
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -188,12 +193,13 @@ class Step:
         return self._rows
 
     def _draw_by_sample(self, batch: Batch) -> None:
-        """Let what is drawn at random in this step depend on its samples, not on who is there."""
-        seed = int(self._fields["seed"])
-        randomness.seed_torch(seed, batch.step, batch.first)
+        """Let what is drawn at random in this step depend on its samples, not on who is there; for
+        a stand-in the same is drawn as for the sample that it repeats, the first."""
+        seed, first = int(self._fields["seed"]), 0 if batch.is_stand_in else batch.first
+        randomness.seed_torch(seed, batch.step, first)
         randomness.put(
             randomness.Place(
-                seed=seed, step=batch.step, first=batch.first, count=max(len(batch.indices), 1)
+                seed=seed, step=batch.step, first=first, count=max(batch.num_samples, 1)
             )
         )
 
@@ -209,9 +215,10 @@ class Step:
         controller.job_log.committed(controller.strategy.step)
         if self._reports is not None:
             batch = self.batch
-            num_samples = len(batch.indices) if batch is not None else 0
+            num_samples = batch.num_samples if batch is not None else 0
             seconds = time.perf_counter() - self._started_s
-            self._reports.step_done(controller.strategy, self.loss, seconds, num_samples)
+            loss = self.loss if self._weight else None
+            self._reports.step_done(controller.strategy, loss, seconds, num_samples)
 
     def _recovers(self, error: BaseException) -> bool:
         """True: the step did not happen, and this member stands ready for it to come again; if a
@@ -287,7 +294,7 @@ class Steps:
         _check_loss(loss)
         self._trained.choose(optimizer, "session.backward", weight=weight)
         fraction = step.micro_batches.passing(by_weight=weight is not None)
-        counted = fraction if weight is None else step.micro_batches.counted(weight)
+        counted = step.micro_batches.counted(fraction if weight is None else weight)
         scaler = self._trained.registered.scaler
         step.note_loss(loss if scaler is None else loss.detach() / scaler.get_scale(), counted)
         step.guard.look_at_loss(loss)
@@ -329,11 +336,13 @@ class Steps:
                 batch.inputs, batch.targets, scaled(loss_function, fraction), whole.weight
             )
         loss = loss / fraction if fraction not in (0.0, 1.0) else loss
-        step.note_loss(loss, fraction)
-        return loss
+        counted = step.micro_batches.counted(fraction)
+        step.note_loss(loss, counted)
+        return loss if counted else torch.zeros_like(loss)
 
     def clip_grad_norm(self, max_norm: float, optimizer: ForOptimizers) -> Tensor:
         step = self._open("clipping")
+        max_norm = as_number("max_norm", max_norm)
         self._trained.choose(optimizer, "session.clip_grad_norm")
         with step.guard.clipping(max_norm):
             return self._controller.strategy.clip_grad_norm(max_norm)

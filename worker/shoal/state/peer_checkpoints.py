@@ -9,6 +9,7 @@ import torch.distributed as dist
 from shoal.state.peer_copies import LaterGroup, PeerCopies
 from shoal.state.shards import StateShard
 from shoal_proto.errors import InvalidSpec, RefusedError
+from shoal_proto.numbers_given import as_index
 
 log = structlog.get_logger(__name__)
 
@@ -24,6 +25,8 @@ class PeerCheckpoints:
     """
 
     def __init__(self, *, copies: int, every_steps: int) -> None:
+        copies = as_index("copies", copies)
+        every_steps = as_index("copy_every_steps", every_steps)
         if copies < 0 or every_steps < 1:
             raise InvalidSpec(
                 "the copies' settings are out of range",

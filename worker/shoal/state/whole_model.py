@@ -1,7 +1,7 @@
 """The whole model of what ranks hold."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -18,12 +18,16 @@ log = structlog.get_logger(__name__)
 
 
 def whole_model(
-    group: dist.ProcessGroup, state_shard: StateShard, without_elements: Mapping[str, Tensor]
+    group: dist.ProcessGroup,
+    state_shard: StateShard,
+    without_elements: Mapping[str, Tensor],
+    order: Sequence[str],
 ) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by its names in the user's model, on the host.
 
     Collective: each rank gives what it holds, and each gets all; tied tensors are one under several
-    names. `without_elements`: what no rank tells of, as it holds nothing. Raises as `reshard`.
+    names. `without_elements`: what no rank tells of, as it holds nothing. `order`: the names as the
+    model's own state_dict has them, so that both can be gone through together. Raises as `reshard`.
     """
     whole = reshard(group, [state_shard], _needed)
     try:
@@ -35,7 +39,8 @@ def whole_model(
     further: Any = state_shard.values["tied"]
     tensors = {name.removeprefix(MODEL): shard.tensor for name, shard in whole.shards.items()}
     copies = {name: tensor.to("cpu", copy=True) for name, tensor in without_elements.items()}
-    return under_all_names(tensors | copies, further)
+    found = under_all_names(tensors | copies, further)
+    return {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
 
 
 def on_host(model: nn.Module) -> dict[str, Tensor]:

@@ -268,6 +268,12 @@ class Strategy(ABC):
 
     @property
     @abstractmethod
+    def local_model(self) -> nn.Module:
+        """The modules that this member's passes compute with, whose buffers they change. Free to
+        call."""
+
+    @property
+    @abstractmethod
     def module(self) -> nn.Module:
         """What a forward pass goes through at this moment."""
 

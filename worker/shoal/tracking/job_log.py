@@ -52,9 +52,14 @@ class JobLog:
 
     # --- what the script says ---
 
-    def log(self, values: Mapping[str, Scalar], *, step: int, in_step: bool) -> None:
-        """See `Session.log`; `step` is the newest that is committed."""
+    def log(
+        self, values: Mapping[str, Scalar], *, step: int, in_step: bool, counts: bool = True
+    ) -> None:
+        """See `Session.log`; `step` is the newest that is committed. Values that do not count are
+        checked alone: they are of no sample of the step."""
         found = scalars(values)
+        if not counts:
+            return
         if in_step:
             self._attempt |= found
         else:

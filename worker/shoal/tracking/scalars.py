@@ -7,6 +7,7 @@ from numbers import Real
 from torch import Tensor
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import plain_number
 
 MAX_NAMES = 1000
 """In one call."""
@@ -52,12 +53,13 @@ def _checked(name: str) -> str:
 
 
 def _number(name: str, value: Scalar) -> float:
+    plain = value if isinstance(value, Tensor) else plain_number(name, value)
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex():
             return float(value.detach())
         seen = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    elif isinstance(value, Real):
-        return float(value)
+    elif isinstance(plain, Real):
+        return float(plain)
     else:
         seen = f"{type(value).__name__}: {value!r}"[:200]
     raise InvalidSpec(

@@ -22,12 +22,12 @@ from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.model.module_proxy import proxy_of, retarget, take_modes
 from shoal.model.tied_tensors import give_own_memory
 from shoal.state.resharding import reshard
-from shoal.state.whole_model import whole_model
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
 from shoal.without_session.ending import free_at_exit
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_number
 
 _MARK = "_shoal_static"
 
@@ -98,9 +98,7 @@ class FixedRanksTraining:
         return clip(self.layout, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return whole_model(
-            self.layout.world.group, self._binding.model(0), self._binding.without_elements
-        )
+        return self._binding.whole_model(0, self.layout.world.group)
 
 
 def distribute(
@@ -146,7 +144,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
     Called by all ranks, between backward and `optimizer.step()`. Returns the norm before.
     """
-    return _static(model).clip_grad_norm(max_norm)
+    return _static(model).clip_grad_norm(as_number("max_norm", max_norm))
 
 
 def state_dict(model: nn.Module) -> Mapping[str, Tensor]:

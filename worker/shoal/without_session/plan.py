@@ -10,6 +10,7 @@ from shoal.planning.figures import Plan, Subject
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 
 
 def plan(
@@ -29,6 +30,7 @@ def plan(
     Raises InvalidSpec for a strategy that cannot tell, and what `distribute` would refuse the model
     or the optimizer with.
     """
+    world_size = as_index("world_size", world_size)
     if world_size < 1:
         raise InvalidSpec("world_size is out of range", seen=f"{world_size}", expected="1 or more")
     found = find_strategy(strategy)

@@ -10,6 +10,7 @@ from shoal.backends.in_memory.group import open_world
 from shoal.backends.in_memory.meeting import Hub, named
 from shoal.backends.in_memory.worlds import unbind
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec
+from shoal_proto.numbers_given import as_index, as_number
 
 MAX_RANKS = 256
 T = TypeVar("T")
@@ -32,6 +33,8 @@ def run_in_memory(
     What torch keeps once for a process the ranks share: its random generator above all. A model
     that has to be the same on all ranks is made before, and copied by each of them.
     """
+    world_size = as_index("world_size", world_size)
+    timeout_s = as_number("timeout_s", timeout_s)
     if not 1 <= world_size <= MAX_RANKS:
         raise InvalidSpec(
             "world_size is out of range", seen=f"{world_size}", expected=f"1 to {MAX_RANKS}"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import convert_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,9 @@ class Fixed:
     """What one rank may hold of parameters, gradients and optimizer state."""
 
     def __post_init__(self) -> None:
-        for name in ("pipeline", "data", "tensor", "max_rank_bytes"):
+        sizes = ("pipeline", "data", "tensor", "max_rank_bytes")
+        convert_fields(self, indices=sizes)
+        for name in sizes:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise InvalidSpec(f"{name} is out of range", seen=str(size), expected="at least 1")

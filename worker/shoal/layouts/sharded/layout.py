@@ -47,6 +47,7 @@ from shoal.torch_private.fsdp import (
 )
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal_proto.numbers_given import convert_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,9 @@ class ShardedOptions:
     shard: int | None = None
     """The least number of ranks that a copy of the model is cut over; None: all. See
     `ranks_of_copy`."""
+
+    def __post_init__(self) -> None:
+        convert_fields(self, indices=("min_group_bytes",))
 
     @property
     def reduces_as_stored(self) -> bool:

@@ -23,6 +23,7 @@ from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 
 KINDS = ("damp", "none", "scale")
@@ -58,6 +59,7 @@ class AsyncDiLoCo(AsyncSGD):
                 seen=repr(staleness),
                 expected=f"one of {', '.join(map(repr, KINDS))}",
             )
+        every_steps = as_index("every_steps", every_steps)
         if every_steps < 1:
             raise InvalidSpec(
                 "every_steps is out of range", seen=f"{every_steps}", expected="at least 1"

@@ -262,6 +262,10 @@ class AsyncSGD(Strategy):
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     @property
+    def local_model(self) -> nn.Module:
+        return self._shared.model
+
+    @property
     def module(self) -> nn.Module:
         return self._shared.model
 

@@ -7,6 +7,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.compression.base import Compression
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import convert_fields
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.optimizer_pb2 import StalenessPolicy
 
@@ -29,6 +30,7 @@ class PushOptions:
     """How gradients are made small before they are pushed."""
 
     def __post_init__(self) -> None:
+        convert_fields(self, numbers=("lost_wait_s",))
         if not 0.0 <= self.lost_wait_s < math.inf:
             raise InvalidSpec(
                 "bad lost_wait_s", seen=str(self.lost_wait_s), expected="0 or more seconds, finite"

@@ -17,6 +17,7 @@ from shoal.membership.generation import Context
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.progress.clocks import Clock
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 
 CONSISTENCIES = ("async", "ssp", "bsp")
 DEFAULT_BOUND = 4
@@ -34,6 +35,8 @@ class StalenessClock:
                 seen=repr(consistency),
                 expected=f"one of {', '.join(map(repr, CONSISTENCIES))}",
             )
+        if bound is not None:
+            bound = as_index("staleness_bound", bound)
         if bound is not None and (consistency != "ssp" or not 0 <= bound <= MAX_BOUND):
             raise InvalidSpec(
                 "staleness_bound is out of range, or belongs to another consistency",

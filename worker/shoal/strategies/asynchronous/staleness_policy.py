@@ -13,6 +13,7 @@
 """
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index, as_number
 from shoal_proto.v1.optimizer_pb2 import StalenessPolicy
 
 KINDS = ("damp", "none", "scale", "compensate", "reject")
@@ -32,6 +33,10 @@ def to_policy(
             seen=repr(staleness),
             expected=f"one of {', '.join(map(repr, KINDS))}",
         )
+    if reject_above is not None:
+        reject_above = as_index("reject_above", reject_above)
+    if compensation is not None:
+        compensation = as_number("compensation", compensation)
     if (staleness == "reject" and reject_above is None) or (reject_above or 0) < 0:
         raise InvalidSpec(
             "the bound of staleness is missing or out of range",

@@ -16,6 +16,7 @@ from shoal.planning.figures import Plan, Subject
 from shoal.planning.sharded import ShardedFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -150,6 +151,7 @@ class HSDP(FSDP):
 
     def __init__(self, *, shard: int = 8, **options: Any) -> None:
         """`options`: see `FSDP`."""
+        shard = as_index("shard", shard)
         if shard < 2:
             raise InvalidSpec(
                 "shard is out of range",

@@ -15,6 +15,7 @@ from shoal.layouts.tensor.sequence_blocks import check_has_blocks
 from shoal.planning.figures import Plan, Subject
 from shoal.strategies.layout.fsdp import FSDP
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 
 
 class FSDPTensor(FSDP):
@@ -43,6 +44,8 @@ class FSDPTensor(FSDP):
         **options: Any,
     ) -> None:
         """`options`: see `FSDP`."""
+        tensor = as_index("tensor", tensor)
+        min_split_bytes = as_index("min_split_bytes", min_split_bytes)
         for name, value, least in (("tensor", tensor, 2), ("min_split_bytes", min_split_bytes, 0)):
             if value < least:
                 raise InvalidSpec(

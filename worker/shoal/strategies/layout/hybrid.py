@@ -21,6 +21,7 @@ from shoal.planning.mesh import MeshFigures
 from shoal.strategies.layout.pipeline import StageSplit, schedule_spec
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +69,7 @@ class Hybrid(LayoutStrategy):
             pipeline=pipeline, data=data, tensor=tensor, max_rank_bytes=max_rank_bytes
         )
         self._overrides = dict(plan or {})
-        self._min_split_bytes = min_split_bytes
+        self._min_split_bytes = as_index("min_split_bytes", min_split_bytes)
         self._schedule = schedule_spec(schedule, microbatches)
         self._split = StageSplit(balance=balance, split_at=split_at, example=example)
         self._elementwise_optimizer = elementwise_optimizer

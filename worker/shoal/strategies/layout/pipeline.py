@@ -21,6 +21,7 @@ from shoal.planning.figures import Plan, Subject
 from shoal.planning.mesh import MeshFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_index
 
 
 class StageSplit:
@@ -76,6 +77,7 @@ def schedule_spec(schedule: str, microbatches: int) -> ScheduleSpec:
             seen=repr(schedule),
             expected=f"one of {', '.join(map(repr, SCHEDULES))}",
         )
+    microbatches = as_index("microbatches", microbatches)
     if microbatches < 1:
         raise InvalidSpec(
             "microbatches is out of range", seen=str(microbatches), expected="at least 1"

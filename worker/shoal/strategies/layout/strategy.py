@@ -30,7 +30,6 @@ from shoal.state.peer_checkpoints import PeerCheckpoints
 from shoal.state.registered.objects import into_shard, of_shard
 from shoal.state.resharding import reshard
 from shoal.state.shards import MODEL, REGISTERED, Chunk, StateShard
-from shoal.state.whole_model import whole_model
 from shoal.strategies.compiled_models import not_compiled
 from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
@@ -63,9 +62,8 @@ class LayoutStrategy(SynchronousStrategy):
         self._filling: Layout | None = None
         """While a generation is brought up."""
         self._attributes = ScriptAttributes()
-        self._begun = self._reduced = False
+        self._begun = self._reduced = self._copy_due = False
         self._whole = True
-        self._copy_due = False
 
     @abstractmethod
     def lay_out(self, model: nn.Module, world: World) -> Layout:
@@ -281,6 +279,10 @@ class LayoutStrategy(SynchronousStrategy):
     # --- steps ---
 
     @property
+    def local_model(self) -> nn.Module:
+        return self._layout().plain
+
+    @property
     def module(self) -> nn.Module:
         return self._module_of("")
 
@@ -311,8 +313,7 @@ class LayoutStrategy(SynchronousStrategy):
         layout, binding = self._layout(), self._binding
         assert binding is not None, "it has the layout"
         binding.gradients.forget()
-        layout.step = self._step
-        layout.looks_for_faults = self._registered.scaler is None
+        layout.step, layout.looks_for_faults = self._step, self._registered.scaler is None
         self._open_step(layout.open(), binding.held_parameters)
         self._begun = self._reduced = False
 
@@ -320,8 +321,7 @@ class LayoutStrategy(SynchronousStrategy):
         """With the first forward pass, where an error of the group is the step's."""
         if self._begun:
             return
-        self._begun = True
-        layout = self._layout()
+        self._begun, layout = True, self._layout()
         if self._copy_due and self._binding is not None and not self.position.inspection.refusal:
             self._copy_due = False
             self._peer_checkpoints.offer(self._collect_as_begun(self._binding))
@@ -490,7 +490,7 @@ class LayoutStrategy(SynchronousStrategy):
         if binding is None or group is None:
             raise GenerationBroken("there is no generation to take the state of")
         self._passes.settle_buffers()
-        return whole_model(group, binding.model(self._step), binding.without_elements)
+        return binding.whole_model(self._step, group)
 
     def close(self) -> None:
         try:

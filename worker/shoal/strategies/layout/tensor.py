@@ -17,6 +17,7 @@ from shoal.planning.figures import Plan, Subject
 from shoal.planning.tensor import tensor_figures
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
+from shoal_proto.numbers_given import as_index
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +48,7 @@ class TensorParallel(LayoutStrategy):
         copy_every_steps: int = 10,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
+        min_split_bytes = as_index("min_split_bytes", min_split_bytes)
         if min_split_bytes < 0:
             raise InvalidSpec(
                 "min_split_bytes is out of range", seen=str(min_split_bytes), expected="0 or more"

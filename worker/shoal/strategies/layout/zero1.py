@@ -46,8 +46,7 @@ class Zero1(LayoutStrategy):
         copy_every_steps: int = 10,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
-        replicated.check_bucket(bucket_mb)
-        self._bucket_mb = bucket_mb
+        self._bucket_mb = replicated.checked_bucket(bucket_mb)
         self._find_unused_parameters = find_unused_parameters
         self._compression = None if compression is None else find_compression(compression)
         self._compressor = self._compression.compressor() if self._compression else None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,8 @@ class OuterStep:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("lr", "momentum"):
+            object.__setattr__(self, name, as_number(f"outer_{name}", getattr(self, name)))
         if not self.lr > 0 or not 0 <= self.momentum < 1:
             raise InvalidSpec(
                 "the outer step is out of range",

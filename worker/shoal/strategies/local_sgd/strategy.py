@@ -43,6 +43,7 @@ from shoal_proto.errors import (
     NonFiniteGradient,
     ShapeMismatch,
 )
+from shoal_proto.numbers_given import as_index
 from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -72,6 +73,7 @@ class LocalSGD(SynchronousStrategy):
         self, *, every_steps: int = 16, compression: str | Compression | None = None
     ) -> None:
         super().__init__()
+        every_steps = as_index("every_steps", every_steps)
         if every_steps < 1:
             raise InvalidSpec(
                 "every_steps is out of range", seen=f"{every_steps}", expected="at least 1"
@@ -190,6 +192,10 @@ class LocalSGD(SynchronousStrategy):
             # A member without a share holds another's sample: its replica stays where it is.
             if weight:
                 loss.backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def local_model(self) -> nn.Module:
+        return self._model
 
     @property
     def module(self) -> nn.Module:

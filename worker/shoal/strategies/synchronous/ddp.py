@@ -19,7 +19,7 @@ from shoal.data.batches import Order, Position
 from shoal.layouts.base import Layout, World
 from shoal.layouts.gradients import not_reduced
 from shoal.layouts.optimizer_binding import MetaModel
-from shoal.layouts.replicated import ReplicatedLayout, meets_in_forward
+from shoal.layouts.replicated import ReplicatedLayout, checked_bucket, meets_in_forward
 from shoal.membership.generation import Generation
 from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.model.digests import optimizer_digest, schema_digest
@@ -69,9 +69,7 @@ class DDP(SynchronousStrategy):
         compression: str | Compression | None = None,
     ) -> None:
         super().__init__()
-        if not bucket_mb > 0:
-            raise InvalidSpec("bucket_mb is out of range", seen=f"{bucket_mb}", expected="above 0")
-        self._bucket_mb = bucket_mb
+        self._bucket_mb = checked_bucket(bucket_mb)
         self._find_unused_parameters = find_unused_parameters
         self._compression = None if compression is None else find_compression(compression)
         # Lives over all generations: what it holds back is this member's own.
@@ -208,6 +206,10 @@ class DDP(SynchronousStrategy):
         self._open_step(self._model, self._state.parameters)
         for replica in self._replicas.values():
             replica.exchange.begin(self._step)
+
+    @property
+    def local_model(self) -> nn.Module:
+        return self._model
 
     @property
     def module(self) -> nn.Module:

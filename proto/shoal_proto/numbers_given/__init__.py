@@ -16,30 +16,34 @@ def as_index(name: str, value: Any) -> int:
     """The integer that an argument of this name is given as: a Python int, a NumPy integer or a
     0-d tensor of integers.
 
-    Raises InvalidSpec for anything else: True and False, floats, text, tensors with dimensions.
+    Raises InvalidSpec for anything else: True and False, floats, text, arrays.
     """
     plain = plain_number(name, value)
-    if isinstance(plain, bool) or not hasattr(plain, "__index__"):
-        raise InvalidSpec(f"{name} is not an integer", seen=_shown(value), expected="an integer")
-    return operator.index(plain)
+    if isinstance(plain, bool) or hasattr(plain, "shape"):
+        raise _refusal(name, value, "an integer")
+    try:
+        return operator.index(plain)
+    except TypeError as error:
+        raise _refusal(name, value, "an integer") from error
 
 
 def as_number(name: str, value: Any) -> float:
     """The real number that an argument of this name is given as: a Python number, one of NumPy's or
     a 0-d tensor.
 
-    Raises InvalidSpec for anything else: True and False, NaN, text, complex numbers, tensors with
-    dimensions. Infinity passes, for callers to judge.
+    Raises InvalidSpec for anything else: True and False, NaN, text, complex numbers, arrays.
+    Infinity passes, for callers to judge.
     """
     plain = plain_number(name, value)
-    if not isinstance(plain, bool | str) and hasattr(plain, "__float__"):
-        try:
-            number = float(plain)
-        except (OverflowError, TypeError, ValueError):
-            number = math.nan
-        if not math.isnan(number):
-            return number
-    raise InvalidSpec(f"{name} is not a number", seen=_shown(value), expected="a real number")
+    if isinstance(plain, bool | str | bytes) or hasattr(plain, "shape"):
+        raise _refusal(name, value, "a number")
+    try:
+        number = float(plain)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise _refusal(name, value, "a number") from error
+    if math.isnan(number):
+        raise _refusal(name, value, "a number")
+    return number
 
 
 def plain_number(name: str, value: Any) -> Any:
@@ -67,6 +71,10 @@ def convert_fields(
             given = getattr(config, name)
             if given is not None:
                 object.__setattr__(config, name, convert(name, given))
+
+
+def _refusal(name: str, value: Any, expected: str) -> InvalidSpec:
+    return InvalidSpec(f"{name} is not {expected}", seen=_shown(value), expected=expected)
 
 
 def _shown(value: Any) -> str:

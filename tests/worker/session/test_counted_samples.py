@@ -1,0 +1,107 @@
+"""What a script sees of a step in which its member has no samples: nothing to count."""
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import shoal
+from shoal.randomness import sample_generator
+from shoal_client.local.cluster import LocalCluster
+
+WAIT_S = 60.0
+NUM_SAMPLES, NUM_MEMBERS = 5, 3
+"""By three a step: the second step has a member without samples."""
+
+
+class Skipping(nn.Module):
+    """Leaves its inner layer out at random, and counts what it has seen."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+        self.drawn: list[float] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += len(inputs)
+        self.drawn.append(float(torch.rand((), generator=sample_generator())))
+        outputs: Tensor = self.outer(self.inner(inputs) if self.drawn[-1] < 0.5 else inputs)
+        return outputs
+
+
+def members(cluster: LocalCluster, strategy: Any, *, in_one_call: bool) -> list[dict[str, Any]]:
+    """By rank, what each member saw in the second step."""
+    job = f"counted-{secrets.token_hex(4)}"
+    inputs = torch.arange(float(NUM_SAMPLES))[:, None]
+    torch.manual_seed(0)
+    weights = Skipping().state_dict()
+
+    def member() -> dict[str, Any]:
+        model: Any = Skipping()
+        model.load_state_dict(weights)
+        given = model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found: dict[str, Any] = {}
+        with shoal.join(
+            job,
+            coordinator=cluster.coordinator,
+            backend="in-memory",
+            desired_members=NUM_MEMBERS,
+        ) as session:
+            model, optimizer = session.distribute(model, optimizer, strategy=strategy())
+            for batch in session.batches(
+                (inputs, inputs), global_batch_size=NUM_MEMBERS, shuffle=False
+            ):
+                with session.step() as step:
+                    if in_one_call:
+                        loss = session.forward_backward(batch, mse_loss)
+                    else:
+                        loss = mse_loss(model(batch.inputs), batch.targets)
+                        session.backward(loss)
+                    session.log({"loss": loss, "step": batch.step})
+                found = {
+                    "rank": session.rank,
+                    "loss": float(loss.detach()),
+                    "step loss": float(step.loss),  # type: ignore[arg-type]
+                    "samples": batch.num_samples,
+                    "inputs": batch.inputs.tolist(),
+                    "drawn": given.drawn[-1],
+                    "seen": float(given.seen),
+                    "logged": session._controller.job_log._newest["step"][1],
+                }
+        return found
+
+    with ThreadPoolExecutor(NUM_MEMBERS) as threads:
+        ends = [threads.submit(member) for _ in range(NUM_MEMBERS)]
+        return sorted((end.result(WAIT_S) for end in ends), key=lambda found: found["rank"])
+
+
+@pytest.mark.parametrize("in_one_call", [False, True], ids=["backward", "forward_backward"])
+@pytest.mark.parametrize("strategy", ["ddp", "local-sgd"])
+def test_a_member_without_samples_has_nothing_to_count(
+    cluster: LocalCluster, strategy: str, in_one_call: bool
+) -> None:
+    """It repeats the first sample of the step, drawing what is drawn for that; its loss is of no
+    sample, and it logs none."""
+
+    def made() -> Any:
+        if strategy == "ddp":
+            return shoal.DDP(find_unused_parameters=True)
+        return shoal.LocalSGD(every_steps=99)
+
+    found = members(cluster, made, in_one_call=in_one_call)
+    assert [each["samples"] for each in found] == [1, 1, 0]
+    assert [each["inputs"] for each in found] == [[[3.0]], [[4.0]], [[3.0]]]
+    assert [each["logged"] for each in found] == [1, 1, 0]
+    assert found[2]["step loss"] != found[2]["step loss"], "NaN"
+    assert not in_one_call or found[2]["loss"] == 0
+    assert found[2]["drawn"] == found[0]["drawn"]
+    if strategy == "local-sgd":
+        assert [each["seen"] for each in found] == [2, 2, 1]
