@@ -49,6 +49,8 @@ class SimMember:
     """Has been in a generation that ran: from then on it holds what all hold."""
     enough_for_call: int = 0
     """Its script is in a call between two steps, which so many members can make; 0: in none."""
+    finished: bool = False
+    """Has done its work, and stays."""
     drained: bool = False
     """Was let go: nothing is left for it to do."""
     records: dict[int, list[Record]] = field(default_factory=dict)
@@ -121,6 +123,7 @@ class World:
         checkpoints: tuple[int, ...] = (),
         *,
         optional_fields: dict[str, str] | None = None,
+        stateless: bool = False,
     ) -> SimMember:
         proposal = Proposal(
             fields=dict(fields or FIELDS),
@@ -153,6 +156,7 @@ class World:
             has_state=step > 0,
             synchronous=True,
             optional_fields=proposal.optional_fields,
+            stateless=stateless,
         )
         self._step(member, ev.Proposed(proposal=message))
         return member
@@ -165,6 +169,16 @@ class World:
             public_id=public_id(incarnation),
             info=pb.MemberInfo(),
         )
+
+    def attend_again(self, name: str) -> None:
+        """The member finds a new leader."""
+        member = self.members[name]
+        spec, info = self.job.spec, MemberInfo(host="h")
+        generation = Generation(member.generation)
+        joined = events.Joined(**self._who(member), spec=spec, info=info, generation=generation)
+        self.send(member, joined)
+        admitted = pb.Admitted(limits=codec.limits_to_pb(self.job.limits))
+        self._step(member, ev.NoticeCame(notice=pb.Notice(admitted=admitted)))
 
     def kill(self, name: str, *, seen_by_launcher: bool = False) -> None:
         """SIGKILL. The coordinator learns of the broken stream, or from the launcher."""
@@ -208,6 +222,16 @@ class World:
         member = self.members[name]
         member.paused = False
         self.send(member, events.Continued(**self._who(member)))
+
+    def finish(self, name: str, *, closes: bool = False) -> None:
+        """One of torchrun's nodes has done its work and stays, or closes the job."""
+        self.members[name].finished = not closes
+        done = ev.WorkDone(reason="its workers are done", finished=not closes, closes=closes)
+        self._step(self.members[name], done)
+
+    def fail(self, name: str) -> None:
+        """The workers of one of torchrun's nodes have failed."""
+        self._report_broken(self.members[name])
 
     def complete(self, name: str) -> None:
         """The process has done all its work and ends."""
@@ -336,6 +360,8 @@ class World:
 
     def _train_on(self, member: SimMember) -> None:
         """The trainer, which has no steps to finish: it stops where the members agreed to."""
+        if member.finished:
+            return
         core, change = member.core, member.core.track.change
         decision: object
         if change is not None and change.stop_at is not None:

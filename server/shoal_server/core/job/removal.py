@@ -108,10 +108,17 @@ class Removal:
         """
         table, agreement = self._state.table, self._state.agreement
         trained = self._state.running or self._state.previous
-        if trained is not None and not member.is_in(trained):
+        if trained is None:
+            is_last = all(m is member for m in table.candidates.values())
+        elif not member.is_in(trained):
             return
-        if trained is not None and not table.has_finished(member):
+        elif table.has_finished(member):
+            # It said so before. If all did, an earlier leader may not have come to complete the
+            # job; a member that was lost since has not.
+            is_last = table.finished.issuperset(trained.ranks)
+        else:
             table.finish(member)
+            is_last = not table.trainers(trained)
             self._state.do(Save())
             reason = f"{member.member_id} has done its work" + (f": {why}" if why else "")
             self._state.log("member_finished", reason, member)
@@ -120,8 +127,7 @@ class Removal:
                 self._endings.abort(reason, now_s)
             elif agreement is not None:
                 agreement.forget(member.member_id)
-        present = table.trainers(trained) if trained is not None else table.candidates.values()
-        if not any(m is not member for m in present) and not self._state.end.completing:
+        if is_last and not self._state.end.completing:
             self.complete(member, why, now_s)
 
     def complete(self, leaver: Member, why: str, now_s: float) -> None:

@@ -1,0 +1,237 @@
+"""Members that have done their work while others have not, as torchrun's nodes may."""
+
+import pytest
+from support.members.job_world import World, digest_of
+
+from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.job.restore import Saved, restored
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership.events import RefusalKind
+from shoal_server.core.membership.phases import Phase
+
+
+def world(*names: str, least: int = 1, most: int = 8) -> World:
+    w = World(JobSpec(job="j", min_members=least, max_members=most, desired_members=len(names)))
+    for name in names:
+        w.join(name, stateless=True)
+    w.run(1.0)
+    assert w.roster() == list(names)
+    return w
+
+
+@pytest.mark.parametrize("seen_by_launcher", [False, True])
+def test_one_that_is_lost_breaks_nothing(seen_by_launcher: bool) -> None:
+    """Silence, a broken stream, a halt, a drain, its own leave: the generation runs on."""
+    w = world("a", "b", "c", "d", "e")
+    for name in "abcd":
+        w.finish(name)
+    w.run(2.0)
+    w.kill("a", seen_by_launcher=True)
+    w.halt("b")
+    w.drain("c")
+    w.complete("d")
+    w.run(100.0)
+    assert (w.job.phase, w.job.last_generation, list(w.job.members)) == (Phase.RUNNING, 1, ["e"])
+    w.complete("e")
+    w.run(101.0)
+    assert w.job.phase is Phase.FINISHED
+
+
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_the_others_form_a_generation_without_it(least: int) -> None:
+    """It is waited for neither to stop nor to come, and counts for the minimum."""
+    w = world("a", "b", "c", least=least)
+    w.finish("a")
+    w.run(2.0)
+    w.fail("b")
+    w.fail("c")
+    w.run(3.0)
+    assert (sorted(w.roster()), w.job.last_generation) == (["b", "c"], 2)
+    w.kill("c", seen_by_launcher=True)
+    w.run(4.0)
+    if least == 3:
+        assert w.job.phase is Phase.COLLECT
+        return
+    assert w.roster() == ["b"]
+    w.complete("a")
+    w.complete("b")
+    w.run(5.0)
+    assert w.job.phase is Phase.FINISHED
+
+
+def test_a_newcomer_waits_until_the_generation_is_over_anyhow() -> None:
+    w = world("a", "b", "c")
+    w.finish("a")
+    w.run(2.0)
+    late = w.join("d", stateless=True)
+    w.run(500.0)
+    assert (w.roster(), w.job.last_generation) == (["a", "b", "c"], 1)
+    assert late.core.stands_by
+    assert late.refused is None
+    w.kill("b", seen_by_launcher=True)
+    w.run(501.0)
+    assert w.roster() == ["c", "d"]
+    w.finish("c")
+    w.finish("d")
+    w.run(502.0)
+    assert all(member.core.is_closing for member in w.members.values())
+
+
+def test_a_newcomer_is_told_once_all_have_finished() -> None:
+    w = world("a", "b")
+    w.finish("a")
+    w.run(2.0)
+    late = w.join("c", stateless=True)
+    w.run(3.0)
+    w.finish("b")
+    w.run(4.0)
+    assert late.refused is not None
+    assert late.refused.kind == RefusalKind.FINISHED
+    for name in "ab":
+        assert w.members[name].core.is_closing
+        w.complete(name)
+    w.run(5.0)
+    assert w.job.phase is Phase.FINISHED
+
+
+def test_a_job_whose_last_member_failed_is_not_completed() -> None:
+    """It may be joined again, and needs its whole minimum then."""
+    w = world("a", "b", least=2)
+    w.finish("a")
+    w.run(2.0)
+    w.kill("b", seen_by_launcher=True)
+    w.run(3.0)
+    w.complete("a")
+    w.run(4.0)
+    assert (w.job.phase, dict(w.job.members)) == (Phase.COLLECT, {})
+    w.join("b", stateless=True)
+    w.run(20.0)
+    assert w.job.phase is Phase.COLLECT
+    w.join("a", stateless=True)
+    w.run(40.0)
+    assert len(w.roster()) == 2
+
+
+def test_a_stopped_job_is_not_completed_by_one_that_had_finished() -> None:
+    w = world("a", "b")
+    w.finish("a")
+    w.run(2.0)
+    w.stop("enough")
+    w.run(10.0)
+    assert (w.job.phase, w.job.reason) == (Phase.STOPPED, "enough")
+
+
+def test_one_that_finishes_after_a_loss_ends_the_job() -> None:
+    """Nobody who trained is left, though one of the generation did not finish."""
+    w = world("a", "b")
+    w.kill("b", seen_by_launcher=True)
+    w.finish("a")
+    w.run(2.0)
+    assert w.members["a"].core.is_closing
+    w.complete("a")
+    w.run(3.0)
+    assert w.job.phase is Phase.FINISHED
+
+
+def test_a_drain_goes_on_beside_one_that_has_finished() -> None:
+    w = world("a", "b", "c")
+    w.finish("a")
+    w.run(2.0)
+    w.drain("b")
+    w.run(3.0)
+    assert w.roster() == ["c"]
+    assert sorted(w.members) == ["a", "c"]
+
+
+def test_a_planned_change_is_called_off_by_one_that_finishes() -> None:
+    """A newcomer's roster was shown, and accepted by nobody yet."""
+    w = World(JobSpec(job="j", max_members=8, desired_members=2), max_delay_s=0.2, seed=3)
+    for name in "ab":
+        w.join(name, stateless=True)
+    w.run(5.0)
+    w.join("c", stateless=True)
+    for tenth in range(50, 80):
+        w.run(tenth / 10)
+        if w.job.phase is Phase.PREPARE:
+            break
+    assert w.job.phase is Phase.PREPARE
+    w.finish("a")
+    w.run(30.0)
+    assert w.job.phase is Phase.RUNNING
+    left = w.roster()
+    assert left in (["a", "b"], ["b", "c"]), "the one before, or one without it"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whenever_they_finish_fail_and_come_the_job_completes(seed: int) -> None:
+    """With whatever delays: once each that is left has finished, the job is over."""
+    w = World(JobSpec(job="j", max_members=8, desired_members=3), max_delay_s=0.3, seed=seed)
+    for name in "abc":
+        w.join(name, stateless=True)
+    w.run(5.0)
+    at_s = 5.0
+    for name in w.random.sample("abc", 3):
+        at_s += w.random.uniform(0.0, 1.0)
+        w.run(at_s)
+        match w.random.randrange(4):
+            case 0:
+                w.fail(name)
+            case 1:
+                w.join(f"late-{name}", stateless=True)
+            case 2:
+                w.drain(name)
+        w.finish(name)
+    w.run(at_s + 60.0)
+    for name in list(w.members):
+        w.finish(name)
+    w.run(at_s + 70.0)
+    assert all(member.core.is_closing for member in w.members.values())
+    for name in list(w.members):
+        w.complete(name)
+    w.run(at_s + 80.0)
+    assert w.job.phase in (Phase.FINISHED, Phase.COLLECT), w.job.reason
+
+
+def test_a_closed_job_takes_nobody_in_and_goes_on() -> None:
+    """Its members stay, and form no generation after it."""
+    w = world("a", "b")
+    w.finish("a", closes=True)
+    w.run(2.0)
+    assert all(member.core.is_closing for member in w.members.values())
+    late = w.join("c", stateless=True)
+    w.run(3.0)
+    assert late.refused is not None
+    assert late.refused.kind == RefusalKind.FINISHED
+    assert w.roster() == ["a", "b"]
+    w.fail("b")
+    w.run(100.0)
+    assert not w.members
+    assert w.job.phase is Phase.FINISHED
+
+
+def test_a_new_leader_waits_for_no_member_that_had_finished() -> None:
+    """Whether it is still there or gone: its name is in the job's own record."""
+    w = world("a", "b", "c")
+    for name in "ab":
+        w.finish(name)
+    w.run(2.0)
+    w.complete("a")
+    w.run(3.0)
+    saved = Saved(
+        last_generation=w.job.last_generation,
+        record=w.written[1][-1],
+        before=None,
+        members=tuple(w.job.members.values()),
+        finished=False,
+        reason="",
+        progress=w.job.progress,
+        done=tuple(w.job.table.finished),
+    )
+    w.job = restored(w.job.spec, saved, limits=Limits(), digest_of=digest_of, now_s=w.now_s)
+    w.members.pop("b")
+    w.attend_again("c")
+    w.run(100.0)
+    assert (w.roster(), list(w.job.members)) == (["a", "b", "c"], ["c"])
+    w.complete("c")
+    w.run(101.0)
+    assert w.job.phase is Phase.FINISHED
