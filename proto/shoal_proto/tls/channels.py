@@ -31,14 +31,16 @@ def direct_channel(
     address: str, credentials: grpc.ChannelCredentials | None, options: Options
 ) -> grpc.Channel:
     """Channel to host:port without a proxy: with these credentials, or in plain text."""
-    return _channel(grpc, address, credentials, options)
+    channel: grpc.Channel = _channel(grpc, address, credentials, options)
+    return channel
 
 
 def direct_aio_channel(
     address: str, credentials: grpc.ChannelCredentials | None, options: Options
 ) -> grpc.aio.Channel:
     """Same as `direct_channel`, for an event loop."""
-    return _channel(grpc.aio, address, credentials, options)
+    channel: grpc.aio.Channel = _channel(grpc.aio, address, credentials, options)
+    return channel
 
 
 def _channel(

@@ -4,6 +4,9 @@ import os
 import random
 import secrets
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +24,7 @@ from torch.utils.data import Dataset, default_collate
 
 from shoal.data.batches import Loader, Order
 from shoal.data.loading import Loading
+from shoal.data.samples import FailedSample
 from shoal.torch_private.dataloader import processes_of
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, LoadingFailed, SampleFailed
@@ -76,8 +80,11 @@ def order(**changes: Any) -> Order:
 
 
 @contextmanager
-def loader_of(dataset: Any, num_workers: int, **options: Any) -> Iterator[Loader]:
-    loader = Loader(dataset, order(), loading=Loading(num_workers=num_workers, **options))
+def loader_of(
+    dataset: Any, num_workers: int, collate: Any = None, **options: Any
+) -> Iterator[Loader]:
+    loading = Loading(num_workers=num_workers, **options)
+    loader = Loader(dataset, order(), collate, loading=loading)
     try:
         yield loader
     finally:
@@ -279,3 +286,207 @@ def test_the_dataset_of_the_job_is_drawn_upon() -> None:
     """Else the job's test would show nothing."""
     augmented = Augmented()
     assert not torch.equal(augmented[0][0], augmented[0][0])
+
+
+class Stopped(Drawn):
+    """A process that loads one of the samples stands still from then on, alive."""
+
+    def __getitem__(self, index: int) -> tuple[int, list[float]]:
+        if index == 7:
+            signal.raise_signal(signal.SIGSTOP)
+        return super().__getitem__(index)
+
+
+class Slow(Drawn):
+    """Samples that take their time, without a processor's."""
+
+    def __getitem__(self, index: int) -> tuple[int, list[float]]:
+        time.sleep(0.4)
+        return super().__getitem__(index)
+
+
+class Unsendable(Drawn):
+    """Samples that no other process can be sent, by this error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getitem__(self, index: int) -> Any:
+        return _Raises(self._error)
+
+
+class _Raises:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        raise self._error
+
+
+class Lacking(Drawn):
+    """Memory is at its end."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getitem__(self, index: int) -> tuple[int, list[float]]:
+        raise self._error
+
+
+def take_all(loader: Loader) -> int:
+    return sum(len(loader.synchronous(step, 0, 1).indices) for step in range(5))
+
+
+def test_processes_that_live_and_give_no_sign_are_told_of() -> None:
+    """And ended, though they stand still."""
+    with (
+        loader_of(Stopped(), 1, silence_s=2.0) as loader,
+        pytest.raises(LoadingFailed, match=r"no sample was begun.*silence_s"),
+    ):
+        take_all(loader)
+
+
+def test_slow_samples_are_no_silence() -> None:
+    with loader_of(Slow(), 1, silence_s=1.5, prefetch_factor=1) as loader:
+        assert take_all(loader) == 23
+
+
+def test_a_time_limit_for_a_batch_holds_for_processes_that_give_signs() -> None:
+    with (
+        loader_of(Slow(), 1, timeout=1.0, prefetch_factor=1) as loader,
+        pytest.raises(LoadingFailed, match="timed out after 1 seconds"),
+    ):
+        take_all(loader)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError("AF_UNIX path too long"), LoadingFailed),
+        (OSError(28, "No space left on device"), LoadingFailed),
+        (RuntimeError("unable to allocate shared memory(shm) for file </torch_1>"), LoadingFailed),
+        (TypeError("cannot pickle this"), SampleFailed),
+    ],
+)
+def test_a_batch_that_cannot_be_sent_is_told_of_at_once(
+    error: Exception, kind: type[Exception]
+) -> None:
+    """A thread of multiprocessing meets it, and only prints it."""
+    with (
+        loader_of(Unsendable(error), 1, collate=list) as loader,
+        pytest.raises(
+            kind, match=r"could not be sent to the trainer|saw TypeError: cannot pickle this"
+        ),
+    ):
+        take_all(loader)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        OSError(24, "Too many open files"),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_lack_of_memory_is_no_fault_of_the_dataset(error: Exception, num_workers: int) -> None:
+    with (
+        loader_of(Lacking(error), num_workers) as loader,
+        pytest.raises(LoadingFailed, match=r"/dev/shm.*fewer num_workers|fewer num_workers"),
+    ):
+        take_all(loader)
+
+
+def test_a_full_device_as_processes_start_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", full)
+    with (
+        loader_of(Drawn(), 1) as loader,
+        pytest.raises(LoadingFailed, match=r"could not be started.*fewer num_workers"),
+    ):
+        loader.start()
+
+
+def test_an_error_of_the_dataset_stays_the_datasets() -> None:
+    failed = FailedSample.of(RuntimeError("a label is out of range"), 3).raised()
+    assert isinstance(failed, SampleFailed)
+
+
+LONG = """
+import sys, torch
+from torch.utils.data import TensorDataset
+import shoal
+model = torch.nn.Linear(2, 1)
+if __name__ == "__main__":
+    with shoal.join() as session:
+        model, _ = session.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+        data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+        context = sys.argv[1]
+        for batch in session.batches(
+            data, global_batch_size=4, num_workers=1, multiprocessing_context=context
+        ):
+            with session.step():
+                session.backward((model(batch.inputs) - batch.targets).square().mean())
+    print("trained", session.step_number)
+"""
+HANGS = """
+import signal, torch
+import shoal
+class Stopped(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        print("stops", flush=True)
+        signal.raise_signal(signal.SIGSTOP)
+model = torch.nn.Linear(2, 1)
+with shoal.join() as session:
+    model, _ = session.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    for batch in session.batches(Stopped(), global_batch_size=4, num_workers=1):
+        pass
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    return {**own, **more}
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_a_long_tmpdir_stands_in_no_batchs_way(tmp_path: Path, context: str) -> None:
+    """Sockets of multiprocessing lie elsewhere then: a path of one has 107 bytes at most."""
+    directory = tmp_path / ("long" * 30)
+    directory.mkdir()
+    script = tmp_path / "train.py"
+    script.write_text(LONG)
+    before = set(Path("/tmp").glob("pymp-*"))
+    done = subprocess.run(
+        [sys.executable, str(script), context],
+        env=environment(TMPDIR=str(directory)),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert "trained 2" in done.stdout, done.stderr
+    left = set(Path("/tmp").glob("pymp-*")) - before
+    assert not any(list(each.iterdir()) for each in left)
+
+
+def test_a_drain_does_not_wait_for_a_batch_that_never_comes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HANGS)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert "stops\n" in process.stdout
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+    finally:
+        process.kill()
+        process.communicate()

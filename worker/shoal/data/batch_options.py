@@ -41,6 +41,7 @@ class LoadingOptions(TypedDict, total=False):
     worker_init_fn: Callable[[int], None] | None
     multiprocessing_context: Any
     timeout: float
+    silence_s: float
     collate_fn: Collate | None
     """The same as `collate`."""
     drop_last: bool

@@ -280,6 +280,11 @@ class Loader:
         if self._samples is not None:
             self._samples.start()
 
+    def while_waiting(self, looks: Callable[[float], None]) -> None:
+        """Call this again and again while a batch does not come: see `BatchLoader.looks`."""
+        if self._samples is not None:
+            self._samples.looks = looks
+
     def close(self) -> None:
         """End the processes that load. May be called twice."""
         if self._samples is not None:

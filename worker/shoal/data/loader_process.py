@@ -12,15 +12,24 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import util
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from shoal.torch_private.dataloader import set_dataset_of_worker
+from shoal.data.samples import FailedSample
+from shoal.torch_private.dataloader import answer_unsent, set_dataset_of_worker
+from shoal_proto.errors import LoadingFailed
 
 _PR_SET_PDEATHSIG = 1
+_SOCKET_PATH_BYTES = 107
+"""The longest path that a socket may have on Linux (unix(7)); 103 on macOS."""
+_NAME_BYTES = len("/listener-01234567")
+"""What multiprocessing calls a socket by which tensors travel."""
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class Beginning:
@@ -40,6 +49,7 @@ class Beginning:
         # A session's handler asks for a drain; this process is none of the job's members.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _close_sockets_but(self._sockets)
+        answer_unsent(_unsent)
         # A worker_init_fn looks there for its own dataset.
         set_dataset_of_worker(self._dataset)
         if self._then is not None:
@@ -59,6 +69,38 @@ def _end_with(trainer: multiprocessing.process.BaseProcess | None) -> None:
 def _await_end(trainer: multiprocessing.process.BaseProcess) -> None:
     wait([trainer.sentinel])
     os._exit(0)
+
+
+def _unsent(loaded: Any, error: BaseException) -> Any:
+    """In place of a batch of some run, which is the first of the pair: why it does not come."""
+    return None if loaded is None else (loaded[0], FailedSample.of(error, None, is_unsent=True))
+
+
+def keep_socket_paths_short() -> None:
+    """Have multiprocessing put sockets where their paths are short enough, if those in TMPDIR
+    would not be. Before processes that load are started: they have the directory from the trainer.
+
+    Raises LoadingFailed if there is no such place.
+    """
+    longest = _SOCKET_PATH_BYTES - _NAME_BYTES
+    own = "/pymp-01234567"
+    if len(os.fsencode(tempfile.gettempdir() + own)) <= longest:
+        return
+    before = tempfile.tempdir
+    short = (each for each in _SHORT if os.access(each, os.W_OK | os.X_OK))
+    tempfile.tempdir = next(short, before)
+    try:
+        # Made at the first call, and removed at the process's end.
+        found = util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
+    if len(os.fsencode(found)) > longest:
+        raise LoadingFailed(
+            "processes that load cannot open sockets: their paths would be too long",
+            seen=f"TMPDIR={tempfile.gettempdir()}: {len(os.fsencode(found))} bytes for a directory",
+            expected=f"at most {longest} bytes, {longest - len(own)} of them TMPDIR's",
+            fix="Set TMPDIR to a directory with a shorter path, such as /tmp.",
+        )
 
 
 def open_sockets() -> frozenset[str]:

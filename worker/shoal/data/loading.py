@@ -7,9 +7,12 @@ belongs to an earlier *run* of batches: the processes skip what they have not lo
 trainer drops the rest.
 """
 
+import os
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -17,11 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from shoal.data.loader_process import Beginning, open_sockets
-from shoal.data.samples import FailedSample, Samples, generators_kept
+from shoal.data.loader_process import Beginning, keep_socket_paths_short, open_sockets
+from shoal.data.samples import REMEDY, FailedSample, Samples, generators_kept, lacks_resources
 from shoal.torch_private.dataloader import (
     end_iteration,
     ended_processes_of,
+    has_timed_out,
+    kill_processes,
+    processes_of,
     raise_nothing_at_their_end,
     raising_at_their_end,
 )
@@ -32,6 +38,10 @@ log = structlog.get_logger(__name__)
 
 TELLS_S = 2.0
 """Within so long of its end a process is known to have ended."""
+LOOK_S = 1.0
+"""A trainer that waits for a batch looks so often at the processes that load it."""
+WORK_SHARE = 0.001
+"""A process that uses less of a processor's time does no work: it only looks for orders."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +72,21 @@ class Loading:
     """"fork", "forkserver" or "spawn"; None: the system's own."""
     timeout: float = 0
     """Seconds that a batch may take; 0: any."""
+    silence_s: float = 600.0
+    """Seconds in which the processes may begin no sample and use no processor while the trainer
+    waits for a batch, before LoadingFailed; 0: any. It is for processes that will never deliver,
+    as behind a deadlock: one that works, however slowly, is not silent."""
 
     def __post_init__(self) -> None:
-        convert_fields(self, indices=("num_workers", "prefetch_factor"), numbers=("timeout",))
-        if self.timeout < 0:
-            raise InvalidSpec(
-                "timeout is out of range", seen=f"{self.timeout} s", expected="0 or more"
-            )
+        numbers = ("timeout", "silence_s")
+        convert_fields(self, indices=("num_workers", "prefetch_factor"), numbers=numbers)
+        for name in numbers:
+            if getattr(self, name) < 0:
+                raise InvalidSpec(
+                    f"{name} is out of range",
+                    seen=f"{getattr(self, name)} s",
+                    expected="0 or more",
+                )
         if self.num_workers < 0:
             raise InvalidSpec(
                 "num_workers is out of range", seen=str(self.num_workers), expected="0 or more"
@@ -93,9 +111,10 @@ class _Wanted:
 class _Feed(Dataset[Any]):
     """The dataset of the DataLoader: batches for what is wanted."""
 
-    def __init__(self, samples: Samples, present_run: Tensor) -> None:
+    def __init__(self, samples: Samples, present_run: Tensor, num_begun: Tensor) -> None:
         self.samples = samples
         self._present_run = present_run
+        self._num_begun = num_begun
 
     def __getitem__(self, wanted: _Wanted | None) -> tuple[int, Any, bool] | None:
         """The run, the batch, and if it is a tuple: pinned memory makes lists of tuples."""
@@ -103,10 +122,46 @@ class _Feed(Dataset[Any]):
             return None
 
         def still_wanted() -> bool:
+            self._num_begun.add_(1)
             return int(self._present_run) == wanted.run
 
         batch = self.samples.batch(wanted.epoch, wanted.indices, still_wanted)
         return wanted.run, batch, isinstance(batch, tuple)
+
+
+class Signs:
+    """How long ago processes that load gave a sign that they work: a sample that was begun, or time
+    of a processor."""
+
+    def __init__(self, processes: Sequence[int], num_begun: Tensor) -> None:
+        self._processes = processes
+        self._num_begun = num_begun
+        self._began_s = self._sign_s = time.monotonic()
+        self._seen = self._now()
+
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def silent_s(self) -> float:
+        """Seconds since the last sign."""
+        now_s, seen = time.monotonic(), self._now()
+        worked_s = seen[1] - self._seen[1]
+        if seen[0] != self._seen[0] or worked_s > WORK_SHARE * (now_s - self._sign_s):
+            self._sign_s, self._seen = now_s, seen
+        return now_s - self._sign_s
+
+    def _now(self) -> tuple[int, float]:
+        return int(self._num_begun), sum(map(_processor_s, self._processes))
+
+
+def _processor_s(process: int) -> float:
+    """Time of processors that it used, and those of its children that have ended; 0 where the
+    system does not say."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return sum(map(int, fields[11:15])) / float(os.sysconf("SC_CLK_TCK"))
 
 
 class _ProcessEnded(RuntimeError):
@@ -124,8 +179,10 @@ class BatchLoader:
         self._loading = loading
         self._indices = indices
         self._run = torch.zeros((), dtype=torch.int64)
-        if loading.num_workers:
-            self._run.share_memory_()  # type: ignore[no-untyped-call]
+        self._num_begun = torch.zeros((), dtype=torch.int64)
+        self.looks: Callable[[float], None] = lambda silent_s: None
+        """Called again and again while a batch does not come, with the seconds for which no process
+        has given a sign; what it raises ends the wait."""
         self._upcoming: Iterator[Span] = iter(())
         self._asked: deque[Span] = deque()
         """The spans of the present run that are on their way."""
@@ -135,9 +192,24 @@ class BatchLoader:
 
     def start(self) -> None:
         """Start the processes. Before the first batch, if nobody has called it."""
-        if self._iterator is None:
-            self._sockets = self._sockets or open_sockets()
+        if self._iterator is not None:
+            return
+        self._sockets = self._sockets or open_sockets()
+        try:
+            if self._loading.num_workers:
+                keep_socket_paths_short()
+                self._run.share_memory_()  # type: ignore[no-untyped-call]
+                self._num_begun.share_memory_()  # type: ignore[no-untyped-call]
             self._iterator = self._iteration()
+        except (RuntimeError, OSError, MemoryError) as error:
+            if not lacks_resources(error):
+                raise
+            raise LoadingFailed(
+                "processes that load batches could not be started",
+                seen=f"{type(error).__name__}: {error}",
+                expected=f"{self._loading.num_workers} processes that load",
+                fix=REMEDY,
+            ) from error
 
     def close(self) -> None:
         """End the processes. May be called twice."""
@@ -197,12 +269,45 @@ class BatchLoader:
         if not self._loading.num_workers:
             with generators_kept():
                 return next(self._iterator)
+        signs = None
+        while True:
+            delivered, has_come = self._delivered_soon()
+            if has_come:
+                return delivered
+            signs = signs or Signs(processes_of(self._iterator), self._num_begun)
+            self._look(signs)
+
+    def _look(self, signs: Signs) -> None:
+        """A batch has not come yet. Raises LoadingFailed where it has taken too long, and what
+        `looks` raises: the processes are killed then, since they may hear of nothing."""
+        limits, silent_s, waited_s = self._loading, signs.silent_s(), LOOK_S + signs.waited_s()
+        try:
+            self.looks(silent_s)
+            if limits.timeout and waited_s >= limits.timeout:
+                seen = f"timed out after {limits.timeout:g} seconds"
+                raise _loading_failed(limits, seen)
+            if limits.silence_s and silent_s >= limits.silence_s:
+                raise _loading_failed(
+                    limits,
+                    f"no sample was begun, and no processor used, for {silent_s:.0f} s, though the"
+                    " processes live (silence_s)",
+                )
+        except BaseException:
+            kill_processes(self._iterator)
+            self.close()
+            raise
+
+    def _delivered_soon(self) -> tuple[Any, bool]:
+        """What came, and whether anything did, within LOOK_S."""
+        assert self._iterator is not None, "it was started"
         try:
             if ended := ended_processes_of(self._iterator):
                 raise _ProcessEnded(f"process {', '.join(map(str, ended))} has ended")
             with raising_at_their_end(self._iterator):
-                return next(self._iterator)
+                return next(self._iterator), True
         except (RuntimeError, OSError, EOFError) as error:
+            if has_timed_out(error):
+                return None, False
             # Nothing of a dataset's own is raised here: that is a FailedSample. A batch is fetched
             # from the process that loaded it, which may end in the midst of that: a connection
             # tells so before the process that started it does.
@@ -234,10 +339,10 @@ class BatchLoader:
                     self._samples.dataset, loading.worker_init_fn, self._sockets
                 ),
                 "multiprocessing_context": loading.multiprocessing_context,
-                "timeout": loading.timeout,
+                "timeout": min(LOOK_S, loading.timeout or LOOK_S),
             }
         loader = DataLoader(
-            _Feed(self._samples, self._run),
+            _Feed(self._samples, self._run, self._num_begun),
             sampler=_Endless(self._wanted),
             batch_size=None,
             collate_fn=_as_it_is,
@@ -268,7 +373,8 @@ def _loading_failed(loading: Loading, seen: str) -> LoadingFailed:
         seen=seen,
         expected=f"{loading.num_workers} processes that load",
         fix="One that was killed is often out of memory (see dmesg, and the size of /dev/shm): take"
-        " fewer num_workers or a smaller prefetch_factor.",
+        " fewer num_workers or a smaller prefetch_factor. Of one that hangs, `py-spy dump --pid`"
+        " shows where.",
     )
 
 

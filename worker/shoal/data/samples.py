@@ -6,13 +6,14 @@ index: it does not depend on who loads it, on how many members there are, or on 
 once more.
 """
 
+import errno
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.utils.data import default_collate
@@ -26,6 +27,30 @@ Collate = Callable[[list[Any]], Any]
 _LARGEST_TRACE = 20_000
 _OF_THE_BATCH = 1 << 62
 """In the place of an index: no dataset has as many samples."""
+
+
+REMEDY = (
+    "Memory, shared memory (/dev/shm), processes or open files ran out: take fewer num_workers, a"
+    " smaller prefetch_factor or smaller batches; or give the container a larger /dev/shm (docker"
+    " run --shm-size, an emptyDir of medium Memory), more memory, or a higher `ulimit -n`."
+)
+_LACKING = frozenset(
+    (errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EDQUOT)
+)
+_TORCH_LACKS = (
+    *("unable to allocate shared memory", "unable to mmap", "unable to open shared memory"),
+    *("can't allocate memory", "Cannot allocate memory", "No space left on device"),
+    *("Too many open files", "out of memory", "unable to resize file", "can't start new thread"),
+)
+"""Words of the RuntimeErrors by which torch and Python tell that something ran out."""
+
+
+def lacks_resources(error: BaseException) -> bool:
+    """True if memory, shared memory, processes or descriptors ran out."""
+    if isinstance(error, OSError):
+        return error.errno in _LACKING
+    told = isinstance(error, RuntimeError) and any(each in str(error) for each in _TORCH_LACKS)
+    return told or isinstance(error, MemoryError)
 
 
 class MapDataset(Protocol):
@@ -44,16 +69,30 @@ class FailedSample:
     trace: str
     may_pass: bool
     """Whether it may be loaded another time: storage or memory failed, not the dataset's code."""
+    fix: str = "The traceback is of the dataset's own code."
+    is_unsent: bool = False
+    """The batch was loaded, and could not be sent to the trainer."""
+
+    @classmethod
+    def of(cls, error: BaseException, index: int | None, *, is_unsent: bool = False) -> Self:
+        text = f"{type(error).__name__}: {error}"[:500]
+        trace = "".join(traceback.format_exception(error))[-_LARGEST_TRACE:]
+        lacks = lacks_resources(error)
+        may_pass = lacks or isinstance(error, OSError)
+        fix = {"fix": REMEDY} if lacks or (is_unsent and may_pass) else {}
+        return cls(index, text, trace, may_pass, is_unsent=is_unsent, **fix)
 
     def raised(self) -> SampleFailed | LoadingFailed:
         """For the trainer."""
         where = "the samples of a batch" if self.index is None else f"sample {self.index}"
         done = "collated" if self.index is None else "loaded"
+        if self.is_unsent:
+            where, done = "a batch that was loaded", "sent to the trainer"
         kind = LoadingFailed if self.may_pass else SampleFailed
         failed = kind(
             f"{where} could not be {done}",
             seen=self.error,
-            fix="The traceback is of the dataset's own code.",
+            fix=self.fix,
             details={} if self.index is None else {"index": str(self.index)},
         )
         failed.add_note(self.trace)
@@ -91,9 +130,7 @@ class Samples:
             self._draw_for(epoch, _OF_THE_BATCH + indices[0])
             return self._collated(items, epoch, indices)
         except Exception as error:  # noqa: BLE001 - raised by `FailedSample.raised`
-            text = f"{type(error).__name__}: {error}"[:500]
-            trace = "".join(traceback.format_exception(error))[-_LARGEST_TRACE:]
-            return FailedSample(index, text, trace, isinstance(error, OSError | MemoryError))
+            return FailedSample.of(error, index)
 
     def _collated(self, items: list[Any], epoch: int, indices: Sequence[int]) -> Any:
         together = self._collate(items)

@@ -14,7 +14,12 @@ from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout
 from shoal.model.gradients import StepGradients
-from shoal.model.initialisation import give_buffers, initialised_copy, is_on_meta
+from shoal.model.initialisation import (
+    give_buffers,
+    initialised_copy,
+    is_on_meta,
+    mark_taken,
+)
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
@@ -152,9 +157,21 @@ class MetaModel:
             for part in self.model.modules():
                 for name, parameter in parameter_table(part).items():
                     if parameter is not None and not parameter.is_meta:
-                        parameter_table(part)[name] = empty[id(parameter)]
+                        parameter_table(part)[name] = mark_taken(empty[id(parameter)])
         self._given.clear()
         self._names.clear()
+
+    def give_back(self, optimizer: Optimizer) -> None:
+        """Let the optimizer step the user's own parameters again, with the state that it was given
+        for them; unless their weights are forgotten."""
+        if not self._names:
+            return
+        own = dict(self.model.named_parameters())
+        for names, group in zip(self.groups, optimizer.param_groups, strict=True):
+            group["params"] = [own[name] for name in names]
+        optimizer.state.clear()
+        for name, given in self._given.items():
+            optimizer.state[own[name]] = put_slots(given)
 
     def _empty_parameters(self) -> dict[int, Any]:
         """One without memory for each of the model's, by its id."""

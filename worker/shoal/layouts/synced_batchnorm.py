@@ -60,6 +60,14 @@ def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
     return found
 
 
+def unsync_batchnorm(model: nn.Module) -> None:
+    """Let the modules that `sync_batchnorm` found normalise as torch's own again."""
+    for module in model.modules():
+        if type(module) in _PLAIN:
+            module.__dict__.pop("_members", None)
+            module.__class__ = _PLAIN[type(module)]
+
+
 def has_sync_batchnorm(model: nn.Module) -> bool:
     """Whether the script itself has converted the model."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
@@ -200,3 +208,4 @@ _SYNCED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm3d: SyncedBatchNorm3d,
     nn.SyncBatchNorm: SyncedBatchNorm,
 }
+_PLAIN = {synced: plain for plain, synced in _SYNCED.items()}

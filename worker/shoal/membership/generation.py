@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal_client.liveness.beat_board import Doing
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, RosterEntry
+from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, GenerationRecord, Limits, RosterEntry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +73,12 @@ class Generation:
     @cached_property
     def rank(self) -> int:
         return self.me.rank
+
+
+def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
+    """Rank of the member whose state the generation starts from, and of those who need it."""
+    entries = generation.entries
+    source_id = generation.record.roster.source_member_id or entries[0].member_id
+    source = next(entry.rank for entry in entries if entry.member_id == source_id)
+    receivers = [e.rank for e in entries if e.rank != source and e.state != STATE_ACTION_KEEP]
+    return source, receivers

@@ -24,10 +24,32 @@ transformers have the latter."""
 OTHERS = ("init_weights", "_init_weights", "initialize_weights")
 """What models call a method that initialises their children; nobody knows with which arguments."""
 
+_TAKEN = "_shoal_taken"
+
 
 def is_on_meta(model: nn.Module) -> bool:
     """Whether a parameter or buffer of the model has no memory yet."""
     return any(_lacks_memory(part) for part in model.modules())
+
+
+def mark_taken(parameter: nn.Parameter) -> nn.Parameter:
+    """Note on a parameter without memory that a session has taken its values. Returns it."""
+    parameter.__dict__[_TAKEN] = True
+    return parameter
+
+
+def refuse_taken(model: nn.Module) -> None:
+    """Raise InvalidSpec for a model whose values an earlier session has taken: on the meta device,
+    it would be trained from first values that its modules draw anew."""
+    for name, parameter in model.named_parameters():
+        if _TAKEN in parameter.__dict__:
+            raise InvalidSpec(
+                "the model's weights went to an earlier session",
+                seen=f"{name}, without memory: strategies that spread a model take it apart",
+                expected="a model, and an optimizer, made anew for each session",
+                fix="To train on from the weights of the earlier one, take session.state_dict()"
+                " within its block, and load it into the new model.",
+            )
 
 
 def give_buffers(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ Functions called by the user's code (`F.dropout`, `torch.rand`) draw from torch'
 
 import hashlib
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -114,19 +115,19 @@ def seed_torch(seed: int, step: int, share: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
-class TorchDraws:
-    """What torch's generators draw from here on, to be drawn once more."""
+def generator_states() -> Sequence[torch.Tensor]:
+    """States of the generators that `seed_torch` begins anew, for `restore_generators`."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += torch.cuda.get_rng_state_all()
+    return states
 
-    def __init__(self) -> None:
-        self._state = torch.default_generator.get_state()
-        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._on_gpu = torch.cuda.get_rng_state_all() if on_gpu else []
 
-    def repeat(self) -> None:
-        """Draw the same from here on."""
-        torch.default_generator.set_state(self._state)
-        if self._on_gpu:
-            torch.cuda.set_rng_state_all(self._on_gpu)
+def restore_generators(states: Sequence[torch.Tensor]) -> None:
+    """Let torch draw on from these states."""
+    torch.default_generator.set_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 def sample_generator(index: int = 0, name: str = "") -> torch.Generator:

@@ -46,6 +46,13 @@ def key_dropout(model: nn.Module) -> int:
     return found
 
 
+def unkey_dropout(model: nn.Module) -> None:
+    """Let the modules that `key_dropout` found draw as torch's own again."""
+    for module in model.modules():
+        if isinstance(module, _DROPOUTS) and module.__dict__.pop("_layer", None) is not None:
+            module.__class__ = _PLAIN.get(type(module), type(module))
+
+
 def with_dropout_within(model: nn.Module) -> list[str]:
     """Names of torch's modules that drop what is within them, where no dropout module stands: what
     they draw follows from the samples that a member computes together, as a function's does."""
@@ -226,4 +233,5 @@ _KEYED: dict[type[nn.Module], type[nn.Module]] = {
         KeyedFeatureAlphaDropout,
     )
 }
+_PLAIN = {keyed: plain for plain, keyed in _KEYED.items()}
 _DROPOUTS = tuple(_KEYED)

@@ -1,6 +1,7 @@
 """What a session trains: the model and optimizer that were distributed, and what goes with them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -11,12 +12,16 @@ from torch.optim import Optimizer
 
 from shoal.backends.network.own_gpu import LocalPlace, check_gpu
 from shoal.checkpoint.background import Checkpoints
-from shoal.layouts.synced_batchnorm import has_sync_batchnorm, sync_batchnorm
+from shoal.layouts.synced_batchnorm import (
+    has_sync_batchnorm,
+    sync_batchnorm,
+    unsync_batchnorm,
+)
 from shoal.membership.collector import LongLivedObjects
 from shoal.membership.validators import ValidatorSet
 from shoal.model.devices import device_of, devices_of
 from shoal.model.frameworks import as_torch
-from shoal.model.initialisation import initialise
+from shoal.model.initialisation import initialise, refuse_taken
 from shoal.model.other_parameters import references
 from shoal.model.several import (
     Training,
@@ -28,9 +33,8 @@ from shoal.model.several import (
 )
 from shoal.model.tied_tensors import give_own_memory
 from shoal.model.trained_parameters import TrainedParameters
-from shoal.randomness.dropout import key_dropout, with_dropout_within
+from shoal.randomness.dropout import key_dropout, unkey_dropout, with_dropout_within
 from shoal.session.elastic_controller import ElasticController
-from shoal.session.loss_scaling import check_scaler, check_scales
 from shoal.session.script_calls import OwnCounts, ScriptCalls
 from shoal.session.step_guard import StepGuard
 from shoal.state.registered.objects import RegisteredState, Stateful
@@ -40,6 +44,8 @@ from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
+
+_KNOWN_SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Chosen = str | Strategy
@@ -83,8 +89,8 @@ class Distribution:
         self._optimizer: Optimizer | None = None
         self._guard: StepGuard | None = None
         self._parameters: TrainedParameters | None = None
-        self._calls: ScriptCalls | OwnCounts | None = None
-        self._long_lived = LongLivedObjects()
+        self._held = ExitStack()
+        """What was changed in the script's model, its optimizer and the process."""
 
     def distribute(
         self,
@@ -94,34 +100,57 @@ class Distribution:
         options: Options,
     ) -> tuple[Any, Any]:
         """See `Session.distribute`."""
+        try:
+            with ExitStack() as held:
+                distributed = self._distribute_all(model, optimizer, chosen, options, held)
+                self._held = held.pop_all()
+        except BaseException:
+            # Nothing is distributed: the script may do so with something else.
+            self.fields.clear()
+            self.training = self._optimizer = self._guard = self._parameters = None
+            self._controller.drop_strategy()
+            chosen.close()
+            raise
+        return distributed
+
+    def _distribute_all(
+        self,
+        model: Models,
+        optimizer: Optimizers,
+        chosen: Strategy,
+        options: Options,
+        held: ExitStack,
+    ) -> tuple[Any, Any]:
         if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
-            return self._distribute(as_torch(in_place(model)), optimizer, chosen, options)
+            return self._distribute(as_torch(in_place(model)), optimizer, chosen, options, held)
         given, steppers = _named(model, "model"), _named(optimizer, "optimizer")
         check_kinds(given, steppers)
         self._refuse_several(chosen)
         named = {name: in_place(each) for name, each in given.items()}
         models, optimizers = joined(named, steppers)
         self.training = Training(models, optimizers)
-        shown, _ = self._distribute(models, optimizers, chosen, options)
+        shown, _ = self._distribute(models, optimizers, chosen, options, held)
         return _as_given(models_of(shown), model), optimizer
 
     def _distribute(
-        self, model: nn.Module, optimizer: Optimizer, chosen: Strategy, options: Options
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        chosen: Strategy,
+        options: Options,
+        held: ExitStack,
     ) -> tuple[nn.Module, Optimizer]:
+        """`held` is what takes back each change, once the session is over."""
         refuse_wrapped(model)
+        refuse_taken(model)
         give_own_memory(model)
         if options.keyed_dropout and chosen.synchronous:
-            key_dropout(model)
-            if names := with_dropout_within(model):
-                log.warning(
-                    "dropout_depends_on_members",
-                    modules=", ".join(names[:5]),
-                    hint="what is dropped within attention and recurrent layers differs with the"
-                    " number of members; dropout=0 there, and nn.Dropout beside, is exact",
-                )
+            held.callback(unkey_dropout, model)
+            _key_dropout(model)
         syncs = options.sync_batchnorm or has_sync_batchnorm(model)
         if syncs:
             _check_syncs(chosen)
+            held.callback(unsync_batchnorm, model)
             sync_batchnorm(model, every=options.sync_batchnorm)
         device = device_of(model)
         check_gpu(options.place, device)
@@ -149,19 +178,34 @@ class Distribution:
         trained = self._parameters = TrainedParameters(distributed[0])
         self._controller.on_entered = trained.note
         self._guard = StepGuard(optimizers, self.registered, trained, chosen, given)
+        held.callback(self._guard.release)
         if self.registered:
             self.fields["registered"] = self.registered.description
-        if chosen.carries:
-            models = (model, distributed[0])
-            owners = [each for one in models for each in models_of(one).values()]
-            self._calls = ScriptCalls([*optimizers, *owners], self.registered, options.in_step)
-            self._calls.watch()
-        elif chosen.schedule_option:
-            fix = f"Give it with {chosen.schedule_option}, and leave out its step()."
-            self._calls = OwnCounts(optimizers, chosen.given_schedule, fix)
-            self._calls.watch()
-        self._long_lived.freeze()
+        models = (model, distributed[0])
+        owners = [each for one in models for each in models_of(one).values()]
+        calls = self._calls_of(optimizers, owners, chosen, options)
+        if calls is not None:
+            held.callback(calls.release)
+            calls.watch()
+        long_lived = LongLivedObjects()
+        held.callback(long_lived.release)
+        long_lived.freeze()
         return distributed
+
+    def _calls_of(
+        self,
+        optimizers: Sequence[Optimizer],
+        models: Sequence[nn.Module],
+        chosen: Strategy,
+        options: Options,
+    ) -> ScriptCalls | OwnCounts | None:
+        """What is to hear of the script's calls of schedulers and averages, if anything is."""
+        if chosen.carries:
+            return ScriptCalls([*optimizers, *models], self.registered, options.in_step)
+        if chosen.schedule_option:
+            fix = f"Give it with {chosen.schedule_option}, and leave out its step()."
+            return OwnCounts(optimizers, chosen.given_schedule, fix)
+        return None
 
     def _choose_backend(self, chosen: Strategy, device: torch.device, options: Options) -> None:
         if options.reconfigures:
@@ -184,7 +228,7 @@ class Distribution:
             )
 
     def _check_scales(self, chosen: Strategy) -> None:
-        check_scales(chosen, self.registered)
+        _check_scales(chosen, self.registered)
         if self.training is not None and self.registered.scaler is not None:
             raise InvalidSpec(
                 "a registered GradScaler with several optimizers",
@@ -232,7 +276,7 @@ class Distribution:
             )
         if self.fields:
             self._controller.strategy.carry(self.registered)
-        check_scaler(name, self.registered, stateful)
+        _check_scaler(name, self.registered, stateful)
         self.registered.add(name, stateful)
         if self.fields:
             self._check_scales(self._controller.strategy)
@@ -253,11 +297,18 @@ class Distribution:
 
     def release(self) -> None:
         """The session is over: all of it is the script's again. May be called twice."""
-        self._long_lived.release()
-        if self._guard is not None:
-            self._guard.release()
-        if self._calls is not None:
-            self._calls.release()
+        self._held.close()
+
+
+def _key_dropout(model: nn.Module) -> None:
+    key_dropout(model)
+    if names := with_dropout_within(model):
+        log.warning(
+            "dropout_depends_on_members",
+            modules=", ".join(names[:5]),
+            hint="what is dropped within attention and recurrent layers differs with the"
+            " number of members; dropout=0 there, and nn.Dropout beside, is exact",
+        )
 
 
 def _check_syncs(chosen: Strategy) -> None:
@@ -267,6 +318,31 @@ def _check_syncs(chosen: Strategy) -> None:
             seen="sync_batchnorm=True, or a model with SyncBatchNorm",
             expected="ddp, zero1, zero2, zero3, fsdp or hsdp; under tensor every member has the"
             " whole batch as it is",
+        )
+
+
+def _check_scaler(name: str, registered: RegisteredState, stateful: object) -> None:
+    """Raise InvalidSpec for a GradScaler that is to be registered and cannot be taken over."""
+    if not isinstance(stateful, torch.amp.GradScaler) or not stateful.is_enabled():
+        return
+    if type(stateful) not in _KNOWN_SCALERS:
+        raise InvalidSpec(
+            f"{name!r} is an unknown kind of GradScaler",
+            seen=type(stateful).__qualname__,
+            expected="torch.amp.GradScaler itself, whose scale the session moves on",
+        )
+    if registered.scaler is not None:
+        raise InvalidSpec(f"{name!r} is a second GradScaler", expected="one for the session's loss")
+
+
+def _check_scales(strategy: Strategy, registered: RegisteredState) -> None:
+    """Raise InvalidSpec where a scaler is registered for a strategy that cannot unscale."""
+    if registered.scaler is not None and not strategy.unscales:
+        raise InvalidSpec(
+            f"strategy {strategy.name} does not unscale gradients",
+            seen="a registered GradScaler",
+            expected="ddp or zero1 without compression, zero2, fsdp or tensor without cpu_offload;"
+            " or bfloat16, which needs no scaling",
         )
 
 

@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import structlog
@@ -112,23 +113,25 @@ class ElasticController:
     def attend(self) -> None:
         """Become a member. Raises what the coordinator refuses with, Unavailable, or Drained if
         this member was asked to leave before."""
-        if self._check_peers != "never":
-            self._listen()
-        try:
-            with drained():
-                self.membership.join()
-        except BaseException as error:
-            if isinstance(error, ShoalError):
+        with ExitStack() as refused:
+            refused.callback(self.job_log.close)
+            refused.callback(self._stop_listening)
+            if self._check_peers != "never":
+                self._listen()
+            try:
+                with drained():
+                    self.membership.join()
+            except ShoalError as error:
                 self.membership.failed(error)
-            self._stop_listening()
-            raise
+                raise
+            refused.pop_all()
         log.debug("job_joined", job=self.member.spec.job, member=self.member.member_id)
 
     def set_strategy(self, strategy: Strategy, validators: ValidatorSet) -> None:
         """From now on the member trains with this strategy, where these validators let it."""
         if isinstance(self.membership, LoneMember):
             self.membership.check_strategy(strategy.name, synchronous=strategy.synchronous)
-        self._validators = validators
+        self._validators, self._strategy = validators, strategy
         strategy.attach(
             Context(
                 job=self.member.spec.job,
@@ -143,7 +146,10 @@ class ElasticController:
                 does=self.membership.does,
             )
         )
-        self._strategy = strategy
+
+    def drop_strategy(self) -> None:
+        """Train with none: its model was refused."""
+        self._strategy = None
 
     @property
     def has_proposed(self) -> bool:
@@ -328,13 +334,13 @@ class ElasticController:
         if self._left:
             return
         self._left = True
-        self.membership.leave(completed=completed, reason=reason)
-        self._stop_listening()
-        try:
+        # Each of them, from the last line to the first, whatever another one raises.
+        with ExitStack() as releases:
+            releases.callback(self.job_log.close)
             if self._strategy is not None:
-                self._strategy.close()
-        finally:
-            self.job_log.close()
+                releases.callback(self._strategy.close)
+            releases.callback(self._stop_listening)
+            releases.callback(self.membership.leave, completed=completed, reason=reason)
         log.debug("job_left", job=self.member.spec.job, completed=completed, reason=reason)
 
     def _form(self, fields: dict[str, str]) -> None:

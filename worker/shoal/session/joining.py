@@ -14,6 +14,7 @@ from shoal.tracking.tracker import Tracker
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.terminal.printable import printable_event
 from shoal_proto.tls import identity
+from shoal_proto.tls.files import TlsFiles, TlsIdentity
 from shoal_proto.tls.identity import from_environment
 from shoal_proto.traces import tracing
 
@@ -67,9 +68,22 @@ def join(
     _set_log_level(os.environ)
     tracing.from_environment("worker")
     config = read_config(given, os.environ)
-    if (files := from_environment(os.environ, config.coordinators)) is not None:
-        identity.use(files)
+    _use_certificate(from_environment(os.environ, config.coordinators))
     return Session(config, validators, _trackers(trackers))
+
+
+class _Certificate:
+    """Of the session before, in this process."""
+
+    own: TlsIdentity | None = None
+
+
+def _use_certificate(files: TlsFiles | None) -> None:
+    """Connect by these files. Without any, no longer by those of a session before, of another
+    cluster; a certificate that the process has otherwise stays."""
+    if files is not None or identity.own() is _Certificate.own:
+        identity.use(files)
+        _Certificate.own = identity.own()
 
 
 def _trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:

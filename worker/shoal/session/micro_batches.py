@@ -158,7 +158,7 @@ class MicroBatches:
         self._num_parts = num_parts
         place = randomness.present()
         size = max(batch.num_samples, 1)
-        draws = randomness.TorchDraws() if batch.num_samples < num_parts else None
+        states = randomness.generator_states() if batch.num_samples < num_parts else None
         for index in range(num_parts):
             self._check_passed()
             self._restore()
@@ -167,8 +167,8 @@ class MicroBatches:
             rows = (start, stop) if stop > start else (0, 1)
             if stop == start:
                 self.stand_in()
-                if draws is not None:
-                    draws.repeat()
+                if states is not None:
+                    randomness.restore_generators(states)
             self._part = replace(
                 batch,
                 inputs=cut(batch.inputs, *rows, size),

@@ -1,8 +1,8 @@
 """A member of a job as a training script sees it."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from shoal.backends.network.own_gpu import LocalPlace, use_own_gpu
+from shoal.backends.network.own_gpu import LocalPlace, own_gpu_used
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batch_options import BatchOptions, LoadingOptions, fields_of
 from shoal.data.batches import Batch, Dataset
@@ -32,19 +32,19 @@ from shoal.session.batch_sources import (
 from shoal.session.distribution import Chosen, Distribution, How, Models, Optimizers, Options
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
+from shoal.session.leaving import Leaving
 from shoal.session.own_pause import PAUSE_S, ScriptPause
-from shoal.session.shared_calls import Reduction, SharedCalls, Value, note_loss, present, stop
-from shoal.session.step import Step, Steps, reason_of, reason_of_end
+from shoal.session.shared_calls import Reduction, SharedCalls, Value, present, stop
+from shoal.session.step import Step, Steps
 from shoal.session.step_reports import StepReports, check_entered
 from shoal.state.registered.objects import Stateful
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal.tracking.scalars import Scalar
 from shoal.tracking.tracker import Tracker
-from shoal_proto.errors import InvalidSpec, ShoalError
+from shoal_proto.errors import InvalidSpec
 
 S = TypeVar("S", bound=Stateful)
-T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 Given = TypeVar("Given", bound=Optimizers)
 
@@ -56,6 +56,7 @@ class Session:
     or before the last batch takes only this member out, and the others go on.
 
     While the block runs, SIGTERM asks for a drain (see `drain`), unless the script handles it.
+    However the block ends, nothing of the session is left in the process: another one may follow.
     """
 
     def __init__(
@@ -73,9 +74,12 @@ class Session:
         self._reports: StepReports | None = None
         self._source: BatchSource | None = None
         self._steps = Steps(self._controller, self._trained)
+        self._leaving = Leaving(self._controller, self._trained, lambda: self._source, self.leave)
         self._pause = ScriptPause(self._controller)
         self._signal = DrainSignal(self.drain)
         self._process = os.getpid()
+        self._held = ExitStack()
+        """Whatever the block has taken, released in the opposite order however it ends."""
 
     @property
     def _place(self) -> LocalPlace:
@@ -83,10 +87,17 @@ class Session:
         return LocalPlace(rank=config.local_rank, world_size=config.local_world_size)
 
     def __enter__(self) -> Self:
-        use_own_gpu(self._place)
-        with self._signal.while_joining():
-            self._controller.attend()
-        self._reports = StepReports(self._controller)
+        with ExitStack() as held:
+            held.enter_context(own_gpu_used(self._place))
+            held.callback(self._steps.release)
+            with self._signal.while_joining():
+                self._controller.attend()
+            # Without effect where the block's end has left.
+            held.callback(self.leave, reason="left by an error")
+            held.push(self._leaving.end)
+            held.callback(self._signal.restore)
+            self._reports = StepReports(self._controller)
+            self._held = held.pop_all()
         return self
 
     def __exit__(
@@ -98,55 +109,22 @@ class Session:
         if os.getpid() != self._process:
             # Forked by the script within the block, which it now leaves: no member of the job.
             return
-        self._signal.restore()
-        if error is None or isinstance(error, SystemExit):
-            self._conclude()
-        if isinstance(error, ShoalError):
-            self._controller.membership.failed(error)
-        if error is not None:
-            note_loss(error, self._controller)
-            self.leave(reason=reason_of(error))
-        elif not self._has_ended():
-            self.leave(reason="left before the last batch")
-        else:
-            trained = self._controller.strategy if self._trained.fields else None
-            if trained is not None and trained.checkpoint_failure is not None:
-                self._controller.membership.failed(trained.checkpoint_failure)
-                self.leave(reason=reason_of(trained.checkpoint_failure))
-                raise trained.checkpoint_failure
-            self.leave(reason=reason_of_end(trained), completed=True)
-
-    def _has_ended(self) -> bool:
-        """Whether the job has, with what this member has trained; waits for the others."""
-        source = self._source
-        return source is None or source.all_trained or self._leaving_for(source.stop)
-
-    def _conclude(self) -> None:
-        self._leaving_for(self._controller.conclude)
-
-    def _leaving_for(self, act: Callable[[], T]) -> T:
-        """What it returns; with an error of it the member leaves."""
-        try:
-            return act()
-        except ShoalError as error:
-            self._controller.membership.failed(error)
-            self.leave(reason=reason_of(error))
-            raise
+        self._held.__exit__(kind, error, trace)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
         """Stop being a member; `completed` ends the job for all. The first call counts."""
         reports, self._reports = self._reports, None
-        self._trained.release()
-        try:
-            if self._source is not None:
-                self._source.close()
-            if reports is not None and completed:
-                reports.close(completed=True)
-        finally:
-            self._controller.leave(completed=completed, reason=reason)
+        # Each of them, from the last line to the first, whatever another one raises.
+        with ExitStack() as releases:
             # After a failure the others wait for this member to leave, so a report comes second.
             if reports is not None and not completed:
-                reports.close(completed=False)
+                releases.callback(reports.close, completed=False)
+            releases.callback(self._controller.leave, completed=completed, reason=reason)
+            if reports is not None and completed:
+                releases.callback(reports.close, completed=True)
+            if self._source is not None:
+                releases.callback(self._source.close)
+            releases.callback(self._trained.release)
 
     def drain(self, reason: str) -> None:
         """Ask to leave in good order, as a SIGTERM does: for scripts that learn of it otherwise.
@@ -155,7 +133,7 @@ class Session:
         they train without this member, and there the batches end with `shoal.Drained`, a
         SystemExit of code 143. Nobody's generation breaks for it.
         """
-        self._controller.membership.drain(reason)
+        self._leaving.drain(reason)
 
     # --- what the training script calls ---
 
@@ -273,6 +251,7 @@ class Session:
             options=loading,
         )
         loader = options.loader(dataset, together=strategy.synchronous)
+        loader.while_waiting(self._leaving.check_drain)
         samples = fields_of(dataset, loader.order)
         self._trained.fields |= samples
         self._controller.optional_fields = content = content_fields(dataset)
@@ -289,7 +268,9 @@ class Session:
         A lost peer inside is recovered from and the step did not happen: `committed` of the object
         stays false. Any other error goes on to the caller, and the member leaves with it.
         """
-        return self._steps.new(source=self._source, reports=self._reports, leave=self.leave)
+        return self._steps.new(
+            source=self._source, reports=self._reports, leave=self._leaving.because_of
+        )
 
     def backward(
         self,

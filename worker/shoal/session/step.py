@@ -4,6 +4,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -47,9 +48,9 @@ class Step:
         guard: StepGuard,
         source: BatchSource | None,
         reports: StepReports | None,
-        leave: Callable[..., None],
+        leave: Callable[[BaseException], None],
     ) -> None:
-        """`fields` are the proposal's; `leave(reason=...)` ends the membership."""
+        """`fields` are the proposal's; `leave(error)` ends the membership because of it."""
         self._controller = controller
         self._fields = fields
         self.guard = guard
@@ -65,6 +66,8 @@ class Step:
         self._weight = 0.0
         self._rows: RowGathers | None = None
         """Once rows were gathered."""
+        self._opened = ExitStack()
+        """What is set for this thread while the step is open."""
 
     def __enter__(self) -> Self:
         self._started_s = time.perf_counter()
@@ -76,6 +79,13 @@ class Step:
         self._controller.job_log.begins()
         strategy = self._controller.strategy
         strategy.begin_step()
+        with ExitStack() as opened:
+            opened.callback(self._close)
+            self._open(strategy)
+            self._opened = opened.pop_all()
+        return self
+
+    def _open(self, strategy: Strategy) -> None:
         self.is_open = True
         self.guard.open()
         batch = self.batch
@@ -90,7 +100,21 @@ class Step:
         if self._is_synced and isinstance(strategy, SynchronousStrategy):
             has_samples = batch is None or bool(batch.indices)
             synced_batchnorm.put(strategy.members(has_samples=has_samples))
-        return self
+
+    def _close(self) -> None:
+        """Nothing of the step is set any more, however far `_open` came."""
+        self.is_open = False
+        self.guard.close()
+        parts.put(None)
+        script_gathers.put(None)
+        randomness.put(None)
+        synced_batchnorm.put(None)
+        if self._rows is not None:
+            self._rows.close()
+
+    def release(self) -> None:
+        """The session is over, and with it the step. May be called twice."""
+        self._opened.close()
 
     def __exit__(
         self,
@@ -98,16 +122,7 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        self.is_open = False
-        self.guard.close()
-        parts.put(None)
-        if self._is_uneven:
-            script_gathers.put(None)
-        if self._rows is not None:
-            self._rows.close()
-        randomness.put(None)
-        if self._is_synced:
-            synced_batchnorm.put(None)
+        self._opened.close()
         if error is None:
             try:
                 self._commit()
@@ -120,7 +135,7 @@ class Step:
         self.guard.modes.take_back()
         if mixes_parts_and_wholes(error):
             refusal = _parts_and_wholes(self._controller.strategy.name)
-            self._leave(reason=reason_of(refusal))
+            self._leave(refusal)
             raise refusal from error
         return self._recovers(error)
 
@@ -235,11 +250,11 @@ class Step:
             try:
                 self._controller.recover(error)
             except BaseException as refusal:
-                self._leave(reason=reason_of(refusal))
+                self._leave(refusal)
                 raise
             return True
         # At once, so that the others need not find out by waiting for this member.
-        self._leave(reason=reason_of(error))
+        self._leave(error)
         return False
 
 
@@ -250,17 +265,30 @@ class Steps:
         self._controller = controller
         self._trained = trained
         self._newest: Step | None = None
+        self._generators: Sequence[Tensor] = ()
+        """States of torch's generators before the first step, which begins them anew."""
         script_gathers.watch()
+
+    def release(self) -> None:
+        """The session is over: close a step that is open still, and let torch draw numbers as if
+        there had been no step. May be called twice."""
+        if self._newest is not None:
+            self._newest.release()
+        states, self._generators = self._generators, ()
+        if states:
+            randomness.restore_generators(states)
 
     def new(
         self,
         *,
         source: BatchSource | None,
         reports: StepReports | None,
-        leave: Callable[..., None],
+        leave: Callable[[BaseException], None],
     ) -> Step:
         if self.in_step:
             raise InvalidSpec("steps do not nest", seen="session.step() within session.step()")
+        if source is not None and not self._generators and self._controller.strategy.synchronous:
+            self._generators = randomness.generator_states()
         self._newest = Step(
             self._controller,
             self._trained.fields,

@@ -1,8 +1,11 @@
 """Of torch's DataLoader: its processes. As in torch 2.13 and 2.15."""
 
-from collections.abc import Iterator
+import os
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from multiprocessing.queues import Queue
 from typing import Any
 
 from torch._C import _remove_worker_pids, _set_worker_pids
@@ -12,9 +15,43 @@ from torch.utils.data._utils import worker
 
 def end_iteration(iterator: Any) -> None:
     """Return once the processes of a DataLoader's iterator have ended; those that do not within
-    seconds are terminated."""
+    seconds are killed: multiprocessing would wait for them at the trainer's end."""
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         iterator._shutdown_workers()
+        kill_processes(iterator)
+
+
+def kill_processes(iterator: Any) -> None:
+    """SIGKILL the processes that load: those that do nothing any more end by nothing else."""
+    if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
+        for process in iterator._workers:
+            process.kill()
+        for process in iterator._workers:
+            process.join()
+
+
+def has_timed_out(error: BaseException) -> bool:
+    """True if `next` of an iterator waited for its DataLoader's timeout; it may be called again."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
+
+
+def answer_unsent(answer: Callable[[Any, BaseException], Any]) -> None:
+    """In a process that loads: where a loaded batch cannot be sent, because a thread of
+    multiprocessing fails to pickle it or to open a socket, send `answer(batch, error)` in its
+    place. multiprocessing itself prints the error, and the trainer waits for ever."""
+    answered: set[int] = set()
+
+    def on_error(self: Any, error: BaseException, unsent: Any) -> None:
+        index, batch = unsent
+        if index in answered:
+            # Not even that can be sent: the end of this process tells the trainer.
+            traceback.print_exception(error)
+            os._exit(1)
+        answered.add(index)
+        self.put((index, answer(batch, error)))
+
+    # Looked up on the queue when its thread starts, which is with the first batch.
+    Queue._on_queue_feeder_error = on_error  # type: ignore[attr-defined]
 
 
 def processes_of(iterator: Any) -> list[int]:

@@ -1,5 +1,7 @@
 """Which GPU is this worker's, where several workers of a host see the same ones."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -43,12 +45,24 @@ class LocalPlace:
             )
 
 
-def use_own_gpu(place: LocalPlace) -> None:
-    """Make this worker's GPU the one that "cuda" means. Does nothing where there is one or none."""
-    if torch.cuda.is_available() and (num_visible := torch.cuda.device_count()) > 1:
-        own = place.gpu(num_visible)
-        if own is not None and place.world_size > 1:
-            torch.cuda.set_device(own)
+@contextmanager
+def own_gpu_used(place: LocalPlace) -> Iterator[None]:
+    """Within, this worker's GPU is the one that "cuda" means. Does nothing if there is one or none.
+
+    It stays so behind the block, where a script evaluates what it has trained; but not behind an
+    error.
+    """
+    if not torch.cuda.is_available() or (num_visible := torch.cuda.device_count()) < 2:
+        yield
+        return
+    before, own = torch.cuda.current_device(), place.gpu(num_visible)
+    if own is not None and place.world_size > 1:
+        torch.cuda.set_device(own)
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_device(before)
+        raise
 
 
 def check_gpu(place: LocalPlace, device: torch.device) -> None:

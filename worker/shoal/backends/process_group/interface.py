@@ -81,9 +81,17 @@ class Backend(Protocol):
 def refuse_default_group() -> None:
     """Raise InvalidSpec if torch.distributed has a default group: there can be one only."""
     if dist.is_initialized():
+        backend = dist.get_backend()
+        if backend.startswith("shoal"):
+            raise InvalidSpec(
+                "another session of this process trains still",
+                seen=f"its default process group, of the backend {backend}",
+                expected="one session at a time",
+                fix="Leave the `with` block of the one before the first batch of the other.",
+            )
         raise InvalidSpec(
             "torch.distributed has a default process group already",
-            seen="a group that Shoal did not make",
+            seen=f"a group of the backend {backend}, which Shoal did not make",
             expected="none",
             fix="Leave init_process_group to session.distribute(); it is called for you.",
         )

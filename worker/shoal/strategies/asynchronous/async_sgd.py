@@ -14,6 +14,7 @@ object, whose learning rates travel with every push, unless a schedule of them w
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import ClassVar, NoReturn
 
 import structlog
@@ -385,10 +386,11 @@ class AsyncSGD(Strategy):
         return {**counts, **self._clock.metrics(), **self._tables.metrics(), **traffic}
 
     def close(self) -> None:
-        self._clock.close()
-        self._tables.close()
-        if self._client is not None:
-            self._client.close()
+        with ExitStack() as releases:
+            if self._client is not None:
+                releases.callback(self._client.close)
+            releases.callback(self._tables.close)
+            releases.callback(self._clock.close)
 
     def _connected(self) -> ParameterClient:
         if self._client is None:

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from shoal.layouts.gradients import check_loss, clip, not_reduced, scale
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.layouts.several import SeveralLayouts
-from shoal.membership.generation import Generation
+from shoal.membership.generation import Generation, receivers_of
 from shoal.model.devices import device_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
@@ -35,7 +36,7 @@ from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import found_by_any
 from shoal.strategies.synchronous.step_agreement import Deed
-from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.compiling import is_routing_compiled
 from shoal.torch_private.dtensor import clear_sharding_cache
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
@@ -62,8 +63,8 @@ class LayoutStrategy(SynchronousStrategy):
         self._filling: Layout | None = None
         """While a generation is brought up."""
         self._attributes = ScriptAttributes()
-        self._begun = self._reduced = self._copy_due = False
-        self._whole = True
+        self._begun = self._reduced = False
+        self._whole, self._copy_due = True, False
 
     @abstractmethod
     def lay_out(self, model: nn.Module, world: World) -> Layout:
@@ -119,9 +120,6 @@ class LayoutStrategy(SynchronousStrategy):
         refuse_parameter_hooks(meta_model.model)
         self.check(meta_model.model, optimizer)
         return self.lay_out(meta_model.copy(), world)
-
-    def fields(self) -> Mapping[str, str]:
-        return self._fields
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
         # Before the parameters of a layout take the place of the script's own.
@@ -250,21 +248,24 @@ class LayoutStrategy(SynchronousStrategy):
                     layout.cut(f"generation {generation} is over")
 
     def _let_go(self) -> None:
-        binding, self._binding = self._binding, None
-        filling, self._filling = self._filling, None
-        if filling is not None:
-            # Others may wait for this member where no error of the group reaches them.
-            filling.cut("its bring-up has failed")
-            filling.release()
-        self._copy_due = False
-        if binding is None:
-            return
-        binding.gradients.forget()
+        binding, filling = self._binding, self._filling
+        self._binding, self._filling, self._copy_due = None, None, False
+        with ExitStack() as releases:
+            releases.callback(self._meta_model.give_back, self._optimizer)
+            if binding is not None:
+                releases.callback(binding.layout.release)
+                releases.callback(self._keep, binding)
+                releases.callback(binding.gradients.forget)
+            if filling is not None:
+                releases.callback(filling.release)
+                # Others may wait for this member where no error of the group reaches them.
+                releases.callback(filling.cut, "its bring-up has failed")
+
+    def _keep(self, binding: OptimizerBinding) -> None:
         # In the midst of an update there is neither the old state nor the new.
         is_whole = self._whole and self._passes.is_whole
-        self._peer_checkpoints.stop((lambda: self._collect(binding)) if is_whole else None)
         self._whole = self._passes.is_whole = True
-        binding.layout.release()
+        self._peer_checkpoints.stop((lambda: self._collect(binding)) if is_whole else None)
 
     def num_moved(self) -> int:
         filling, binding = self._filling, self._binding
@@ -467,11 +468,11 @@ class LayoutStrategy(SynchronousStrategy):
         acknowledged()
 
     def _write_checkpoint(self) -> None:
-        binding, group = self._binding, self._process_group
-        assert binding is not None and group is not None, "behind a step"
+        binding, is_first = self._binding, self.group.rank() == 0
+        assert binding is not None, "behind a step"
 
         def writes(name: str) -> bool:
-            return group.rank() == 0 if name.startswith(REGISTERED) else binding.writes(name)
+            return is_first if name.startswith(REGISTERED) else binding.writes(name)
 
         self._checkpoints.write(self._step, lambda: self._collect(binding), writes)
 
@@ -493,8 +494,8 @@ class LayoutStrategy(SynchronousStrategy):
         return binding.whole_model(self._step, group)
 
     def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self._peer_checkpoints.close()
-            self._generation_group.kept_rooms.clear()
+        self._whole = False  # No generation follows that would need what is held here.
+        with ExitStack() as releases:
+            releases.callback(self._generation_group.kept_rooms.clear)
+            releases.callback(self._peer_checkpoints.close)
+            releases.callback(super().close)

@@ -10,6 +10,7 @@ again; each counts once in the steps that are agreed on.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 
 import structlog
 import torch
@@ -23,7 +24,7 @@ from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
-from shoal.membership.generation import Generation
+from shoal.membership.generation import Generation, receivers_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
@@ -35,7 +36,7 @@ from shoal.strategies.local_sgd.outer_loop import OuterLoop
 from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal.strategies.local_sgd.round import Round
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
-from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import (
     DtypeMismatch,
     GenerationBroken,
@@ -116,9 +117,6 @@ class LocalSGD(SynchronousStrategy):
         )
         return found.plan(self.name, uncompressed(self._compression))
 
-    def fields(self) -> Mapping[str, str]:
-        return self._fields
-
     # --- generations ---
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
@@ -162,9 +160,11 @@ class LocalSGD(SynchronousStrategy):
             self._meet(self._process_group)
 
     def close(self) -> None:
-        super().close()
-        while self._watching:
-            self._watching.pop().remove()
+        with ExitStack() as releases:
+            for each in self._watching:
+                releases.callback(each.remove)
+            self._watching.clear()
+            releases.callback(super().close)
 
     def abandon(self) -> None:
         moved = self._passes.in_step

@@ -20,7 +20,7 @@ from shoal.layouts.base import Layout, World
 from shoal.layouts.gradients import not_reduced
 from shoal.layouts.optimizer_binding import MetaModel
 from shoal.layouts.replicated import ReplicatedLayout, checked_bucket, meets_in_forward
-from shoal.membership.generation import Generation
+from shoal.membership.generation import Generation, receivers_of
 from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
@@ -39,7 +39,7 @@ from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.model_replica import ModelReplica
 from shoal.strategies.synchronous.step_agreement import Deed
-from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.tensors import foreach_mul_
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
@@ -119,9 +119,6 @@ class DDP(SynchronousStrategy):
         return ReplicatedFigures(
             subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
         ).ddp(uncompressed(self._compression))
-
-    def fields(self) -> Mapping[str, str]:
-        return self._fields
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
         refuse_parameter_hooks(self._model)

@@ -3,7 +3,7 @@
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 import structlog
@@ -37,7 +37,6 @@ from shoal.strategies.synchronous.step_agreement import Deed, StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
-from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
@@ -59,6 +58,7 @@ class SynchronousStrategy(Strategy):
         self._generation_group = GenerationGroup()
         self._process_group: dist.ProcessGroup | None = None
         self._coordinators: Coordinators | None = None
+        self._fields: Mapping[str, str] = {}
         self.position = ScriptPosition()
         self._checkpoints = GenerationCheckpoints(self.position)
         self._registered = RegisteredState()
@@ -87,6 +87,9 @@ class SynchronousStrategy(Strategy):
 
     def _write_checkpoint(self) -> None:
         """Have one written, if it is due, of the state behind the last step."""
+
+    def fields(self) -> Mapping[str, str]:
+        return self._fields
 
     # --- generations ---
 
@@ -242,19 +245,23 @@ class SynchronousStrategy(Strategy):
     def abandon(self) -> None:
         self._set_stage(TrainerStage.AWAY)
         self._checkpoints.owed = False
+        with ExitStack() as releases:
+            # Whatever raises: a group that is left is in the way of all later ones.
+            releases.callback(self._generation_group.release)
+            releases.callback(self._let_go)
+            releases.callback(self._passes.forget)
+            if self._agreement is not None:
+                releases.callback(self._agreement.close)
+            releases.callback(self._undo)
+            self._reduces, self._agreement = True, None
+        self._process_group = None
+
+    def _undo(self) -> None:
         if self._passes.undo():
             self._registered.undo()
             self.position.undo(self._step)
             if self._hyperparameters is not None:
                 self._hyperparameters.failed(self._step)
-        agreement, self._agreement = self._agreement, None
-        if agreement is not None:
-            agreement.close()
-        self._reduces = True
-        self._passes.forget()
-        self._let_go()
-        self._process_group = None
-        self._generation_group.release()
 
     # --- what the script registered ---
 
@@ -493,20 +500,12 @@ class SynchronousStrategy(Strategy):
         return self._has_state
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        if self._generation_group.is_connected:
-            self.abandon()
-        if self._coordinators is not None:
-            self._coordinators.close()
+        with ExitStack() as releases:
+            releases.callback(self._checkpoints.close)
+            if self._coordinators is not None:
+                releases.callback(self._coordinators.close)
             self._coordinators = None
-        self._checkpoints.close()
-
-
-def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
-    """Rank of the member whose state the generation starts from, and of those who need it."""
-    entries = generation.entries
-    source_id = generation.record.roster.source_member_id or entries[0].member_id
-    source = next(entry.rank for entry in entries if entry.member_id == source_id)
-    receivers = [e.rank for e in entries if e.rank != source and e.state != pb.STATE_ACTION_KEEP]
-    return source, receivers
+            if self._generation_group.is_connected:
+                releases.callback(self.abandon)
+            if self._watch is not None:
+                releases.callback(self._watch.close)

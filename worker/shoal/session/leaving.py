@@ -1,0 +1,98 @@
+"""End of a session's block: what the job is told of it, and which error the script sees."""
+
+from collections.abc import Callable
+from types import TracebackType
+
+import structlog
+
+from shoal.membership.alone import LoneMember
+from shoal.membership.draining import Drained
+from shoal.session.batch_sources import BatchSource
+from shoal.session.distribution import Distribution
+from shoal.session.elastic_controller import ElasticController
+from shoal.session.shared_calls import note_loss
+from shoal.session.step import reason_of, reason_of_end
+from shoal_proto.errors import ShoalError
+
+SILENT_DRAIN_S = 5.0
+"""So long a member that is to leave waits for a batch whose loading processes give no sign."""
+
+log = structlog.get_logger(__name__)
+
+
+class Leaving:
+    """Ends the membership of one session, in whichever way its block ends."""
+
+    def __init__(
+        self,
+        controller: ElasticController,
+        trained: Distribution,
+        source: Callable[[], BatchSource | None],
+        leave: Callable[..., None],
+    ) -> None:
+        """`source()` gives the batches, if any; `leave` is `Session.leave`."""
+        self._controller = controller
+        self._trained = trained
+        self._source = source
+        self._leave = leave
+        self._drains_for = ""
+
+    def drain(self, reason: str) -> None:
+        """Ask to leave in good order. Any thread, also within a handler of signals."""
+        self._drains_for = reason
+        self._controller.membership.drain(reason)
+
+    def check_drain(self, silent_s: float) -> None:
+        """A batch does not come, and its loading processes have given no sign for so long. Raises
+        Drained if this member was asked to leave, and would wait for that batch for ever."""
+        is_alone = isinstance(self._controller.membership, LoneMember)
+        if self._drains_for and (is_alone or silent_s >= SILENT_DRAIN_S):
+            raise Drained(f"{self._drains_for}; the next batch had not come")
+
+    def end(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave at the end of the block, by this error if there is one: an `__exit__`."""
+        try:
+            if error is None or isinstance(error, SystemExit):
+                self._controller.conclude()
+            completed = error is None and self._has_ended()
+        except BaseException as failure:
+            self._fail(failure)
+            raise
+        if error is not None:
+            note_loss(error, self._controller)
+            self._fail(error)
+        elif completed:
+            trained = self._controller.strategy if self._trained.fields else None
+            self._leave(reason=reason_of_end(trained), completed=True)
+        else:
+            self._leave(reason="left before the last batch")
+
+    def because_of(self, error: BaseException) -> None:
+        """Leave because of an error, which stays the one that the script sees: what fails on the
+        way out is logged, and noted on it."""
+        try:
+            self._leave(reason=reason_of(error))
+        except Exception as failure:  # noqa: BLE001 - logged, and part of the error that is raised
+            if failure is not error:
+                text = f"{type(failure).__name__}: {failure}"[:500]
+                log.warning("session_left_with_an_error", reason=text)
+                error.add_note(f"Leaving the session failed, too: {text}")
+
+    def _has_ended(self) -> bool:
+        """True if the job has, with what this member has trained; waits for the others. Raises what
+        the last checkpoint failed with."""
+        source = self._source()
+        ended = source is None or source.all_trained or source.stop()
+        if ended and self._trained.fields and self._controller.strategy.checkpoint_failure:
+            raise self._controller.strategy.checkpoint_failure
+        return ended
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, ShoalError):
+            self._controller.membership.failed(error)
+        self.because_of(error)
