@@ -15,6 +15,7 @@ from shoal.layouts.synced_batchnorm import has_sync_batchnorm, sync_batchnorm
 from shoal.membership.collector import LongLivedObjects
 from shoal.membership.validators import ValidatorSet
 from shoal.model.devices import device_of, devices_of
+from shoal.model.digests import listings_of
 from shoal.model.frameworks import as_torch
 from shoal.model.initialisation import initialise
 from shoal.model.other_parameters import references
@@ -135,6 +136,7 @@ class Distribution:
         self._check_scales(chosen)
         self._optimizer = optimizer
         given = references(model.parameters())
+        self._controller.listings |= listings_of(model, optimizer)
         distributed = chosen.distribute(model, optimizer)
         self.fields |= {"strategy": chosen.name, "torch": torch.__version__, **chosen.proposal()}
         if options.validators.names:

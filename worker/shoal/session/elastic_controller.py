@@ -4,6 +4,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import structlog
 import torch
@@ -33,6 +34,8 @@ log = structlog.get_logger(__name__)
 
 VALIDATION_SHARE = 0.5
 """Of the time to accept or reject; a quarter is for the peers, the rest for the way there."""
+MAX_FIELD_CHARACTERS = 4096
+"""Of a value in a proposal: the settings of an optimizer of many groups have more."""
 _WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
 """Out of memory, a port, a device: what may be otherwise a second later."""
 
@@ -87,6 +90,8 @@ class ElasticController:
         self.call = CallBetweenSteps()
         self.optional_fields: Mapping[str, str] = {}
         """Of the proposal: what those members must have in common that state it."""
+        self.listings: dict[str, bytes] = {}
+        """Of the proposal, by field: what its value is a digest of."""
         self._is_ready = False
         self._proposed = False
         self._seen = 0
@@ -324,11 +329,12 @@ class ElasticController:
         if not self._proposed:
             self._proposed = True
             self.membership.propose(
-                fields,
+                {name: _shortened(value) for name, value in fields.items()},
                 synchronous=strategy.synchronous,
                 step=strategy.step,
                 has_state=strategy.has_state,
                 optional_fields=self.optional_fields,
+                listings=self.listings,
             )
         while not self._is_ready:
             started_s = time.perf_counter()
@@ -470,3 +476,11 @@ class ElasticController:
     def _on_break(self, generation: int, reason: str) -> None:
         if self._strategy is not None and self._strategy.synchronous:
             self._strategy.cut(generation)
+
+
+def _shortened(value: str) -> str:
+    """The value as a proposal has it: of a long one its beginning, and a digest of all of it."""
+    if len(value) <= MAX_FIELD_CHARACTERS:
+        return value
+    digest = sha256(value.encode()).hexdigest()
+    return f"{value[: MAX_FIELD_CHARACTERS // 4]}... {digest}"

@@ -275,7 +275,9 @@ class Session:
         loader = options.loader(dataset, together=strategy.synchronous)
         samples = fields_of(dataset, loader.order)
         self._trained.fields |= samples
-        self._controller.optional_fields = content = content_fields(dataset)
+        content, listings = content_fields(dataset)
+        self._controller.optional_fields = content
+        self._controller.listings |= listings
         strategy.trains_on({**samples, **content, "order": loader.order.name}, loader.order)
         kind = SynchronousBatches if strategy.synchronous else LeasedBatches
         self._source = kind(self._controller, self._trained.fields, loader)
