@@ -1,4 +1,4 @@
-"""Ten programs as their authors write them, and the same with Shoal, under three kills each.
+"""Twenty programs as their authors write them, and the same with Shoal, under three kills each.
 
     make bench NAME=compat
     .venv/bin/python bench/compat.py gpt gan    # some of them
@@ -52,6 +52,16 @@ TOLERANCES: Mapping[str, float] = {
     "ema": EXACT,
     "compiled": EXACT,
     "meta_fsdp": EXACT,
+    "moe": EXACT,
+    "sam": EXACT,
+    "keras_fit": EXACT,
+    "eight_bit": EXACT,
+    "lora_int8": EXACT,
+    "resume": EXACT,
+    "one_cycle": EXACT,
+    "two_heads": EXACT,
+    "muon": EXACT,
+    "complex_weights": EXACT,
 }
 """The largest absolute difference of a weight."""
 FULL, AS_WRITTEN = "float64", "float32"
