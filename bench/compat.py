@@ -256,8 +256,12 @@ def largest(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tens
     """Difference of a weight. Raises Unfinished."""
     if expected.keys() != found.keys():
         raise Unfinished(f"other weights: {sorted(expected.keys() ^ found.keys())}")
-    pairs = [(expected[key].double(), found[key].double()) for key in expected]
+    pairs = [(as_double(expected[key]), as_double(found[key])) for key in expected]
     return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def as_double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def lines_changed(name: str) -> int:

@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 
 from shoal.backends.network.own_gpu import LocalPlace, check_gpu
 from shoal.checkpoint.background import Checkpoints
+from shoal.data.batches import Order
 from shoal.layouts.synced_batchnorm import has_sync_batchnorm, sync_batchnorm
 from shoal.membership.collector import LongLivedObjects
+from shoal.membership.join_config import MAX_MEMBERS
 from shoal.membership.validators import ValidatorSet
 from shoal.model.devices import device_of, devices_of
 from shoal.model.digests import listings_of
@@ -33,12 +35,14 @@ from shoal.randomness.dropout import key_dropout, with_dropout_within
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.loss_scaling import check_scaler, check_scales
 from shoal.session.script_calls import OwnCounts, ScriptCalls
+from shoal.session.share_sizes import ShareSizes
 from shoal.session.step_guard import StepGuard
 from shoal.state.registered.objects import RegisteredState, Stateful
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.membership_pb2 import JobSpec
 
 log = structlog.get_logger(__name__)
 
@@ -82,6 +86,7 @@ class Distribution:
         self.training: Training | None = None
         """Who trains what, where there are several optimizers."""
         self._optimizer: Optimizer | None = None
+        self._model: nn.Module | None = None
         self._guard: StepGuard | None = None
         self._parameters: TrainedParameters | None = None
         self._calls: ScriptCalls | OwnCounts | None = None
@@ -134,7 +139,7 @@ class Distribution:
         if chosen.carries or self.registered:
             chosen.carry(self.registered)
         self._check_scales(chosen)
-        self._optimizer = optimizer
+        self._optimizer, self._model = optimizer, model
         given = references(model.parameters())
         self._controller.listings |= listings_of(model, optimizer)
         distributed = chosen.distribute(model, optimizer)
@@ -252,6 +257,18 @@ class Distribution:
         changed since what it distributed."""
         if self._parameters is not None:
             self._parameters.check(0)
+
+    def share_sizes(self, order: Order, spec: JobSpec) -> ShareSizes | None:
+        """The sizes of shares, looked at for layers that may not train in small ones; None if no
+        layer depends on how many members there are."""
+        if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
+            return None
+        assert self._model is not None, "batches come behind distribute"
+        is_bounded = spec.max_members < MAX_MEMBERS
+        most_members = spec.max_members if is_bounded else spec.desired_members
+        shares = ShareSizes(order, most_members)
+        shares.look_at(self._model)
+        return shares
 
     def release(self) -> None:
         """The session is over: all of it is the script's again. May be called twice."""

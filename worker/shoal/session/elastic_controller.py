@@ -13,6 +13,7 @@ from shoal.membership.alone import LoneMember
 from shoal.membership.draining import drained
 from shoal.membership.generation import Context, Generation
 from shoal.membership.validators import ValidatorSet
+from shoal.session.share_sizes import ShareSizes
 from shoal.strategies.base import Strategy
 from shoal.tracking.job_log import JobLog
 from shoal.tracking.tracker import Tracker
@@ -90,6 +91,8 @@ class ElasticController:
         self.call = CallBetweenSteps()
         self.optional_fields: Mapping[str, str] = {}
         """Of the proposal: what those members must have in common that state it."""
+        self.shares: ShareSizes | None = None
+        """Where members have shares that may be too small for a layer of the model."""
         self.listings: dict[str, bytes] = {}
         """Of the proposal, by field: what its value is a digest of."""
         self._is_ready = False
@@ -442,6 +445,9 @@ class ElasticController:
     def _judge(self, prepare: Prepare) -> Sequence[Rejection]:
         world_size = len(prepare.roster.entries)
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
+        if not expected and prepare.roster.planned and self.shares is not None:
+            # Members that train are not to blame then: the newcomer is refused, and they go on.
+            expected = self.shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
         limit_s = VALIDATION_SHARE * self.membership.limits.prepare_s

@@ -281,6 +281,8 @@ class Session:
         strategy.trains_on({**samples, **content, "order": loader.order.name}, loader.order)
         kind = SynchronousBatches if strategy.synchronous else LeasedBatches
         self._source = kind(self._controller, self._trained.fields, loader)
+        spec = self._controller.member.spec
+        self._controller.shares = self._trained.share_sizes(loader.order, spec)
         if self._reports is not None:
             self._reports.trains_for(self._source.num_steps)
         return Batches(self._source)

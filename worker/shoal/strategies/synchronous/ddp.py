@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.checkpoint.reading import everything
@@ -38,6 +37,7 @@ from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.model_replica import ModelReplica
 from shoal.strategies.synchronous.step_agreement import Deed
 from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
+from shoal.torch_private.replicated_module import ReplicatedModule, UnfinishedPass
 from shoal.torch_private.tensors import foreach_mul_
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
@@ -172,7 +172,7 @@ class DDP(SynchronousStrategy):
     def _wrap(self, group: dist.ProcessGroup) -> None:
         for name, model in models_of(self._model).items():
             # Everybody has the source's state already: DDP need not compare and send it once more.
-            ddp = DistributedDataParallel(
+            ddp = ReplicatedModule(
                 model,
                 process_group=group,
                 init_sync=False,
@@ -191,6 +191,7 @@ class DDP(SynchronousStrategy):
         self._open_step(self._model, self._state.parameters)
         for replica in self._replicas.values():
             replica.exchange.begin(self._step)
+            replica.ddp.begin_step()
 
     @property
     def module(self) -> nn.Module:
@@ -215,8 +216,7 @@ class DDP(SynchronousStrategy):
     def backward(self, loss: Tensor, weight: float) -> None:
         with self._weighing():
             replicas = self._replicas_of(self._passes.chosen)
-            for replica in replicas:
-                replica.exchange.begin_pass()
+            loss = loss if weight == 1.0 else loss * weight
             # Of several models those that the pass trains; the others' gradients stay as they are.
             inputs = self._passes.training and [
                 parameter
@@ -224,8 +224,15 @@ class DDP(SynchronousStrategy):
                 for parameter in replica.ddp.module.parameters()
                 if parameter.requires_grad
             ]
-            loss = loss if weight == 1.0 else loss * weight
-            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+            try:
+                for replica in replicas:
+                    replica.ddp.begin_backward(loss)
+                    replica.exchange.begin_pass()
+                loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+                for replica in replicas:
+                    replica.ddp.end_backward()
+            except UnfinishedPass as error:
+                raise self._not_averaged(replicas) from error
 
     def _replicas_of(self, optimizers: frozenset[str]) -> list[ModelReplica]:
         """Of the models that these train."""
@@ -240,7 +247,7 @@ class DDP(SynchronousStrategy):
         optimizers = self._passes.take("session.update")
         replicas = self._replicas_of(optimizers)
         if not all(replica.exchange.complete for replica in replicas):
-            raise self._not_averaged()
+            raise self._not_averaged(replicas)
         for replica in replicas:
             replica.exchange.check(self._step)
         self._agree_on(Deed.UPDATE)
@@ -285,7 +292,7 @@ class DDP(SynchronousStrategy):
         self._passes.settle_buffers()
         replicas = self._replicas_of(self._passes.due)
         if not all(replica.exchange.complete for replica in replicas):
-            raise self._not_averaged()
+            raise self._not_averaged(replicas)
         # On its way while this member looks at its gradients.
         self._propose(idle=self._without_gradients())
         overflowed = False
@@ -322,11 +329,11 @@ class DDP(SynchronousStrategy):
 
         self._checkpoints.write(self._step, state_shard, lambda _: self._rank == 0)
 
-    def _not_averaged(self) -> InvalidSpec:
+    def _not_averaged(self, replicas: Sequence[ModelReplica]) -> InvalidSpec:
         """Why some gradients are this member's alone: the step would let the members drift."""
         names = [
             self._state.name_of(parameter)
-            for replica in self._replicas_of(self._passes.due)
+            for replica in replicas
             for parameter in replica.ddp.module.parameters()
             if parameter.requires_grad and parameter.grad is None
         ]
