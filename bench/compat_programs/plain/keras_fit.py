@@ -23,8 +23,8 @@ def main():
     model = keras.Sequential(
         [
             keras.Input((8,)),
-            keras.layers.Dense(32, "relu", kernel_regularizer="l2", bias_regularizer="l1"),
-            keras.layers.Dense(16, "tanh", kernel_regularizer="l1"),
+            keras.layers.Dense(32, "relu", kernel_regularizer="l2", bias_regularizer="l2"),
+            keras.layers.Dense(16, "tanh", kernel_regularizer="l2"),
             keras.layers.Dense(1),
         ]
     )

@@ -113,8 +113,11 @@ ALL: tuple[Passes, ...] = (two_losses, reentrant, again, reentrant_twice, penali
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Net().double()
+    # Ranks are threads, which have torch's own generator in common.
+    model, generator = Net().double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 

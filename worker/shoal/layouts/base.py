@@ -52,6 +52,9 @@ class World:
     completes_passes: bool = False
     """Whether gradients are those of the whole batch behind each pass that `Layout` makes, and not
     only from `Layout.reduce` on."""
+    makes_passes: bool = False
+    """Whether all backward passes are made by `Layout.backward`, as in a session, and none by the
+    script's own loss.backward()."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
     """Where it is noted for which layers this rank has met others."""
 

@@ -3,8 +3,7 @@
 Gradients are averaged by torch's DistributedDataParallel while backward runs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from shoal.layouts.buffers import RunningBuffers
 from shoal.layouts.gradients import not_reduced
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import OPTIM
-from shoal.torch_private.replicated_module import ReplicatedModule, UnfinishedPass
+from shoal.torch_private.replicated_module import ReplicatedModule
 from shoal_proto.errors import InvalidSpec
 
 # Parameters of any dtype may stand at a multiple of this in the memory of their owner.
@@ -73,6 +72,8 @@ class ReplicatedLayout(Layout):
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
+            is_told_of_passes=world.makes_passes,
+            unfinished=self._not_reduced,
         )
         self._ddp.register_comm_hook(None, self.exchange.average)
         self.module = self._ddp
@@ -107,21 +108,11 @@ class ReplicatedLayout(Layout):
         return [each for each in self._parameters.values() if each.requires_grad]
 
     def begin_pass(self, loss: Tensor) -> None:
-        with self._told():
-            self._ddp.begin_backward(loss)
+        self._ddp.begin_backward(loss)
         self.exchange.begin_pass()
 
     def end_pass(self) -> None:
-        with self._told():
-            self._ddp.end_backward()
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except UnfinishedPass as error:
-            refusal = not_reduced(self.step, self._without_gradient(), self.strategy)
-            raise refusal from error
+        self._ddp.end_backward()
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
         return meets_in_forward(self._ddp, is_first_step=is_first_step)
@@ -135,6 +126,9 @@ class ReplicatedLayout(Layout):
         self.unreached = [] if self.exchange.complete else self._without_gradient()
         if self.exchange.complete and self.looks_for_faults:
             self.exchange.check(self.step)
+
+    def _not_reduced(self) -> InvalidSpec:
+        return not_reduced(self.step, self._without_gradient(), self.strategy)
 
     def _without_gradient(self) -> list[str]:
         trained = ((name, p) for name, p in self._parameters.items() if p.requires_grad)

@@ -141,6 +141,7 @@ class LayoutStrategy(SynchronousStrategy):
             generation=generation.number,
             kept_rooms=self._generation_group.kept_rooms,
             completes_passes=self.position.meets_in_passes,
+            makes_passes=True,
             exchanges=self.position.exchanges,
         )
         # What DTensor has derived for the meshes of old generations is of no use any more.

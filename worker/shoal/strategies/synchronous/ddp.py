@@ -1,6 +1,7 @@
 """Data parallel: every member holds the whole model; gradients are averaged in each step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.model_replica import ModelReplica
 from shoal.strategies.synchronous.step_agreement import Deed
 from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
-from shoal.torch_private.replicated_module import ReplicatedModule, UnfinishedPass
+from shoal.torch_private.replicated_module import ReplicatedModule
 from shoal.torch_private.tensors import foreach_mul_
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
@@ -179,6 +180,8 @@ class DDP(SynchronousStrategy):
                 bucket_cap_mb=self._bucket_mb,
                 gradient_as_bucket_view=True,
                 find_unused_parameters=self._find_unused_parameters,
+                is_told_of_passes=True,
+                unfinished=partial(self._not_averaged, [model]),
             )
             exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
             self._replicas[name] = ModelReplica(ddp, exchange)
@@ -224,15 +227,12 @@ class DDP(SynchronousStrategy):
                 for parameter in replica.ddp.module.parameters()
                 if parameter.requires_grad
             ]
-            try:
-                for replica in replicas:
-                    replica.ddp.begin_backward(loss)
-                    replica.exchange.begin_pass()
-                loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
-                for replica in replicas:
-                    replica.ddp.end_backward()
-            except UnfinishedPass as error:
-                raise self._not_averaged(replicas) from error
+            for replica in replicas:
+                replica.ddp.begin_backward(loss)
+                replica.exchange.begin_pass()
+            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+            for replica in replicas:
+                replica.ddp.end_backward()
 
     def _replicas_of(self, optimizers: frozenset[str]) -> list[ModelReplica]:
         """Of the models that these train."""
@@ -247,7 +247,7 @@ class DDP(SynchronousStrategy):
         optimizers = self._passes.take("session.update")
         replicas = self._replicas_of(optimizers)
         if not all(replica.exchange.complete for replica in replicas):
-            raise self._not_averaged(replicas)
+            raise self._not_averaged(each.ddp.module for each in replicas)
         for replica in replicas:
             replica.exchange.check(self._step)
         self._agree_on(Deed.UPDATE)
@@ -292,7 +292,7 @@ class DDP(SynchronousStrategy):
         self._passes.settle_buffers()
         replicas = self._replicas_of(self._passes.due)
         if not all(replica.exchange.complete for replica in replicas):
-            raise self._not_averaged(replicas)
+            raise self._not_averaged(each.ddp.module for each in replicas)
         # On its way while this member looks at its gradients.
         self._propose(idle=self._without_gradients())
         overflowed = False
@@ -329,12 +329,12 @@ class DDP(SynchronousStrategy):
 
         self._checkpoints.write(self._step, state_shard, lambda _: self._rank == 0)
 
-    def _not_averaged(self, replicas: Sequence[ModelReplica]) -> InvalidSpec:
+    def _not_averaged(self, models: Iterable[nn.Module]) -> InvalidSpec:
         """Why some gradients are this member's alone: the step would let the members drift."""
         names = [
             self._state.name_of(parameter)
-            for replica in replicas
-            for parameter in replica.ddp.module.parameters()
+            for model in models
+            for parameter in model.parameters()
             if parameter.requires_grad and parameter.grad is None
         ]
         return not_reduced(self._step, names, type(self).__name__)
