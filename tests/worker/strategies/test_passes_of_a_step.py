@@ -93,7 +93,8 @@ def again(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
     yield square(model(inputs, "again"), targets)
 
 
-def reentrant_twice(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+def in_part(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """The second pass leaves out what the first one has reached."""
     yield from reentrant(model, inputs, targets)
     yield square(model(inputs, "head 1"), targets)
 
@@ -109,7 +110,7 @@ def penalised(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
 Passes = Callable[[Any, Tensor, Tensor], Iterator[Tensor]]
 SOME: tuple[Passes, ...] = (two_heads, one_loss, unseen)
 """These leave parameters without a gradient."""
-ALL: tuple[Passes, ...] = (two_losses, reentrant, again, reentrant_twice, penalised)
+ALL: tuple[Passes, ...] = (two_losses, reentrant, again, penalised)
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -162,15 +163,24 @@ def by_a_rank(strategy_of: Callable[[], SynchronousStrategy], passes: Passes) ->
 STRATEGIES = {"ddp": shoal.DDP, "zero1": shoal.Zero1}
 
 
-@pytest.mark.parametrize("passes", [*SOME, *ALL])
+@pytest.mark.parametrize("passes", [*SOME, in_part, *ALL])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_passes_are_as_in_one_process(strategy: str, passes: Passes) -> None:
     """With the option for parameters without a gradient, and without where there are none."""
     expected = by_one_process(passes)
-    for unused in (True,) if passes in SOME else (True, False):
+    for unused in (True, False) if passes in ALL else (True,):
         made_of = partial(STRATEGIES[strategy], find_unused_parameters=unused)
         for ours in run_in_memory(by_a_rank, WORLD_SIZE, made_of, passes):
             assert difference(ours, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_later_pass_that_leaves_parameters_out_is_refused(strategy: str) -> None:
+    """They have gradients, of the first pass."""
+    kind = STRATEGIES[strategy]
+    text = rf"earlier pass.*shoal\.{kind.__name__}\(find_unused_parameters=True\)"
+    with pytest.raises(InvalidSpec, match=text):
+        run_in_memory(by_a_rank, 1, kind, in_part)
 
 
 @pytest.mark.parametrize("passes", SOME)

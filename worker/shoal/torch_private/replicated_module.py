@@ -88,6 +88,8 @@ class ReplicatedModule(DistributedDataParallel):
 
     def _prepare(self, loss: Tensor) -> None:
         with self._finishing():
+            # A forward pass does so in its turn; of two passes behind one, the first sets the order.
+            self.reducer._rebuild_buckets()
             self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
 
     @contextmanager
