@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-NUM_SAMPLES, NUM_EXPERTS, WIDTH, BATCH, EPOCHS = 801, 12, 32, 16, 8
+NUM_SAMPLES, NUM_EXPERTS, WIDTH, BATCH, EPOCHS = 785, 12, 32, 16, 8
 
 
 class Experts(nn.Module):

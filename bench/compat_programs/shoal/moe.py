@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 
-NUM_SAMPLES, NUM_EXPERTS, WIDTH, BATCH, EPOCHS = 801, 12, 32, 16, 8
+NUM_SAMPLES, NUM_EXPERTS, WIDTH, BATCH, EPOCHS = 785, 12, 32, 16, 8
 
 
 class Experts(nn.Module):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from support.members.small_shares import SMALLEST, Norms, train, train_member
 from support.processes.ranks import Ranks
-from support.training.small_share_bodies import SMALLEST, Norms, train, train_member
 
 import shoal
 from shoal_client.local.cluster import LocalCluster

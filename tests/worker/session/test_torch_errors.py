@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.session.session import Session
-from shoal.session.torch_errors import StepState, refusal_of
+from shoal.strategies.torch_errors import StepState, refusal_of
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 

@@ -11,7 +11,10 @@ from torch.optim import Optimizer
 
 from shoal.backends.network.own_gpu import LocalPlace, check_gpu
 from shoal.checkpoint.background import Checkpoints
+from shoal.data.batch_options import fields_of
 from shoal.data.batches import Order
+from shoal.data.content import content_fields
+from shoal.data.share_sizes import ShareSizes
 from shoal.layouts.synced_batchnorm import has_sync_batchnorm, sync_batchnorm
 from shoal.membership.collector import LongLivedObjects
 from shoal.membership.join_config import MAX_MEMBERS
@@ -35,14 +38,12 @@ from shoal.randomness.dropout import key_dropout, with_dropout_within
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.loss_scaling import check_scaler, check_scales
 from shoal.session.script_calls import OwnCounts, ScriptCalls
-from shoal.session.share_sizes import ShareSizes
 from shoal.session.step_guard import StepGuard
 from shoal.state.registered.objects import RegisteredState, Stateful
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.v1.membership_pb2 import JobSpec
 
 log = structlog.get_logger(__name__)
 
@@ -141,7 +142,7 @@ class Distribution:
         self._check_scales(chosen)
         self._optimizer, self._model = optimizer, model
         given = references(model.parameters())
-        self._controller.listings |= listings_of(model, optimizer)
+        self._controller.details.listings |= listings_of(model, optimizer)
         distributed = chosen.distribute(model, optimizer)
         self.fields |= {"strategy": chosen.name, "torch": torch.__version__, **chosen.proposal()}
         if options.validators.names:
@@ -258,15 +259,24 @@ class Distribution:
         if self._parameters is not None:
             self._parameters.check(0)
 
-    def share_sizes(self, order: Order, spec: JobSpec) -> ShareSizes | None:
-        """The sizes of shares, looked at for layers that may not train in small ones; None if no
-        layer depends on how many members there are."""
+    def note_samples(self, dataset: Any, order: Order) -> Mapping[str, str]:
+        """State what members compare of the samples; returns it. Warns of layers that may not
+        train in small shares."""
+        details, samples = self._controller.details, fields_of(dataset, order)
+        self.fields |= samples
+        details.optional_fields, listings = content_fields(dataset)
+        details.listings |= listings
+        details.shares = self._share_sizes(order)
+        return {**samples, **details.optional_fields}
+
+    def _share_sizes(self, order: Order) -> ShareSizes | None:
+        """None if no layer depends on how many members there are."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
         assert self._model is not None, "batches come behind distribute"
+        spec = self._controller.member.spec
         is_bounded = spec.max_members < MAX_MEMBERS
-        most_members = spec.max_members if is_bounded else spec.desired_members
-        shares = ShareSizes(order, most_members)
+        shares = ShareSizes(order, spec.max_members if is_bounded else spec.desired_members)
         shares.look_at(self._model)
         return shares
 

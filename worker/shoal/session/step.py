@@ -10,24 +10,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal import randomness
-from shoal.data import parts
+from shoal.data import parts, share_sizes
 from shoal.data.batches import Batch
 from shoal.layouts import script_gathers, synced_batchnorm
 from shoal.layouts.base import LossFunction
 from shoal.layouts.gathered_rows import UNKNOWN, RowGathers, Share
 from shoal.membership.draining import Drained
 from shoal.membership.step_messages import StepMessages, refuse_earlier
-from shoal.session import share_sizes
 from shoal.session.batch_sources import BatchSource
 from shoal.session.distribution import Distribution
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.micro_batches import MicroBatches, scaled
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
-from shoal.session.torch_errors import StepState, refusal_of
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.script_position import Stopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.strategies.torch_errors import StepState, refusal_of
 from shoal_proto.errors import InvalidSpec
 
 ForOptimizers = Optimizer | Sequence[Optimizer] | None
@@ -83,7 +82,7 @@ class Step:
             self._draw_by_sample(batch)
             if self._is_uneven and not strategy.gathers_lack():
                 script_gathers.put(self._check_own_gather)
-        share_sizes.put(self._controller.shares)
+        share_sizes.put(self._controller.details.shares)
         if self._is_synced and isinstance(strategy, SynchronousStrategy):
             has_samples = batch is None or bool(batch.indices)
             synced_batchnorm.put(strategy.members(has_samples=has_samples))
@@ -230,11 +229,11 @@ class Step:
                 self._leave(reason=reason_of(refusal))
                 raise
             return True
-        refusal = refusal_of(error, self._state())
+        told = refusal_of(error, self._state())
         # At once, so that the others need not find out by waiting for this member.
-        self._leave(reason=reason_of(refusal or error))
-        if refusal is not None:
-            raise refusal from error
+        self._leave(reason=reason_of(told or error))
+        if told is not None:
+            raise told from error
         return False
 
     def _state(self) -> StepState:

@@ -78,7 +78,7 @@ class ReplicatedModule(DistributedDataParallel):
             return
         held = [each for each in self._module_parameters if each.requires_grad]
         if reached := [each for each in held if each.grad is not None]:
-            nothing = _Nothing.apply(*reached)
+            nothing: Tensor = _Nothing.apply(*reached)  # type: ignore[no-untyped-call]
             self._prepare(nothing)
             nothing.backward(inputs=reached)
 
@@ -88,7 +88,7 @@ class ReplicatedModule(DistributedDataParallel):
 
     def _prepare(self, loss: Tensor) -> None:
         with self._finishing():
-            # A forward pass does so in its turn; of two passes behind one, the first sets the order.
+            # As in a forward pass: the first pass of all tells the order, not the first two.
             self.reducer._rebuild_buckets()
             self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
 

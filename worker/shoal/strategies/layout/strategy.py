@@ -180,10 +180,9 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
         """From now on a cut reaches what is laid out."""
-        layout: Layout
         if isinstance(model, SeveralModels):
             layouts = {name: self.lay_out(each, world) for name, each in model.items()}
-            layout = SeveralLayouts(model, layouts, world)
+            layout: Layout = SeveralLayouts(model, layouts, world)
         else:
             layout = self.lay_out(model, world)
         self._filling = layout

@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from shoal import randomness
 from shoal.data.batches import Order
-from shoal.session.torch_errors import remedies_of_one_sample
 from shoal.torch_private.watching import before_calls
 
 log = structlog.get_logger(__name__)
@@ -77,6 +76,16 @@ class ShareSizes:
             f" batch of {self.smallest_batch}; BatchNorm of one value for each channel is an error",
             hint=remedies_of_one_sample(syncs_batchnorm=True),
         )
+
+
+def remedies_of_one_sample(*, syncs_batchnorm: bool) -> str:
+    """What keeps BatchNorm from a share of one sample."""
+    synced = "sync_batchnorm=True in session.distribute, which normalises all members' samples"
+    return (
+        "Use drop_last=True in session.batches, if the last batch of an epoch is the small one; a"
+        " larger global_batch_size; fewer members, with --max"
+        + (f"; or {synced}." if syncs_batchnorm else ".")
+    )
 
 
 class _Here(threading.local):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shoal.data.share_sizes import remedies_of_one_sample
 from shoal.torch_private.tensors import mixes_parts_and_wholes
 from shoal_proto.errors import InvalidSpec
 
@@ -27,16 +28,6 @@ def refusal_of(error: BaseException, state: StepState) -> InvalidSpec | None:
         return None
     text = str(error)
     return next((refuse(state) for seen, refuse in _REFUSALS.items() if seen in text), None)
-
-
-def remedies_of_one_sample(*, syncs_batchnorm: bool) -> str:
-    """What keeps BatchNorm from a share of one sample."""
-    synced = "sync_batchnorm=True in session.distribute, which normalises all members' samples"
-    return (
-        "Use drop_last=True in session.batches, if the last batch of an epoch is the small one; a"
-        " larger global_batch_size; fewer members, with --max"
-        + (f"; or {synced}." if syncs_batchnorm else ".")
-    )
 
 
 def _one_sample(state: StepState) -> InvalidSpec:
