@@ -29,7 +29,8 @@ def main():
         ]
     )
     rate = keras.optimizers.schedules.CosineDecay(1e-2, EPOCHS * NUM_SAMPLES // BATCH)
-    model.compile(optimizer=keras.optimizers.AdamW(rate, weight_decay=1e-2), loss="mse")
+    loss = keras.losses.MeanSquaredError(dtype=keras.config.floatx())
+    model.compile(optimizer=keras.optimizers.AdamW(rate, weight_decay=1e-2), loss=loss)
     inputs, targets = samples()
     model.fit(inputs, targets, BATCH, EPOCHS, shuffle=False, verbose=0)
     weights = {str(n): each.value.detach() for n, each in enumerate(model.trainable_variables)}

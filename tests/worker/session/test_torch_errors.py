@@ -97,6 +97,19 @@ def test_a_tensor_that_was_written_to_is_told(cluster: LocalCluster, strategy: s
         run(cluster, strategy, written)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_frozen_model_among_several_is_refused(cluster: LocalCluster, strategy: str) -> None:
+    """Torch's wrapper is made of one that trains; the refusal comes before any generation."""
+    student, teacher = Net(), Net().requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    job = f"errors-{secrets.token_hex(4)}"
+    with (
+        pytest.raises(InvalidSpec, match=r"model 1 has nothing to train.*Leave a frozen model out"),
+        shoal.join(job, coordinator=cluster.coordinator) as session,
+    ):
+        session.distribute([student, teacher], [optimizer], strategy=strategy)
+
+
 @pytest.mark.parametrize(
     "error",
     [RuntimeError("a script's own"), KeyError("Expected more than 1 value per channel")],

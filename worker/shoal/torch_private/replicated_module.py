@@ -80,7 +80,7 @@ class ReplicatedModule(DistributedDataParallel):
         if reached := [each for each in held if each.grad is not None]:
             nothing: Tensor = _Nothing.apply(*reached)  # type: ignore[no-untyped-call]
             self._prepare(nothing)
-            nothing.backward(inputs=reached)
+            nothing.backward(inputs=reached)  # type: ignore[no-untyped-call]
 
     @property
     def _reduces(self) -> bool:

@@ -25,7 +25,7 @@ from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_layers, refuse_parameter_hooks
-from shoal.model.several import models_of, proxies_of
+from shoal.model.several import models_of, proxies_of, refuse_untrained
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.state.registered.objects import into_shard, into_state, of_shard, of_state
@@ -84,10 +84,7 @@ class DDP(SynchronousStrategy):
         refuse_further_state(self.name, optimizer)
         refuse_extra_state(model)
         refuse_layers(self.name, model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise InvalidSpec(
-                "the model has nothing to train", expected="a parameter that requires a gradient"
-            )
+        refuse_untrained(self.name, model)
         refuse_compressed_models(self._compression, model)
         refuse_parameter_hooks(model)
         self._state = ReplicatedState(model, optimizer)
