@@ -136,10 +136,12 @@ class MemberSession:
         has_state: bool,
         stateless: bool = False,
         optional_fields: Mapping[str, str] = MappingProxyType({}),
+        listings: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """State what this member trains; makes it a candidate. Raises ProposalConflict, StateLost.
 
         `optional_fields`: compared with those of members that state them too.
+        `listings`: what the values of fields are digests of, to name the first entry that differs.
         `stateless`: no state is ever to be had from members of this job; their scripts keep it.
         """
         proposal = pb.Proposal(
@@ -149,6 +151,7 @@ class MemberSession:
             has_state=has_state,
             stateless=stateless,
             optional_fields=optional_fields,
+            listings=listings,
         )
         self._do(ev.Proposed(proposal=proposal))
 

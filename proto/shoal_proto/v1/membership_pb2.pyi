@@ -312,12 +312,33 @@ class Proposal(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ListingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     FIELDS_FIELD_NUMBER: _builtins.int
     SYNCHRONOUS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     HAS_STATE_FIELD_NUMBER: _builtins.int
     STATELESS_FIELD_NUMBER: _builtins.int
     OPTIONAL_FIELDS_FIELD_NUMBER: _builtins.int
+    LISTINGS_FIELD_NUMBER: _builtins.int
     synchronous: _builtins.bool
     """False for strategies whose members train on through a change of membership."""
     step: _builtins.int
@@ -336,6 +357,12 @@ class Proposal(_message.Message):
         releases do not.
         """
 
+    @_builtins.property
+    def listings(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
+        """By field: what its value is a digest of, as shoal_proto.packing.listings packs it. Not compared: it names
+        the first entry that differs where members differ in the field.
+        """
+
     def __init__(
         self,
         *,
@@ -345,10 +372,11 @@ class Proposal(_message.Message):
         has_state: _builtins.bool = ...,
         stateless: _builtins.bool = ...,
         optional_fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        listings: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "has_state", b"has_state", "optional_fields", b"optional_fields", "stateless", b"stateless", "step", b"step", "synchronous", b"synchronous"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "has_state", b"has_state", "listings", b"listings", "optional_fields", b"optional_fields", "stateless", b"stateless", "step", b"step", "synchronous", b"synchronous"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

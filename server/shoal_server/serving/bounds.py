@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shoal_proto import MAX_MESSAGE_BYTES
 from shoal_proto.names import MAX_NAME_LENGTH
+from shoal_proto.packing.listings import MAX_LISTING_BYTES
 from shoal_proto.secrets import MAX_LENGTH
 
 MAX_SECONDS = 1e10
@@ -254,10 +255,13 @@ NAMED: Mapping[str, Bound] = {
 OF_MESSAGE: Mapping[str, Bound] = {
     "Proposal.fields": some(256),
     "Proposal.optional_fields": some(256),
+    "Proposal.listings": some(8),
     "FieldsEntry.key": text(256),
     "FieldsEntry.value": SENTENCES,
     "OptionalFieldsEntry.key": text(256),
     "OptionalFieldsEntry.value": SENTENCES,
+    "ListingsEntry.key": text(256),
+    "ListingsEntry.value": Bound(length=MAX_LISTING_BYTES),
     "GetRosterChunksRequest.digests": text(32, count=1 << 12),
     "StoreGetRequest.keys": text(4096, count=1 << 16),
     "StoreKeysRequest.keys": text(4096, count=1 << 16),

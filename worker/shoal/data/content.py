@@ -29,6 +29,7 @@ from torch.utils.data import Dataset as TorchDataset
 from shoal.data.arrow_columns import columns_at, is_arrow, rows_taken
 from shoal.data.batches import Dataset, dataset_size
 from shoal.data.shards import Shards
+from shoal_proto.packing.listings import pack
 
 FIELD = "dataset_content"
 NUM_SAMPLES = 64
@@ -55,20 +56,41 @@ _INTEGERS = (
 Word = str | int
 
 
+class Rough(int):
+    """A number that stands for all floating-point numbers of about a size."""
+
+    def __str__(self) -> str:
+        return f"about {SMALLEST * math.sinh(int(self) + 0.5 - OFFSET):.2g}"
+
+
 def content_of(dataset: Dataset) -> str:
     """The same on all members whose data sets hold the same samples, in the same order. Empty where
     it is not known without loading samples.
 
     Members with other samples have another one, but for data sets that differ in few samples.
     """
-    words = list(islice(_of_dataset(dataset, dataset_size(dataset), 0), MAX_WORDS))
+    return _digest_of(_words_of(dataset))
+
+
+def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], dict[str, bytes]]:
+    """What members compare where they have it, and the listings of what of it is a digest."""
+    samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    listings = {"dataset": pack(samples.listing)} if isinstance(samples, Shards) else {}
+    words = _words_of(samples)
+    if not words:
+        return {}, listings
+    lines = (
+        f"value {number} of those that are looked at: {word}" for number, word in enumerate(words)
+    )
+    return {FIELD: _digest_of(words)}, {**listings, FIELD: pack(lines)}
+
+
+def _words_of(dataset: Dataset) -> list[Word]:
+    return list(islice(_of_dataset(dataset, dataset_size(dataset), 0), MAX_WORDS))
+
+
+def _digest_of(words: Sequence[Word]) -> str:
     return sha256(repr(words).encode()).hexdigest()[:16] if words else ""
-
-
-def content_fields(dataset: Dataset | DataLoader[Any]) -> dict[str, str]:
-    """What members compare where they have it."""
-    digest = content_of(dataset.dataset if isinstance(dataset, DataLoader) else dataset)
-    return {FIELD: digest} if digest else {}
 
 
 def _of_dataset(dataset: Any, size: int | None, depth: int) -> Iterator[Word]:
@@ -261,4 +283,4 @@ def _places(size: int, most: int) -> Sequence[int]:
 def _rough(value: float) -> Word:
     if math.isnan(value) or math.isinf(value):
         return "nan" if math.isnan(value) else str(value)
-    return math.floor(math.asinh(value / SMALLEST) + OFFSET)
+    return Rough(math.floor(math.asinh(value / SMALLEST) + OFFSET))

@@ -98,9 +98,18 @@ class Shards(Dataset[Any]):
     @property
     def description(self) -> str:
         """What members compare to see that they train on the same shards."""
-        names = [shard if isinstance(shard, str) else "" for shard in self.shards]
-        digest = blake2b(repr((names, self.lengths)).encode(), digest_size=8).hexdigest()
+        digest = blake2b(repr((self._names, self.lengths)).encode(), digest_size=8).hexdigest()
         return f"{len(self)} samples in {len(self.shards)} shards {digest}"
+
+    @property
+    def listing(self) -> Iterator[str]:
+        """What the digest in `description` is of, by shard."""
+        for number, (name, length) in enumerate(zip(self._names, self.lengths, strict=True)):
+            yield f"shard {number}: {f'{name!r} of ' if name else ''}{length} samples"
+
+    @property
+    def _names(self) -> list[str]:
+        return [shard if isinstance(shard, str) else "" for shard in self.shards]
 
     def samples_of(self, number: int) -> Iterator[Any]:
         """Those of one shard, from its first."""

@@ -83,6 +83,7 @@ class LoneMember:
         step: int,
         has_state: bool,
         optional_fields: Mapping[str, str],
+        listings: Mapping[str, bytes],
     ) -> None:
         self._proposal = pb.Proposal(
             fields=fields,
@@ -90,6 +91,7 @@ class LoneMember:
             step=step,
             has_state=has_state,
             optional_fields=optional_fields,
+            listings=listings,
         )
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:

@@ -1,5 +1,7 @@
-"""What members compare to see that they train the same model with the same optimizer."""
+"""Digests of the model and the optimizer, which members compare, and the listings that are behind
+them: what a coordinator names the first difference by (`shoal_proto.packing.listings`)."""
 
+from collections.abc import Iterator
 from hashlib import sha256
 
 from torch import nn
@@ -7,20 +9,13 @@ from torch.optim import Optimizer
 
 from shoal.model.several import optimizers_of
 from shoal.model.tied_tensors import tied
+from shoal_proto.packing.listings import pack
 
 
 def schema_digest(model: nn.Module) -> str:
     """A digest of the names, shapes and dtypes of all parameters and buffers, in order, and of
     which names stand for one tensor."""
-    lines = [
-        f"{kind} {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for kind, tensors in (
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        )
-        for name, tensor in tensors
-    ]
-    lines += [f"tied {name} {first}" for name, first in tied(model).items()]
+    lines = [f"{entry} {value}" for entry, value in _entries(model)]
     return sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -33,12 +28,47 @@ def optimizer_digest(optimizer: Optimizer) -> str:
     if list(parts) != [""]:
         return "; ".join(f"{name}: {optimizer_digest(each)}" for name, each in parts.items())
     groups = [
-        " ".join(
-            f"{key}={value}"
-            for key, value in sorted(group.items())
-            if key != "params" and isinstance(value, bool | int | float | str | tuple)
-        )
-        + f" parameters={len(group['params'])}"
-        for group in optimizer.param_groups
+        " ".join(f"{key}={value}" for key, value in settings) for settings in _groups(optimizer)
     ]
     return f"{type(optimizer).__name__}({' | '.join(groups)})"
+
+
+def listings_of(model: nn.Module, optimizer: Optimizer) -> dict[str, bytes]:
+    """The listings of both digests, by the field of the proposal that has the digest."""
+    return {
+        "schema": pack(f"{entry}: {value}" for entry, value in _entries(model)),
+        "optimizer": pack(
+            f"{f'{name} ' if name else ''}{line}"
+            for name, each in optimizers_of(optimizer).items()
+            for line in _lines(each)
+        ),
+    }
+
+
+def _entries(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for kind, tensors in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield f"{kind} {name}", f"{tuple(tensor.shape)} {dtype}"
+    for name, first in tied(model).items():
+        yield f"tied {name}", first
+
+
+def _groups(optimizer: Optimizer) -> Iterator[list[tuple[str, object]]]:
+    """The settings of each group that are plain values, by name, and its number of parameters."""
+    for group in optimizer.param_groups:
+        settings = [
+            (key, value)
+            for key, value in sorted(group.items())
+            if key != "params" and isinstance(value, bool | int | float | str | tuple)
+        ]
+        yield [*settings, ("parameters", len(group["params"]))]
+
+
+def _lines(optimizer: Optimizer) -> Iterator[str]:
+    yield f"class: {type(optimizer).__name__}"
+    for number, settings in enumerate(_groups(optimizer)):
+        yield from (f"group {number} {key}: {value}" for key, value in settings)

@@ -4,11 +4,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 
 import structlog
 import torch
 
+from shoal.data.share_sizes import ShareSizes
 from shoal.membership.alone import LoneMember
 from shoal.membership.draining import drained
 from shoal.membership.generation import Context, Generation
@@ -40,6 +42,8 @@ log = structlog.get_logger(__name__)
 
 VALIDATION_SHARE = 0.5
 """Of the time to accept or reject; a quarter is for the peers, the rest for the way there."""
+MAX_FIELD_CHARACTERS = 4096
+"""Of a value in a proposal: the settings of an optimizer of many groups have more."""
 _WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
 """Out of memory, a port, a device: what may be otherwise a second later."""
 
@@ -71,6 +75,18 @@ class CallBetweenSteps:
             )
 
 
+@dataclass
+class ProposalDetails:
+    """What goes with the fields of a member's proposal, from its model and its batches."""
+
+    optional_fields: Mapping[str, str] = field(default_factory=dict)
+    """What those members must have in common that state it."""
+    listings: dict[str, bytes] = field(default_factory=dict)
+    """By field: what its value is a digest of."""
+    shares: ShareSizes | None = None
+    """Where members may have shares that are too small for a layer of the model."""
+
+
 class ElasticController:
     """One member's membership and its strategy, in step with each other.
 
@@ -92,8 +108,7 @@ class ElasticController:
         self.on_entered: Callable[[], None] = lambda: None
         """Called in each generation that the member has entered, before the script goes on."""
         self.call = CallBetweenSteps()
-        self.optional_fields: Mapping[str, str] = {}
-        """Of the proposal: what those members must have in common that state it."""
+        self.details = ProposalDetails()
         self._is_ready = False
         self._proposed = False
         self._seen = 0
@@ -348,11 +363,12 @@ class ElasticController:
         if not self._proposed:
             self._proposed = True
             self.membership.propose(
-                fields,
+                {name: _shortened(value) for name, value in fields.items()},
                 synchronous=strategy.synchronous,
                 step=strategy.step,
                 has_state=strategy.has_state,
-                optional_fields=self.optional_fields,
+                optional_fields=self.details.optional_fields,
+                listings=self.details.listings,
             )
         while not self._is_ready:
             started_s = time.perf_counter()
@@ -465,6 +481,10 @@ class ElasticController:
     def _judge(self, prepare: Prepare) -> Sequence[Rejection]:
         world_size = len(prepare.roster.entries)
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
+        shares = self.details.shares
+        if not expected and prepare.roster.planned and shares is not None:
+            # Members that train are not to blame then: the newcomer is refused, and they go on.
+            expected = shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
         limit_s = VALIDATION_SHARE * self.membership.limits.prepare_s
@@ -499,3 +519,11 @@ class ElasticController:
     def _on_break(self, generation: int, reason: str) -> None:
         if self._strategy is not None and self._strategy.synchronous:
             self._strategy.cut(generation)
+
+
+def _shortened(value: str) -> str:
+    """The value as a proposal has it: of a long one its beginning, and a digest of all of it."""
+    if len(value) <= MAX_FIELD_CHARACTERS:
+        return value
+    digest = sha256(value.encode()).hexdigest()
+    return f"{value[: MAX_FIELD_CHARACTERS // 4]}... {digest}"

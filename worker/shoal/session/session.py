@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader
 
 from shoal.backends.network.own_gpu import LocalPlace, own_gpu_used
 from shoal.checkpoint.background import Checkpoints
-from shoal.data.batch_options import BatchOptions, LoadingOptions, fields_of
+from shoal.data.batch_options import BatchOptions, LoadingOptions
 from shoal.data.batches import Batch, Dataset
-from shoal.data.content import content_fields
 from shoal.data.samples import Collate
 from shoal.layouts.base import LossFunction
 from shoal.membership.draining import DrainSignal
@@ -252,10 +251,8 @@ class Session:
         )
         loader = options.loader(dataset, together=strategy.synchronous)
         loader.while_waiting(self._leaving.check_drain)
-        samples = fields_of(dataset, loader.order)
-        self._trained.fields |= samples
-        self._controller.optional_fields = content = content_fields(dataset)
-        strategy.trains_on({**samples, **content, "order": loader.order.name}, loader.order)
+        samples = self._trained.note_samples(dataset, loader.order)
+        strategy.trains_on({**samples, "order": loader.order.name}, loader.order)
         kind = SynchronousBatches if strategy.synchronous else LeasedBatches
         self._source = kind(self._controller, self._trained.fields, loader)
         if self._reports is not None:

@@ -14,6 +14,7 @@ from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.incarnation import public_id
 from shoal_proto.names import is_name
 from shoal_proto.packing import roster_chunks
+from shoal_proto.packing.listings import PackedListing
 from shoal_proto.packing.roster_chunks import CutRoster, cut
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
@@ -75,6 +76,7 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
         has_state=proposal.has_state,
         stateless=proposal.stateless,
         optional_fields=dict(proposal.optional_fields),
+        listings={name: PackedListing(each) for name, each in proposal.listings.items()},
     )
 
 

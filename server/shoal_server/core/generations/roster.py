@@ -1,21 +1,15 @@
 """Rosters: who trains together, in which rank, from whose state; and what they must agree in."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import NewType
+from typing import NewType, Protocol
 
 Generation = NewType("Generation", int)
 Step = NewType("Step", int)
 
 NO_GENERATION = Generation(0)
-
-
-MAX_CONFLICTS = 16
-MAX_CONFLICT_VALUES = 8
-MAX_CONFLICT_TEXT = 200
-MAX_HOLDERS = 16
 
 
 class StateAction(Enum):
@@ -83,6 +77,13 @@ class MemberInfo:
     """Of the secret by which its launcher reports on it; empty: it stated none."""
 
 
+class Listing(Protocol):
+    """What a digest was taken of."""
+
+    def lines(self) -> Sequence[str] | None:
+        """The entries, each "name: value", in order; None if they cannot be read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """What a member would train; every field must be the same for all."""
@@ -95,6 +96,8 @@ class Proposal:
     """The script keeps its own state: no step is committed here that could be lost."""
     optional_fields: Mapping[str, str] = field(default_factory=dict)
     """Every one must be the same for all who state it: members of earlier releases do not."""
+    listings: Mapping[str, Listing] = field(default_factory=dict, repr=False)
+    """By field: what its value is a digest of. Not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +156,8 @@ class Conflict:
 
     field: str
     values: tuple[tuple[str, tuple[str, ...]], ...]
+    fix: str = ""
+    """What to do about it, if that is known of this difference."""
 
     def __str__(self) -> str:
         held = " but ".join(f"{value!r} in {', '.join(who)}" for value, who in self.values)
@@ -180,56 +185,6 @@ class Candidate:
     incarnation: str
     info: MemberInfo
     proposal: Proposal
-
-
-def find_conflicts(candidates: Sequence[Candidate]) -> tuple[Conflict, ...]:
-    """The fields in which the candidates differ, by name. No majority wins.
-
-    A field that only some of them state is a conflict too, its absence shown as "(absent)"; of an
-    optional one it is none.
-    """
-    conflicts = []
-    for name in sorted({name for c in candidates for name in c.proposal.fields}):
-        conflicts += _conflict(
-            name, ((c.member_id, c.proposal.fields.get(name, "(absent)")) for c in candidates)
-        )
-    for name in sorted({name for c in candidates for name in c.proposal.optional_fields}):
-        stated = ((c.member_id, c.proposal.optional_fields.get(name)) for c in candidates)
-        conflicts += _conflict(name, ((who, value) for who, value in stated if value is not None))
-    return tuple(conflicts)
-
-
-def _conflict(field: str, stated: Iterable[tuple[str, str]]) -> list[Conflict]:
-    holders: dict[str, list[str]] = {}
-    for member_id, value in stated:
-        holders.setdefault(value, []).append(member_id)
-    if len(holders) < 2:
-        return []
-    values = tuple((value, tuple(sorted(who))) for value, who in sorted(holders.items()))
-    return [Conflict(field=field, values=values)]
-
-
-def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
-    """As many of them, and as much of each, as goes into a record that all members are told."""
-    return tuple(
-        Conflict(
-            field=conflict.field[:MAX_CONFLICT_TEXT],
-            values=tuple(
-                (_cut(value), (*who[:MAX_HOLDERS], *_and_more(who)))
-                for value, who in conflict.values[:MAX_CONFLICT_VALUES]
-            ),
-        )
-        for conflict in conflicts[:MAX_CONFLICTS]
-    )
-
-
-def _cut(value: str) -> str:
-    return value if len(value) <= MAX_CONFLICT_TEXT else f"{value[:MAX_CONFLICT_TEXT]}..."
-
-
-def _and_more(who: Sequence[str]) -> tuple[str, ...]:
-    left = len(who) - MAX_HOLDERS
-    return (f"and {left} more",) if left > 0 else ()
 
 
 def assign_ranks(member_ids: Sequence[str], previous: Roster | None) -> dict[str, int]:

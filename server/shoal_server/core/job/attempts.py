@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal_server.core.generations.agreement import Agreement
+from shoal_server.core.generations.conflicts import find_conflicts
 from shoal_server.core.generations.ranges import confined_members
 from shoal_server.core.generations.roster import (
     Candidate,
@@ -13,7 +14,6 @@ from shoal_server.core.generations.roster import (
     Step,
     Verdict,
     draw_up,
-    find_conflicts,
 )
 from shoal_server.core.job.drains import Drains
 from shoal_server.core.job.endings import Endings

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from shoal_server.core.generations.roster import Conflict, Proposal, find_conflicts
+from shoal_server.core.generations.conflicts import find_conflicts
+from shoal_server.core.generations.roster import Conflict, Proposal
 from shoal_server.core.job.deadlines import passed
 from shoal_server.core.job.drains import Drains
 from shoal_server.core.job.job_state import JobState
@@ -29,7 +30,7 @@ class Collecting:
             # Said again after a reconnection, or a call that comes late: what it said since stands.
             step, has_state = max(known.step, proposal.step), known.has_state or proposal.has_state
             proposal = replace(proposal, step=step, has_state=has_state)
-        self._state.table.propose(member, proposal)
+        self._state.table.propose(member, self._sharing_listings(proposal))
         if self._state.deadlines.first_proposal_s is None:
             self._state.deadlines.first_proposal_s = now_s
         if self._state.deadlines.overdue_check_s is None:
@@ -51,6 +52,12 @@ class Collecting:
             return ()
         newcomer = replace(member, proposal=proposal).as_candidate()
         return find_conflicts([*(m.as_candidate() for m in trainers), newcomer])
+
+    def _sharing_listings(self, proposal: Proposal) -> Proposal:
+        """The proposal with the listings of another member, if they are the same: kept once."""
+        others = (m.proposal.listings for m in self._state.members.values() if m.proposal)
+        same = next((each for each in others if each == proposal.listings), proposal.listings)
+        return replace(proposal, listings=same)
 
     def change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
         """Why the running generation is to be changed ("": it is not), and to whom."""

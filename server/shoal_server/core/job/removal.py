@@ -1,6 +1,7 @@
 """How members go, and with the last of them the job."""
 
-from shoal_server.core.generations.roster import Conflict, in_short
+from shoal_server.core.generations.conflicts import in_short
+from shoal_server.core.generations.roster import Conflict
 from shoal_server.core.job.endings import Endings
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.membership import refusals

@@ -1,7 +1,8 @@
 """Every refusal the membership can give, worded in one place."""
 
+from shoal_server.core.generations.conflicts import in_short
 from shoal_server.core.generations.progress import Progress
-from shoal_server.core.generations.roster import Conflict, Generation, JobSpec, Step, in_short
+from shoal_server.core.generations.roster import Conflict, Generation, JobSpec, Step
 from shoal_server.core.membership.events import Event, Refusal, RefusalKind
 
 
@@ -165,8 +166,9 @@ def conflict(job: str, conflicts: tuple[Conflict, ...]) -> Refusal:
         seen="; ".join(str(c) for c in conflicts),
         expected="the same value in every member",
         fix=next(
-            (_FIXES[each.field] for each in conflicts if each.field in _FIXES),
-            "Start all workers with the same script, model and settings.",
+            (fix for each in conflicts if (fix := each.fix or _FIXES.get(each.field, ""))),
+            "Give every worker the same script, arguments, environment and versions of libraries,"
+            " and look in the script for what makes the named values differ.",
         ),
         conflicts=conflicts,
     )
@@ -176,6 +178,12 @@ _FIXES = {
     # Only strategies that need it state it: release 0.1.0 states nothing.
     "step_messages": "A worker that has '(absent)' there is of release 0.1.0, whose workers train"
     " beside later ones with the strategy 'ddp' alone: upgrade it (docs/upgrades.md).",
+    "schema": "The scripts make models that differ in the named entry: give every worker the same"
+    " script, arguments and versions of libraries, and make the model of nothing that differs by"
+    " process or host. Names that a library counts (Keras: dense, dense_2) depend on the models"
+    " that the process made before: give the layers names.",
+    "optimizer": "Give the optimizer the same class, groups and hyperparameters in every worker,"
+    " whatever its rank or host.",
     "dataset_content": "The data sets differ: each worker makes its own, and these are of one size"
     " but hold different samples. Seed what draws them: train_test_split(..., random_state=0),"
     " random_split(..., generator=torch.Generator().manual_seed(0)); sort a list of files"

@@ -9,6 +9,7 @@ from support.clusters.coordinator_world import served
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.persistence import codec, record_size
+from shoal_server.core.generations.conflicts import find_conflicts, in_short
 from shoal_server.core.generations.roster import (
     Candidate,
     Conflict,
@@ -20,8 +21,6 @@ from shoal_server.core.generations.roster import (
     RosterEntry,
     Step,
     Verdict,
-    find_conflicts,
-    in_short,
 )
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.message_bounds import MessageBounds

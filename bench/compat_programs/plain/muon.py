@@ -1,0 +1,62 @@
+"""Muon for the matrices of a transformer, and AdamW for all else."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+NUM_SAMPLES, VOCABULARY, LENGTH, WIDTH, BATCH, EPOCHS = 960, 61, 12, 32, 16, 6
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(LENGTH, LENGTH)
+        self.wide, self.back = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.back(self.wide(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.Sequential(*[Layer() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.head(self.layers(self.tokens(tokens)))
+
+
+def samples():
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(1, 4, (NUM_SAMPLES, LENGTH + 1), generator=generator)
+    drawn = drawn.cumsum(1) % VOCABULARY
+    return TensorDataset(drawn[:, :-1], drawn[:, 1:])
+
+
+def main():
+    torch.manual_seed(0)
+    model = Model()
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not each for each in matrices)]
+    muon = torch.optim.Muon(matrices, lr=2e-3, weight_decay=0.1)
+    adamw = torch.optim.AdamW(others, lr=1e-3)
+    loader = DataLoader(samples(), BATCH)
+    for _ in range(EPOCHS):
+        for tokens, following in loader:
+            muon.zero_grad()
+            adamw.zero_grad()
+            loss = cross_entropy(model(tokens).flatten(0, 1), following.flatten())
+            loss.backward()
+            muon.step()
+            adamw.step()
+    torch.save(model.state_dict(), sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

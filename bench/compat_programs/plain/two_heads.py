@@ -1,0 +1,44 @@
+"""Two heads on one trunk, each with a loss, and a pass forward and backward, of its own."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+NUM_SAMPLES, WIDTH, BATCH, EPOCHS = 1600, 48, 32, 10
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(16, WIDTH), nn.Tanh())
+        self.heads = nn.ModuleDict({"kind": nn.Linear(WIDTH, 5), "size": nn.Linear(WIDTH, 1)})
+
+    def forward(self, x, head):
+        return self.heads[head](self.trunk(x))
+
+
+def samples():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(NUM_SAMPLES, 16, generator=generator)
+    return TensorDataset(inputs, inputs[:, :5].argmax(1))
+
+
+def main():
+    torch.manual_seed(0)
+    model = TwoHeads()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(samples(), BATCH)
+    for _ in range(EPOCHS):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(inputs, "kind"), labels).backward()
+            mse_loss(model(inputs, "size"), inputs.norm(dim=1, keepdim=True)).backward()
+            optimizer.step()
+    torch.save(model.state_dict(), sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

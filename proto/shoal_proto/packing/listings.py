@@ -1,0 +1,117 @@
+"""Listings: what a digest in a proposal is a digest of, packed, to name the first entry that
+differs between two members.
+
+A listing is a sequence of lines, "name: value", in the order that the digest was taken in. Packed,
+100,000 parameters of a transformer have some 10 kB: a number is written as its difference from that
+of the last line which is otherwise the same, and all of it is compressed. A listing that would
+exceed MAX_LISTING_BYTES is packed as digests of blocks of lines.
+"""
+
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+MAX_LISTING_BYTES = 48 * 1024
+"""Of one packed listing."""
+_MAX_CODED_BYTES = 8 << 20
+_MAX_LISTED_CHARACTERS = 32 << 20
+"""A listing that unpacks to more than these is not read."""
+_MAX_BLOCKS = 1024
+_MAX_LINE_CHARACTERS = 1000
+_NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,14})(?![0-9])")
+"""Without leading zeros, which would not survive."""
+_PLACE = "\x00"
+_BREAKS = re.compile(r"[\x00\r\n\v\f\x1c-\x1e\x85\u2028\u2029\ud800-\udfff]")
+
+
+class UnreadableListing(ValueError):
+    """Bytes that `pack` did not write."""
+
+
+@dataclass(frozen=True)
+class PackedListing:
+    """A listing as a proposal has it; unpacked if it is asked for."""
+
+    packed: bytes
+
+    def lines(self) -> Sequence[str] | None:
+        """The lines; None if they cannot be read."""
+        try:
+            return unpack(self.packed)
+        except UnreadableListing:
+            return None
+
+
+def pack(lines: Iterable[str]) -> bytes:
+    """At most MAX_LISTING_BYTES, however many lines there are."""
+    listed = [_BREAKS.sub(" ", line)[:_MAX_LINE_CHARACTERS] for line in lines]
+    packed = _pack(listed)
+    num_blocks = _MAX_BLOCKS
+    while len(packed) > MAX_LISTING_BYTES:
+        packed = _pack(_in_blocks(listed, num_blocks))
+        num_blocks //= 2
+    return packed
+
+
+def unpack(packed: bytes) -> list[str]:
+    """The lines of a listing. Raises UnreadableListing."""
+    decompressor = zlib.decompressobj()
+    try:
+        coded = decompressor.decompress(packed, _MAX_CODED_BYTES).decode()
+        if not decompressor.eof:
+            raise UnreadableListing("it is cut off, or too long")
+        return _decode(coded.split("\n") if coded else [])
+    except (zlib.error, UnicodeDecodeError, ValueError, IndexError) as error:
+        raise UnreadableListing(str(error)) from error
+
+
+def _pack(lines: Sequence[str]) -> bytes:
+    coded: list[str] = []
+    known: dict[str, int] = {}
+    last: list[list[int]] = []
+    for line in lines:
+        pattern = _NUMBER.sub(_PLACE, line)
+        numbers = [int(each) for each in _NUMBER.findall(line)]
+        place = known.get(pattern)
+        if place is None:
+            place = known[pattern] = len(last)
+            last.append([0] * len(numbers))
+            coded.append(f"={pattern}")
+        changes = (now - before for now, before in zip(numbers, last[place], strict=True))
+        coded.append(" ".join(map(str, (place, *changes))))
+        last[place] = numbers
+    return zlib.compress("\n".join(coded).encode(), 9)
+
+
+def _decode(coded: Sequence[str]) -> list[str]:
+    patterns: list[list[str]] = []
+    last: list[list[int]] = []
+    lines = []
+    room = _MAX_LISTED_CHARACTERS
+    for each in coded:
+        if each.startswith("="):
+            patterns.append(each[1:].split(_PLACE))
+            last.append([0] * (len(patterns[-1]) - 1))
+            continue
+        place, *changes = map(int, each.split(" "))
+        numbers = [before + by for before, by in zip(last[place], changes, strict=True)]
+        last[place] = numbers
+        parts = patterns[place]
+        line = parts[0] + "".join(f"{n}{part}" for n, part in zip(numbers, parts[1:], strict=True))
+        lines.append(line)
+        room -= len(line)
+        if room < 0:
+            raise UnreadableListing("its lines are too long")
+    return lines
+
+
+def _in_blocks(lines: Sequence[str], num_blocks: int) -> list[str]:
+    size = -(-len(lines) // num_blocks)
+    blocks = (lines[start : start + size] for start in range(0, len(lines), size))
+    return [
+        f"{len(block)} entries from '{block[0][:100]}' on:"
+        f" {sha256(repr(block).encode()).hexdigest()[:8]}"
+        for block in blocks
+    ]

@@ -1,0 +1,122 @@
+"""Conflicts: the fields in which the proposals of members differ, and where exactly."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+from shoal_server.core.generations.roster import Candidate, Conflict, Listing
+
+MAX_CONFLICTS = 16
+MAX_CONFLICT_VALUES = 8
+MAX_CONFLICT_TEXT = 200
+MAX_HOLDERS = 16
+MAX_LISTINGS = 4
+"""Listings that are compared: members with further values are named with their digests."""
+_CONTEXT_CHARACTERS = 80
+"""Shown before the place where long values differ."""
+ANOTHER_ORDER = (
+    "The members have the same names in another order. Do not iterate over a set: strings are in"
+    " another order in each process. Use a list, or sorted(...); PYTHONHASHSEED=0 for all workers"
+    " makes the order of sets the same."
+)
+
+
+def find_conflicts(candidates: Sequence[Candidate]) -> tuple[Conflict, ...]:
+    """The fields in which the candidates differ, by name. No majority wins.
+
+    A field that only some of them state is a conflict too, its absence shown as "(absent)"; of an
+    optional one it is none. A field with a listing shows the first entry that differs.
+    """
+    conflicts = []
+    for name in sorted({name for c in candidates for name in c.proposal.fields}):
+        conflicts += _conflict(
+            name, ((c.member_id, c.proposal.fields.get(name, "(absent)")) for c in candidates)
+        )
+    for name in sorted({name for c in candidates for name in c.proposal.optional_fields}):
+        stated = ((c.member_id, c.proposal.optional_fields.get(name)) for c in candidates)
+        conflicts += _conflict(name, ((who, value) for who, value in stated if value is not None))
+    listings = {c.member_id: c.proposal.listings for c in candidates}
+    return tuple(_located(each, listings) for each in conflicts)
+
+
+def _conflict(field: str, stated: Iterable[tuple[str, str]]) -> list[Conflict]:
+    holders: dict[str, list[str]] = {}
+    for member_id, value in stated:
+        holders.setdefault(value, []).append(member_id)
+    if len(holders) < 2:
+        return []
+    values = tuple((value, tuple(sorted(who))) for value, who in sorted(holders.items()))
+    return [Conflict(field=field, values=values)]
+
+
+def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, Listing]]) -> Conflict:
+    """The conflict with the first entry that differs as each value; as it is if not all members
+    have a listing that can be read, and if the listings are the same."""
+    listed: list[tuple[Sequence[str], tuple[str, ...]]] = []
+    for _, holders in conflict.values[:MAX_LISTINGS]:
+        listing = next((each for m in holders if (each := listings[m].get(conflict.field))), None)
+        lines = listing.lines() if listing is not None else None
+        if lines is None:
+            return conflict
+        listed.append((lines, holders))
+    place = _first_difference([lines for lines, _ in listed])
+    if place is None:
+        return conflict
+    entries: dict[str, tuple[str, ...]] = {}
+    for lines, holders in listed:
+        entry = _entry(lines, place)
+        entries[entry] = (*entries.get(entry, ()), *holders)
+    found = [(entry, tuple(sorted(holders))) for entry, holders in entries.items()]
+    is_reordered = len({tuple(sorted(lines)) for lines, _ in listed}) == 1
+    if is_reordered:
+        found = [(f"{entry} (same entries in another order)", who) for entry, who in found]
+    rest = conflict.values[MAX_LISTINGS:]
+    return replace(
+        conflict, values=(*sorted(found), *rest), fix=ANOTHER_ORDER if is_reordered else ""
+    )
+
+
+def _first_difference(sequences: Sequence[Sequence[Any]]) -> int | None:
+    """The place of the first element that is not the same in all of them; None if there is none."""
+    rows = enumerate(zip_longest(*sequences))
+    return next((place for place, row in rows if len(set(row)) > 1), None)
+
+
+def _entry(lines: Sequence[str], place: int) -> str:
+    if place < len(lines):
+        return lines[place]
+    return f"nothing after {lines[-1]}" if lines else "nothing"
+
+
+def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
+    """As many of them, and as much of each, as goes into a record that all members are told."""
+    return tuple(
+        replace(
+            conflict,
+            field=conflict.field[:MAX_CONFLICT_TEXT],
+            values=tuple(
+                (value, (*who[:MAX_HOLDERS], *_and_more(who)))
+                for value, who in _cut(conflict.values[:MAX_CONFLICT_VALUES])
+            ),
+        )
+        for conflict in conflicts[:MAX_CONFLICTS]
+    )
+
+
+def _cut(
+    values: Sequence[tuple[str, tuple[str, ...]]],
+) -> Iterable[tuple[str, tuple[str, ...]]]:
+    """Long values from a little before the place where they differ."""
+    if all(len(value) <= MAX_CONFLICT_TEXT for value, _ in values):
+        yield from values
+        return
+    start = max((_first_difference([v for v, _ in values]) or 0) - _CONTEXT_CHARACTERS, 0)
+    for value, who in values:
+        end = start + MAX_CONFLICT_TEXT - 2 * len("...")
+        yield f"{'...' * (start > 0)}{value[start:end]}{'...' * (len(value) > end)}", who
+
+
+def _and_more(who: Sequence[str]) -> tuple[str, ...]:
+    left = len(who) - MAX_HOLDERS
+    return (f"and {left} more",) if left > 0 else ()

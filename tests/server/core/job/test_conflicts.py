@@ -1,0 +1,104 @@
+"""Conflicts name the first entry that differs, not the digests of all entries."""
+
+import pytest
+
+from shoal_proto.packing.listings import PackedListing, pack
+from shoal_server.core.generations.conflicts import MAX_CONFLICT_TEXT, find_conflicts, in_short
+from shoal_server.core.generations.roster import Candidate, MemberInfo, Proposal
+from shoal_server.core.membership import refusals
+
+ENTRIES = ("parameter a.weight: (3, 4) float32", "parameter b.weight: (3,) float32", "tied c: a")
+
+
+def member(name: str, schema: str, lines: tuple[str, ...] | None, **fields: str) -> Candidate:
+    listings = {} if lines is None else {"schema": PackedListing(pack(lines))}
+    proposal = Proposal(fields={"schema": schema, **fields}, listings=listings)
+    return Candidate(member_id=name, incarnation=name, info=MemberInfo(), proposal=proposal)
+
+
+def told(*members: Candidate) -> str:
+    """What all of them are refused with."""
+    refusal = refusals.conflict("j", find_conflicts(members))
+    return f"{refusal.seen}. {refusal.fix}"
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (
+            ("parameter a.weight: (3, 5) float32", *ENTRIES[1:]),
+            "schema: 'parameter a.weight: (3, 4) float32' in w0, w2"
+            " but 'parameter a.weight: (3, 5) float32' in w1",
+        ),
+        (
+            (*ENTRIES[:2], "buffer b.mean: (3,) float32", ENTRIES[2]),
+            "schema: 'buffer b.mean: (3,) float32' in w1 but 'tied c: a' in w0, w2",
+        ),
+        (
+            ENTRIES[:2],
+            "schema: 'nothing after parameter b.weight: (3,) float32' in w1"
+            " but 'tied c: a' in w0, w2",
+        ),
+        ((), f"schema: 'nothing' in w1 but '{ENTRIES[0]}' in w0, w2"),
+    ],
+)
+def test_the_first_entry_that_differs_is_named(other: tuple[str, ...], expected: str) -> None:
+    """With what each member has there."""
+    text = told(member("w0", "1", ENTRIES), member("w1", "2", other), member("w2", "1", ENTRIES))
+    assert text.startswith(f"{expected}. The scripts make models that differ"), text
+
+
+def test_the_same_entries_in_another_order_are_told_as_such() -> None:
+    """With what makes them so: the workers do run the same script."""
+    swapped = (ENTRIES[1], ENTRIES[0], ENTRIES[2])
+    text = told(member("w0", "1", ENTRIES), member("w1", "2", swapped))
+    assert f"'{ENTRIES[0]} (same entries in another order)' in w0" in text
+    assert f"'{ENTRIES[1]} (same entries in another order)' in w1" in text
+    assert "Do not iterate over a set" in text
+    assert "same script" not in text
+
+
+def test_members_with_the_same_first_difference_are_named_together() -> None:
+    first = (ENTRIES[1], *ENTRIES[1:])
+    text = told(
+        member("w0", "1", ENTRIES),
+        member("w1", "2", (*first, "tied d: a")),
+        member("w2", "3", first),
+    )
+    assert f"'{ENTRIES[1]}' in w1, w2" in text
+
+
+@pytest.mark.parametrize("lines", [None, ENTRIES])
+def test_without_a_listing_that_tells_them_apart_values_are_shown(
+    lines: tuple[str, ...] | None,
+) -> None:
+    """As of a member of an earlier release, which states none."""
+    text = told(member("w0", "1", ENTRIES), member("w1", "2", lines))
+    assert text.startswith("schema: '1' in w0 but '2' in w1.")
+
+
+def test_a_listing_that_cannot_be_read_is_passed_over() -> None:
+    odd = Proposal(fields={"schema": "2"}, listings={"schema": PackedListing(b"odd")})
+    other = Candidate(member_id="w1", incarnation="w1", info=MemberInfo(), proposal=odd)
+    assert told(member("w0", "1", ENTRIES), other).startswith("schema: '1' in w0 but '2' in w1.")
+
+
+def test_long_values_are_shown_where_they_differ() -> None:
+    """Their beginnings are the same, and say nothing."""
+    settings = "rate=1 " * 1000
+    text = told(
+        member("w0", "1", None, optimizer=f"{settings}decay=0.1 {settings}"),
+        member("w1", "1", None, optimizer=f"{settings}decay=0.2 {settings}"),
+    )
+    assert "decay=0.1" in text
+    assert "decay=0.2" in text
+    assert len(text) < 4 * MAX_CONFLICT_TEXT
+
+
+def test_what_is_cut_short_is_not_cut_once_more() -> None:
+    """A refusal has what the record has."""
+    words = "rate=1 " * 1000
+    found = find_conflicts(
+        [member("w0", f"{words}a{words}", None), member("w1", f"{words}b{words}", None)]
+    )
+    assert in_short(in_short(found)) == in_short(found)
