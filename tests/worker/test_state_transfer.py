@@ -17,8 +17,8 @@ from shoal.backends.in_memory.run import run_in_memory
 from shoal.backends.process_group.collectives import counts, reset_counts
 from shoal.model.module_proxy import proxy_of
 from shoal.state import transfer
+from shoal.state.plain_values import without_marks
 from shoal.state.replicated import ReplicatedState, State
-from shoal.state.values.plain import without_marks
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

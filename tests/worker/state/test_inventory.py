@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.state import inventory as inventories
-from shoal.state.dtypes import DTYPES
 from shoal.state.inventory import (
     Inventory,
     Listing,
@@ -27,7 +26,7 @@ from shoal.state.inventory import (
     to_message,
     unpack,
 )
-from shoal.state.shards import Chunk, StateShard, TensorShard, alike, groups_of
+from shoal.state.shards import DTYPES, Chunk, StateShard, TensorShard, alike, groups_of
 from shoal.state.step_choice import choose
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import shoal
 from shoal.checkpoint.directory import complete
-from shoal.state.values.optimizer import Slots, put_slots, take_slots
+from shoal.state.optimizer_state import Slots, put_slots, take_slots
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 

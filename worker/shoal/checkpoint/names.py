@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.state.optimizer_state import INNER, SLOTS, plain_setting
+from shoal.state.plain_values import put_together, take_apart_exactly
 from shoal.state.shards import MODEL, OPTIM, REGISTERED, Json
-from shoal.state.values.optimizer import INNER, SLOTS, plain_setting
-from shoal.state.values.plain import put_together, take_apart_exactly
 from shoal.torch_private.checkpoint import flatten_state_dict
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 

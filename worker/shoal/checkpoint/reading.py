@@ -16,8 +16,8 @@ from shoal.checkpoint import names
 from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
 from shoal.checkpoint.entries import Place
 from shoal.checkpoint.index import Index, Stored, read_index
+from shoal.state.optimizer_state import SLOTS
 from shoal.state.shards import Chunk, StateShard, TensorShard
-from shoal.state.values.optimizer import SLOTS
 from shoal_proto.errors import CheckpointFailed, ChecksumMismatch, MalformedMessage, ShoalError
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]

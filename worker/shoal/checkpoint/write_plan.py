@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shoal.state.optimizer_state import is_mark
 from shoal.state.shards import Chunk, StateShard
-from shoal.state.values.optimizer import is_mark
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 CHUNK_BYTES = 64 * 1024 * 1024

@@ -21,8 +21,8 @@ from shoal.checkpoint.drafts import Draft
 from shoal.checkpoint.entries import CheckpointEntry, Place
 from shoal.checkpoint.peers import ALONE, Peers
 from shoal.checkpoint.write_plan import PlannedChunk, from_json, items_of, plan_writes, to_json
+from shoal.state.optimizer_state import SLOTS, merged
 from shoal.state.shards import StateShard
-from shoal.state.values.optimizer import SLOTS, merged
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec, ShoalError
 
 FIRST = 0

@@ -23,9 +23,7 @@ from shoal.model.initialisation import (
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
-from shoal.state.replicated import beside, check_no_more, missing, names_in, refuse_tensors
-from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
-from shoal.state.values.optimizer import (
+from shoal.state.optimizer_state import (
     INNER,
     SLOTS,
     Slots,
@@ -39,6 +37,8 @@ from shoal.state.values.optimizer import (
     take_settings,
     take_slots,
 )
+from shoal.state.replicated import beside, check_no_more, missing, names_in, refuse_tensors
+from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
 from shoal.state.whole_model import whole_model
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import (

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from shoal.state.dtypes import DTYPES
-from shoal.state.shards import Chunk, GroupedChunks, Json, Names, StateShard
+from shoal.state.shards import DTYPES, Chunk, GroupedChunks, Json, Names, StateShard
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
 MAX_TEXT_BYTES = 64 * 1024 * 1024

@@ -10,9 +10,7 @@ from torch.optim import Optimizer
 
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.tied_tensors import persistent_buffers, tied
-from shoal.state.dtypes import DTYPES
-from shoal.state.shards import MODEL, OPTIM, Json, StateShard, TensorShard
-from shoal.state.values.optimizer import (
+from shoal.state.optimizer_state import (
     SLOTS,
     Slots,
     merged,
@@ -22,7 +20,8 @@ from shoal.state.values.optimizer import (
     take_settings,
     take_slots,
 )
-from shoal.state.values.plain import fault_of
+from shoal.state.plain_values import fault_of
+from shoal.state.shards import DTYPES, MODEL, OPTIM, Json, StateShard, TensorShard
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 

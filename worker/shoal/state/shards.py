@@ -25,6 +25,32 @@ MODEL = "model."
 OPTIM = "optim."
 REGISTERED = "registered."
 
+DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+"""The dtypes that tensors may have on their way from member to member, by name."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The dtype's name, as in DTYPES."""
+    return str(dtype).removeprefix("torch.")
+
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Chunk:

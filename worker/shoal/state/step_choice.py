@@ -9,8 +9,8 @@ from itertools import islice
 
 from shoal.state.grid import grid_of
 from shoal.state.inventory import Inventory, Meta, add_meta
+from shoal.state.optimizer_state import SLOTS, is_of_value, merged
 from shoal.state.shards import MODEL, Chunk, Json, Names, alike, groups_of
-from shoal.state.values.optimizer import SLOTS, is_of_value, merged
 from shoal_proto.errors import StateLost
 
 MAX_NAMED = 3

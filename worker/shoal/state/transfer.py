@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.p2p import AbortableP2P, Message
-from shoal.state.dtypes import DTYPES, name_of
 from shoal.state.replicated import State
+from shoal.state.shards import DTYPES, name_of
 from shoal_proto.errors import MalformedMessage
 
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024

@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.swa_utils import AveragedModel
 
+from shoal.state.plain_values import put_together, take_apart
 from shoal.state.registered import objects
 from shoal.state.registered.comparison import difference
 from shoal.state.registered.objects import Captured, RegisteredState
-from shoal.state.values.plain import put_together, take_apart
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.p2p import AbortableP2P
-from shoal.state.dtypes import DTYPES, name_of
+from shoal.state.shards import DTYPES, name_of
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 

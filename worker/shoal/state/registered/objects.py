@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.state.plain_values import put_together, take_apart
 from shoal.state.replicated import State
 from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard
-from shoal.state.values.plain import put_together, take_apart
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)

@@ -29,11 +29,11 @@ from shoal.model.gradients import StepGradients, refuse_layers, refuse_parameter
 from shoal.model.several import models_of, proxies_of, refuse_untrained
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
+from shoal.state.plain_values import without_marks
 from shoal.state.registered.objects import into_shard, into_state, of_shard, of_state
 from shoal.state.replicated import ReplicatedState, State
 from shoal.state.shards import StateShard
 from shoal.state.transfer import receive, send
-from shoal.state.values.plain import without_marks
 from shoal.state.whole_model import on_host
 from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters

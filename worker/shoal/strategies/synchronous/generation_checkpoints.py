@@ -16,9 +16,9 @@ from shoal.checkpoint.samples import TrainedSamples
 from shoal.checkpoint.storage import check, complete
 from shoal.membership.generation import Generation
 from shoal.model.same_optimizer import replaced_settings
+from shoal.state.optimizer_state import settings_of
 from shoal.state.resharding import gather
 from shoal.state.shards import StateShard
-from shoal.state.values.optimizer import settings_of
 from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal_proto.errors import CheckpointFailed, StateLost
 from shoal_proto.v1 import membership_pb2 as pb

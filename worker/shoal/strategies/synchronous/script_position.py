@@ -18,8 +18,8 @@ import torch.distributed as dist
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.membership.step_messages import StepMessages
-from shoal.state.values.inspection import StateInspection
 from shoal.strategies.synchronous.script_places import Place
+from shoal.strategies.synchronous.writes.state_inspection import StateInspection
 
 NUM_WORDS = 5
 NO_STATE = -1

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.state.shards import OPTIM, Json, TensorShard
-from shoal.state.values.plain import (
+from shoal.state.plain_values import (
     CARRIED_EXACTLY,
     Refusal,
     fault_of,
     put_together,
     take_apart_exactly,
 )
+from shoal.state.shards import OPTIM, Json, TensorShard
 from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 
 SLOTS = "slots"

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from shoal.backends.abortable.last_word import let_all_hear
 from shoal.model.several import optimizers_of
 from shoal.model.trained_parameters import are_same
+from shoal.state.optimizer_state import take_settings
 from shoal.state.resharding import gather
-from shoal.state.values.optimizer import take_settings
 from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal.state.dtypes import DTYPES, name_of
-from shoal.state.shards import Json
+from shoal.state.shards import DTYPES, Json, name_of
 from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
 
 MAX_VALUES = 20_000

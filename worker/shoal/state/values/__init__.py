@@ -1,1 +1,0 @@
-"""What of a state is no tensor: as JSON, and back."""
