@@ -4,8 +4,8 @@ import os
 
 import pytest
 import torch
-from support.training import failing_sessions
-from support.training.failing_sessions import BY_HANDS, PLACES, Planned, fails_and_trains, train
+from support.members import failing_sessions
+from support.members.failing_sessions import BY_HANDS, PLACES, Planned, fails_and_trains, train
 
 import shoal
 from shoal_client.local.cluster import LocalCluster

@@ -61,7 +61,6 @@ class LayoutStrategy(SynchronousStrategy):
         self._peer_checkpoints = PeerCheckpoints(copies=copies, every_steps=copy_every_steps)
         self._binding: OptimizerBinding | None = None
         self._filling: Layout | None = None
-        """While a generation is brought up."""
         self._attributes = ScriptAttributes()
         self._begun = self._reduced = False
         self._whole, self._copy_due = True, False
@@ -121,6 +120,9 @@ class LayoutStrategy(SynchronousStrategy):
         self.check(meta_model.model, optimizer)
         return self.lay_out(meta_model.copy(), world)
 
+    def fields(self) -> Mapping[str, str]:
+        return self._fields
+
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
         # Before the parameters of a layout take the place of the script's own.
         refuse_parameter_hooks(self._meta_model.model)
@@ -144,7 +146,6 @@ class LayoutStrategy(SynchronousStrategy):
         clear_sharding_cache()  # type: ignore[no-untyped-call]
         self._attributes.carry(self._proxy, self._meta_model.model)
         layout = self._lay_out_all(self._meta_model.copy(), world)
-        # What nobody has taken is of no use to a later generation either.
         self._generation_group.kept_rooms.clear()
         binding = OptimizerBinding(self._meta_model, self._optimizer, layout)
         members = frozenset(entry.member_id for entry in generation.entries)
@@ -258,7 +259,6 @@ class LayoutStrategy(SynchronousStrategy):
                 releases.callback(binding.gradients.forget)
             if filling is not None:
                 releases.callback(filling.release)
-                # Others may wait for this member where no error of the group reaches them.
                 releases.callback(filling.cut, "its bring-up has failed")
 
     def _keep(self, binding: OptimizerBinding) -> None:
@@ -487,9 +487,8 @@ class LayoutStrategy(SynchronousStrategy):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model on the host, the same on every member; all call it at the same step."""
-        binding, group = self._binding, self._process_group
-        if binding is None or group is None:
-            raise GenerationBroken("there is no generation to take the state of")
+        binding, group = self._binding, self.group
+        assert binding is not None, "it has the group"
         self._passes.settle_buffers()
         return binding.whole_model(self._step, group)
 

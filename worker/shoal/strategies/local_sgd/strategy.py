@@ -117,6 +117,9 @@ class LocalSGD(SynchronousStrategy):
         )
         return found.plan(self.name, uncompressed(self._compression))
 
+    def fields(self) -> Mapping[str, str]:
+        return self._fields
+
     # --- generations ---
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:

@@ -118,6 +118,9 @@ class DDP(SynchronousStrategy):
             subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
         ).ddp(uncompressed(self._compression))
 
+    def fields(self) -> Mapping[str, str]:
+        return self._fields
+
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
         refuse_parameter_hooks(self._model)
         super().trains_on(samples, order)

@@ -58,7 +58,6 @@ class SynchronousStrategy(Strategy):
         self._generation_group = GenerationGroup()
         self._process_group: dist.ProcessGroup | None = None
         self._coordinators: Coordinators | None = None
-        self._fields: Mapping[str, str] = {}
         self.position = ScriptPosition()
         self._checkpoints = GenerationCheckpoints(self.position)
         self._registered = RegisteredState()
@@ -87,9 +86,6 @@ class SynchronousStrategy(Strategy):
 
     def _write_checkpoint(self) -> None:
         """Have one written, if it is due, of the state behind the last step."""
-
-    def fields(self) -> Mapping[str, str]:
-        return self._fields
 
     # --- generations ---
 
