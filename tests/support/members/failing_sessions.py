@@ -203,7 +203,10 @@ def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, o
         "gradients": torch.is_grad_enabled(),
         "modules": modules,
         "parameters": parameters,
-        "optimizer": (sorted(vars(optimizer)), len(optimizer._optimizer_step_pre_hooks)),
+        "optimizer": (
+            {name for name in vars(optimizer) if name[0] != "_"},
+            len(optimizer._optimizer_step_pre_hooks),
+        ),
     }
 
 

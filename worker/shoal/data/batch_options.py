@@ -199,7 +199,8 @@ def own_collate(loader: "DataLoader[Any]") -> Collate | None:
 
 
 def _loading_of(loader: "DataLoader[Any]") -> dict[str, Any]:
-    found = {field.name: getattr(loader, field.name) for field in fields(Loading)}
+    own = (field.name for field in fields(Loading) if hasattr(loader, field.name))
+    found = {name: getattr(loader, name) for name in own}
     if not loader.num_workers:
         # A DataLoader without processes has these as nobody has set them.
         del found["prefetch_factor"], found["persistent_workers"]
