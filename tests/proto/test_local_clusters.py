@@ -1,6 +1,5 @@
 """Which clusters of this user a command finds by an address, and which it does not."""
 
-import os
 import signal
 import subprocess
 import sys

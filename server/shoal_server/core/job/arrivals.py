@@ -142,7 +142,7 @@ class Arrivals:
             self._state.tell(member, self._state.break_notice(self._state.last_generation))
         if self._pause_keeper.told_paused:
             self._state.tell(member, self._pause_keeper.notice())
-        if trains and (num := self._state.told_waiting):
+        if trains and (num := self._state.table.told_waiting):
             notice = WaitingNotice(reason=f"{num} more members wait", num_members=num)
             self._state.tell(member, notice)
         if self._state.end.completing:
