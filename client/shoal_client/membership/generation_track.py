@@ -43,6 +43,10 @@ class GenerationTrack:
         self.step = 0
         """Optimizer steps behind the trainer's state."""
         self.change: PlannedChange | None = None
+        self.is_closing = False
+        """Whether the job takes in no more members, and forms no more generations."""
+        self.num_waiting = 0
+        """Members without a rank that would be in the next one, as far as it is told."""
         self._proposal: pb.Proposal | None = None
         self._record: pb.GenerationRecord | None = None
         """The newest that the trainer may enter."""

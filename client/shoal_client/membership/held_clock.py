@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from shoal_client.membership.member_events import Over, WaitUntil
+
 
 class HeldClock:
     """Since when the time of a wait for others runs.
@@ -14,6 +16,8 @@ class HeldClock:
     def __init__(self) -> None:
         self.away = True
         """Whether no coordinator holds this member's stream."""
+        self.give_up_at_s = math.inf
+        """When the trainer's own calls and waits end, whatever held them up."""
         self.away_since_s = math.inf
         """Since when none does, if one ever did."""
         self._turned_s = -math.inf
@@ -56,3 +60,14 @@ class HeldClock:
             return math.inf
         held_s = max(self._turned_s, self._stood_by_s, self.paused_until_s(now_s))
         return max(since_s, held_s) + limit_s
+
+    def work_done(
+        self, give_up_s: float, away_limit_s: float, now_s: float, *, is_over: bool
+    ) -> Over | WaitUntil:
+        """Whether nobody needs a member any more that has done its work.
+
+        False after `give_up_s`, or if no coordinator was there for `away_limit_s`.
+        """
+        until_s = min(give_up_s, self.away_since_s + away_limit_s)
+        done = is_over or now_s >= until_s
+        return Over(over=is_over) if done else WaitUntil(until_s=until_s)

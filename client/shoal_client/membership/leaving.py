@@ -3,6 +3,8 @@
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
 from shoal_proto.errors import Fenced, MemberDrained, ShoalError
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
 
 UNHEARD_TOLD_S = 0.3
 """Whoever was not heard for the whole of its drain tries once more, and goes."""
@@ -28,6 +30,8 @@ class Leaving:
         self.has_begun = False
         self.was_told = False
         """Whether the coordinator took note."""
+        self.stays_as: pb.LeaveRequest | None = None
+        """What a member said that stays with its work done, or that closed the job."""
         self._drained = False
 
     def ask(self, reason: str) -> None:
@@ -54,3 +58,29 @@ class Leaving:
         if self.was_told:
             return []  # it was let go: the word that it leaves came second, as it mostly does
         return [ev.TellEnding(error=error), ev.Log(event="leave_not_needed", fields=fields)]
+
+    # --- staying, with nothing left to do ---
+
+    def work_done(self, event: ev.WorkDone, token: Token) -> pb.LeaveRequest:
+        """To say that this member stays, done with its own work or with the job; new leaders hear
+        all of it again."""
+        before = self.stays_as or pb.LeaveRequest()
+        self.stays_as = pb.LeaveRequest(
+            token=token,
+            completed=True,
+            reason=event.reason[:1000],
+            stays=event.finished or before.stays,
+            closes=event.closes or before.closes,
+        )
+        return self.stays_as
+
+    # --- requests ---
+
+    @staticmethod
+    def drain_request(identity: Identity, reason: str) -> pb.DrainRequest:
+        return pb.DrainRequest(
+            job=identity.spec.job,
+            member_id=identity.member_id,
+            incarnation=identity.incarnation,
+            reason=reason[:1000],
+        )

@@ -1,11 +1,12 @@
-"""Who joins a job."""
+"""A member that joins a job, and what its membership asks of its owner."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.liveness.beat_board import BeatSlot
+from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
@@ -43,4 +44,33 @@ class Member:
             public_id=public_id(self.incarnation),
             info=self.info,
             job_secret=self.job_secret,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberHooks:
+    """What a session asks of its owner, on the thread that holds the stream."""
+
+    judge: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
+    find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
+    """The peers that this member cannot reach, each with what was seen."""
+    find_checkpoints: Callable[[], Sequence[int]] = lambda: ()
+    """The steps of the complete checkpoints that it sees, asked where nobody in the roster holds
+    the job's state."""
+    on_break: Callable[[int, str], None] = lambda generation, reason: None
+    """A generation is over, and why."""
+
+    def judged(self, effect: ev.Judge) -> ev.Judged:
+        """The member's answer to a roster."""
+        prepare = effect.prepare
+        rejections = self.judge(prepare)
+        return ev.Judged(
+            generation=prepare.roster.generation,
+            digest=effect.digest,
+            rejections=rejections,
+            # What is rejected anyway needs no network.
+            unreachable={} if rejections else self.find_unreachable(prepare),
+            checkpoint_steps=self.find_checkpoints()
+            if effect.from_checkpoint and not rejections
+            else (),
         )

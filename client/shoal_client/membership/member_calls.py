@@ -43,6 +43,13 @@ class MemberCalls:
             give_up_s=give_up_s,
         )
 
+    def persistent(
+        self, request: ev.Request, timeout_s: float, now_s: float, give_up_s: float
+    ) -> ev.Call:
+        """A call that is made again until `give_up_s`."""
+        within_s = max(0.0, min(timeout_s, give_up_s - now_s))
+        return self.new(request, ev.Persistence.UNTIL_ANSWERED, within_s, now_s, give_up_s)
+
     def joins(self, now_s: float, within_s: float) -> None:
         """The member wants to be admitted, by then."""
         self._joined_s, self._joins_within_s = now_s, within_s

@@ -9,8 +9,6 @@ The trainer's decisions (`begin_step`, `next_generation`, `break_seen`) are meth
 what events change.
 """
 
-import math
-
 from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S, CertificateWait
@@ -53,12 +51,6 @@ class MemberCore:
         """The coordinator's latest reason why this member is not training."""
         self.stands_by = False
         """Whether the job has its maximum of members, of whom this is not one."""
-        self.is_closing = False
-        """Whether the job takes in no more members."""
-        self.num_waiting = 0
-        """Members without a rank that would be in the next roster, as far as it is told."""
-        self.give_up_at_s = math.inf
-        """When the trainer's calls and waits end, answered or not."""
         self.leaving = Leaving()
         self.closed = False
         self._admitted: pb.Admitted | None = None
@@ -67,7 +59,6 @@ class MemberCore:
         self._back_off = BackOff()
         self._certificate = CertificateWait(certificate_wait_s)
         self._own_pause: OwnPause | None = None
-        self._work_done: pb.LeaveRequest | None = None
         self._held_since_s: float | None = None
         """Since when the trainer waits to begin a step."""
 
@@ -136,10 +127,7 @@ class MemberCore:
                 effects = [self._until_answered(self._said(event), now_s)]
         return effects
 
-    def _said(
-        self,
-        event: ev.Proposed | ev.BroughtUp | ev.StoodStill | ev.CollectiveFailed | ev.WorkDone,
-    ) -> ev.Request:
+    def _said(self, event: ev.Said) -> ev.Request:
         """What the trainer says, which it says until somebody has heard it."""
         match event:
             case ev.Proposed():
@@ -153,15 +141,7 @@ class MemberCore:
                     event.error, own=event.own, state_lost=event.state_lost
                 )
             case ev.WorkDone():
-                before = self._work_done or pb.LeaveRequest()
-                self._work_done = pb.LeaveRequest(
-                    token=self.token,
-                    completed=True,
-                    reason=event.reason[:1000],
-                    stays=event.finished or before.stays,
-                    closes=event.closes or before.closes,
-                )
-                return self._work_done
+                return self.leaving.work_done(event, self.token)
 
     def progress(self, step: int) -> None:
         """Steps committed so far, for the heartbeats."""
@@ -201,9 +181,9 @@ class MemberCore:
             case "standby" if notice.reason != waited_for:
                 effects = [self._log("member_waits", reason=notice.reason)]
             case "closing":
-                self.is_closing = True
+                self.track.is_closing = True
             case "waiting":
-                self.num_waiting = notice.waiting.num_members
+                self.track.num_waiting = notice.waiting.num_members
             case "drain":
                 effects = self._take_drain(
                     notice.reason, now=notice.drain.now, everyone=notice.drain.everyone
@@ -216,7 +196,7 @@ class MemberCore:
         again, self._admitted = self.admitted, admitted
         # Who is paused is told next, if anybody is.
         self.clock.pause((), now_s)
-        self.num_waiting = 0
+        self.track.num_waiting = 0
         limits = admitted.limits
         effects: Effects = [
             ev.Claim(
@@ -235,7 +215,7 @@ class MemberCore:
             self.track.proposed(),
             pause.request(self.token, now_s) if pause is not None else None,
             self.track.standing(),
-            self._work_done,
+            self.leaving.stays_as,
         )
         return effects + [self._with_stream(each, now_s) for each in said if each is not None]
 
@@ -323,11 +303,7 @@ class MemberCore:
         return self._calls.new(request, ev.Persistence.WITH_STREAM, timeout_s, now_s)
 
     def _until_answered(self, request: ev.Request, now_s: float) -> ev.Call:
-        give_up_s = self.give_up_at_s
-        timeout_s = max(0.0, min(self.limits.join_s, give_up_s - now_s))
-        return self._calls.new(
-            request, ev.Persistence.UNTIL_ANSWERED, timeout_s, now_s, give_up_s=give_up_s
-        )
+        return self._calls.persistent(request, self.limits.join_s, now_s, self.clock.give_up_at_s)
 
     def _call_ended(self, event: ev.CallEnded, now_s: float) -> Effects:  # noqa: PLR0911 - a table
         call, error = event.call, event.error
@@ -343,8 +319,7 @@ class MemberCore:
         if not self._outlasts(error, now_s):
             return [*self._fail(error), ev.Raise(error=self.failure or error)]
         ended = self.closed or self.failure is not None
-        is_late = now_s >= call.give_up_s
-        if rule is ev.Persistence.UNTIL_ANSWERED and not ended and not is_late:
+        if rule is ev.Persistence.UNTIL_ANSWERED and not ended and now_s < call.give_up_s:
             return self._calls.again(call, error, event.chance, now_s)
         return [ev.Raise(error=self.failure or error)]
 
@@ -356,15 +331,7 @@ class MemberCore:
             return [*self._fail(event.error), ev.Raise(error=event.error)]
         if event.beaten:
             return []
-        beat = pb.Beat(
-            token=self.token,
-            step=self.track.step,
-            moved=event.moved,
-            waits=event.waits,
-            own_code_s=event.own_code_s,
-            loads=event.loads,
-        )
-        request = pb.HeartbeatRequest(beats=[beat])
+        request = ev.beat(event, self.token, self.track.step)
         return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
 
     def _pause(self, event: ev.PauseBegan | ev.PauseEnded, now_s: float) -> Effects:
@@ -432,12 +399,7 @@ class MemberCore:
         return ev.Log(event=event, fields=named, is_warning=is_warning)
 
     def _drain_call(self, reason: str, now_s: float) -> ev.Call:
-        request = pb.DrainRequest(
-            job=self.identity.spec.job,
-            member_id=self.identity.member_id,
-            incarnation=self.identity.incarnation,
-            reason=reason[:1000],
-        )
+        request = self.leaving.drain_request(self.identity, reason)
         within_s, give_up_s = self.limits.lease_s, now_s + self.limits.drain_s
         return self._calls.new(request, ev.Persistence.FOR_A_TIME, within_s, now_s, give_up_s)
 
@@ -544,14 +506,9 @@ class MemberCore:
     def others_done(
         self, generation: int, give_up_s: float, away_limit_s: float, now_s: float
     ) -> ev.Over | ev.WaitUntil:
-        """Whether nobody needs this member any more, which has done its work in the generation.
-
-        False after `give_up_s`, or if no coordinator was there for `away_limit_s`.
-        """
-        if self.is_over(generation) or self.is_closing:
-            return ev.Over(over=True)
-        until_s = min(give_up_s, self.clock.away_since_s + away_limit_s)
-        return ev.WaitUntil(until_s=until_s) if now_s < until_s else ev.Over(over=False)
+        """Whether nobody needs this member any more, which has done its work: see HeldClock."""
+        is_over = self.is_over(generation) or self.track.is_closing
+        return self.clock.work_done(give_up_s, away_limit_s, now_s, is_over=is_over)
 
     def break_seen(
         self, generation: int, since_s: float, limit_s: float, now_s: float

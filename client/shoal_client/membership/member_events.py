@@ -174,6 +174,23 @@ Event = (
 )
 
 
+Said = Proposed | BroughtUp | StoodStill | CollectiveFailed | WorkDone
+"""What the trainer says, until somebody has heard it."""
+
+
+def beat(event: HeartbeatDue, token: Token, step: int) -> pb.HeartbeatRequest:
+    """A member's own heartbeat."""
+    one = pb.Beat(
+        token=token,
+        step=step,
+        moved=event.moved,
+        waits=event.waits,
+        own_code_s=event.own_code_s,
+        loads=event.loads,
+    )
+    return pb.HeartbeatRequest(beats=[one])
+
+
 # --- what follows, in order; carried out by who brought the event ---
 
 

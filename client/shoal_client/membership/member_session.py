@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -22,8 +21,9 @@ from shoal_client.connection.coordinators import CLOSE_WITHIN_S, Coordinators, c
 from shoal_client.liveness.beat_board import Doing, Ending
 from shoal_client.membership import calls
 from shoal_client.membership import member_events as ev
+from shoal_client.membership.generation_track import GenerationTrack
 from shoal_client.membership.leaving import drained
-from shoal_client.membership.member import Member
+from shoal_client.membership.member import Member, MemberHooks
 from shoal_client.membership.member_core import MemberCore
 from shoal_client.membership.named_rosters import NamedRosters
 from shoal_client.membership.several_jobs import OwnJobs
@@ -42,20 +42,6 @@ BEATEN_WITHIN_HEARTBEATS = 1.5
 """Heartbeats of the launcher that are no older spare this member its own."""
 
 Decision = TypeVar("Decision")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemberHooks:
-    """What a session asks of its owner, on the thread that holds the stream."""
-
-    judge: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
-    find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
-    """The peers that this member cannot reach, each with what was seen."""
-    find_checkpoints: Callable[[], Sequence[int]] = lambda: ()
-    """The steps of the complete checkpoints that it sees, asked where nobody in the roster holds
-    the job's state."""
-    on_break: Callable[[int, str], None] = lambda generation, reason: None
-    """A generation is over, and why."""
 
 
 class MemberSession:
@@ -175,12 +161,9 @@ class MemberSession:
         self._joining.end()
 
     def give_up_at(self, time_s: float) -> None:
-        """End every call and wait of the trainer at this `time.monotonic()`, with a RetryError.
-
-        By default a call lasts until a coordinator answers, however long none is there.
-        """
+        """End every call and wait of the trainer at this `time.monotonic()`, with a RetryError."""
         with self._lock:
-            self._core.give_up_at_s = time_s
+            self._core.clock.give_up_at_s = time_s
 
     # --- training ---
 
@@ -261,10 +244,7 @@ class MemberSession:
         ).over
 
     def successor(self) -> pb.GenerationRecord | None:
-        """The planned successor of the current generation, once its members agreed where to stop.
-
-        For who has no steps and so calls `begin_step` only to go over to it. Free to call.
-        """
+        """The planned next generation, once its members agreed where to stop. Free to call."""
         return self._core.track.successor
 
     def wait_over(self, generation: int, timeout_s: float) -> bool:
@@ -293,17 +273,15 @@ class MemberSession:
     # --- leaving ---
 
     def end_work(self, reason: str, *, finished: bool = False, closes: bool = False) -> None:
-        """State, and stay a member, that this one has no step left (`finished`), or that the job
-        takes in no more members (`closes`).
+        """Stay, with no step left (`finished`), or with the job closed to newcomers (`closes`).
 
-        Raises what the coordinator refuses with, and a RetryError once `give_up_at` is over.
+        Raises what the coordinator refuses with, and a RetryError at `give_up_at`.
         """
         self._do(ev.WorkDone(reason=reason, finished=finished, closes=closes))
 
     def await_others_done(self, generation: int, timeout_s: float, *, away_limit_s: float) -> bool:
-        """Wait, with its own work done, until nobody needs this member any more: the job completes,
-        or its members go on in another generation. False after `timeout_s`, or once no coordinator
-        was there for `away_limit_s`."""
+        """Wait, with its work done, until the job completes or goes on in another generation; False
+        after `timeout_s`, or once no coordinator was there for `away_limit_s`."""
         give_up_s = time.monotonic() + timeout_s
         return self._decided(
             lambda now_s: self._core.others_done(generation, give_up_s, away_limit_s, now_s)
@@ -356,7 +334,7 @@ class MemberSession:
         self._do(ev.Closed())
         self._threads.join(within_s=CLOSE_WITHIN_S)
         self._joining.end()
-        # A call that is under way at a coordinator that hangs ends with its connection.
+        # A call to a coordinator that hangs ends with its connection.
         self._coordinators.close()
         self._threads.join()
 
@@ -406,14 +384,9 @@ class MemberSession:
         return self._core.clock.away_s(time.monotonic())
 
     @property
-    def is_closing(self) -> bool:
-        """Whether the job takes in no more members. Free to call."""
-        return self._core.is_closing
-
-    @property
-    def num_waiting(self) -> int:
-        """Members without a rank that would be in the next roster. Free to call."""
-        return self._core.num_waiting
+    def track(self) -> GenerationTrack:
+        """The generations as this member knows them; to be read only, by any thread."""
+        return self._core.track
 
     @property
     def waiting_for(self) -> str:
@@ -438,11 +411,10 @@ class MemberSession:
                     raise decision.error
                 if not isinstance(decision, ev.WaitUntil):
                     return decision
-                if now_s >= self._core.give_up_at_s:
-                    raise DeadlineExceeded(
-                        "the time for this wait is over", seen=self._core.waiting_for
-                    )
-                left_s = min(decision.until_s, self._core.give_up_at_s) - now_s
+                give_up_s = self._core.clock.give_up_at_s
+                if now_s >= give_up_s:
+                    raise DeadlineExceeded("this wait is over", seen=self._core.waiting_for)
+                left_s = min(decision.until_s, give_up_s) - now_s
                 self._changed.wait(min(max(left_s, 0.0), threading.TIMEOUT_MAX))
 
     def _do(self, event: ev.Event) -> None:
@@ -473,7 +445,7 @@ class MemberSession:
             case ev.FindLeader():
                 self._coordinators.move_on(self._stream.address, effect.error)
             case ev.Judge():
-                return self._judge(effect)
+                return self._hooks.judged(effect)
             case ev.Break():
                 self._hooks.on_break(effect.generation, effect.reason)
             case ev.AskDrain():
@@ -494,20 +466,6 @@ class MemberSession:
             return calls.made(self._coordinators, call, lambda: core.closed)
         with self._joining.within():
             return calls.made(self._coordinators, call, lambda: core.closed or core.is_idle(call))
-
-    def _judge(self, effect: ev.Judge) -> ev.Judged:
-        hooks, prepare = self._hooks, effect.prepare
-        rejections = hooks.judge(prepare)
-        return ev.Judged(
-            generation=prepare.roster.generation,
-            digest=effect.digest,
-            rejections=rejections,
-            # What is rejected anyway needs no network.
-            unreachable={} if rejections else hooks.find_unreachable(prepare),
-            checkpoint_steps=hooks.find_checkpoints()
-            if effect.from_checkpoint and not rejections
-            else (),
-        )
 
     def _tell_launcher(self, effect: ev.Claim | ev.Unclaim | ev.TellEnding) -> None:
         if self._slot is None:

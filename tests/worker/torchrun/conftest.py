@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from support.processes.torchrun_handlers import Join, parameters
+from support.torchrun.handlers import Join, parameters
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from shoal.torchrun import create_handler

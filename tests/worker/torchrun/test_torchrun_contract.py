@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 from support.processes.served_process import awaited
-from support.processes.torchrun_handlers import (
+from support.torchrun.handlers import (
     PATIENCE_S,
     Join,
     await_change,

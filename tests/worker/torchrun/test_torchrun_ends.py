@@ -5,8 +5,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from support.processes import torchrun_apart
 from support.processes.torchrun_world import Nodes, Step
+from support.torchrun import apart
 
 from shoal_client.local.cluster import LocalCluster
 from shoal_client.local.process import Process
@@ -22,7 +22,7 @@ UNDISTURBED_STEPS = 100
 @pytest.fixture
 def nodes(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
     job = f"ends-{request.node.originalname}-{tmp_path.name}"
-    script = Path(torchrun_apart.__file__)
+    script = Path(apart.__file__)
     endpoint = cluster.coordinator
     with Nodes(endpoint=endpoint, job=job, directory=tmp_path, script=script) as running:
         yield running

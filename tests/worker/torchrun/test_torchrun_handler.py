@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from support.processes.torchrun_handlers import (
+from support.torchrun.handlers import (
     PATIENCE_S,
     Join,
     await_change,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.network.gates import Network, Wire
-from support.processes import torchrun_apart
-from support.processes.torchrun_handlers import Join, await_change, parameters, together
 from support.processes.torchrun_world import Nodes
+from support.torchrun import apart
+from support.torchrun.handlers import Join, await_change, parameters, together
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousTimeoutError,
@@ -199,7 +199,7 @@ def test_an_agent_that_waits_for_others_ends_soon_after_the_coordinator(
 ) -> None:
     """One whose workers are done stands in the barrier at the end; the other trains on, and ends as
     it would."""
-    job, script = f"barrier-{tmp_path.name}", Path(torchrun_apart.__file__)
+    job, script = f"barrier-{tmp_path.name}", Path(apart.__file__)
     endpoint = outage.endpoints[0]
     with Nodes(endpoint=endpoint, job=job, directory=tmp_path, script=script) as nodes:
         conf = "last_call_timeout=60,close_timeout=3"

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 from support.network.gates import Network
-from support.processes.torchrun_handlers import Join, await_change, together
+from support.torchrun.handlers import Join, await_change, together
 from torch import distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.utils import store as store_util

@@ -135,7 +135,7 @@ class Node:
     def is_closed(self) -> bool:
         """Whether the job is over, or closed to further generations, or this node has left it."""
         failure = self._membership.failure
-        over = self._closed or self._membership.is_closing or isinstance(failure, JobFinished)
+        over = self._closed or self._membership.track.is_closing or isinstance(failure, JobFinished)
         return self._left or over
 
     # --- the end of this node's work ---
@@ -218,7 +218,7 @@ class Node:
             return 1
         if (successor := membership.successor()) is not None:
             joiners = len(_member_ids(successor) - _member_ids(self._record))
-            return max(joiners, membership.num_waiting) or 1
+            return max(joiners, membership.track.num_waiting) or 1
         made_up = self._store is not None and self._store.made_up
         return int(made_up or membership.is_broken(self._number))
 

@@ -148,7 +148,7 @@ class Arrivals:
             self._state.tell(member, self._pause_keeper.notice())
         if member.stands_by:
             self._state.tell(member, StandbyNotice(reason=member.waiting_for, position=0))
-        if trains and (num := self._state.told_waiting):
+        if trains and (num := self._state.table.told_waiting):
             notice = WaitingNotice(reason=f"{num} more members wait", num_members=num)
             self._state.tell(member, notice)
         if self._state.end.completing:

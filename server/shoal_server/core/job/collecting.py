@@ -107,13 +107,13 @@ class Collecting:
         num = min(num, self._state.spec.max_members - len(trainers))
         if self._state.table.has_finished_in(running):
             num = 0
-        if num != self._state.told_waiting:
-            self._state.told_waiting = num
+        if num != self._state.table.told_waiting:
+            self._state.table.told_waiting = num
             for member in trainers:
                 self._state.tell(member, self.waiting_notice())
 
     def waiting_notice(self) -> WaitingNotice:
-        num = self._state.told_waiting
+        num = self._state.table.told_waiting
         return WaitingNotice(reason=f"{num} more members wait", num_members=num)
 
     def chosen(self, now_s: float) -> list[Member]:

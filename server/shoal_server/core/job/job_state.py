@@ -93,8 +93,6 @@ class JobState:
     setbacks: Setbacks = field(default_factory=Setbacks)
     progress: Progress = field(default_factory=Progress)
     effects: list[Effect] = field(default_factory=list)
-    told_waiting: int = 0
-    """Members without a rank, as the trainers were told last."""
 
     @property
     def tally(self) -> Tally:

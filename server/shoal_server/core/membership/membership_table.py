@@ -37,6 +37,8 @@ class MembershipTable:
     finished: set[str] = field(default_factory=set)
     """Members that have done their work, present or gone: nobody waits for one, and each counts
     for the minimum that the others need."""
+    told_waiting: int = 0
+    """Members without a rank that would be in the next roster, as torchrun's nodes know it."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: what is entered later counts from a later time.
     _disconnected: dict[str, Member] = field(default_factory=dict)

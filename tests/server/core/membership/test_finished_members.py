@@ -74,7 +74,7 @@ def test_a_newcomer_waits_until_the_generation_is_over_anyhow() -> None:
     w.finish("c")
     w.finish("d")
     w.run(502.0)
-    assert all(member.core.is_closing for member in w.members.values())
+    assert all(member.core.track.is_closing for member in w.members.values())
 
 
 def test_a_newcomer_is_told_once_all_have_finished() -> None:
@@ -88,7 +88,7 @@ def test_a_newcomer_is_told_once_all_have_finished() -> None:
     assert late.refused is not None
     assert late.refused.kind == RefusalKind.FINISHED
     for name in "ab":
-        assert w.members[name].core.is_closing
+        assert w.members[name].core.track.is_closing
         w.complete(name)
     w.run(5.0)
     assert w.job.phase is Phase.FINISHED
@@ -127,7 +127,7 @@ def test_one_that_finishes_after_a_loss_ends_the_job() -> None:
     w.kill("b", seen_by_launcher=True)
     w.finish("a")
     w.run(2.0)
-    assert w.members["a"].core.is_closing
+    assert w.members["a"].core.track.is_closing
     w.complete("a")
     w.run(3.0)
     assert w.job.phase is Phase.FINISHED
@@ -185,7 +185,7 @@ def test_whenever_they_finish_fail_and_come_the_job_completes(seed: int) -> None
     for name in list(w.members):
         w.finish(name)
     w.run(at_s + 70.0)
-    assert all(member.core.is_closing for member in w.members.values())
+    assert all(member.core.track.is_closing for member in w.members.values())
     for name in list(w.members):
         w.complete(name)
     w.run(at_s + 80.0)
@@ -197,7 +197,7 @@ def test_a_closed_job_takes_nobody_in_and_goes_on() -> None:
     w = world("a", "b")
     w.finish("a", closes=True)
     w.run(2.0)
-    assert all(member.core.is_closing for member in w.members.values())
+    assert all(member.core.track.is_closing for member in w.members.values())
     late = w.join("c", stateless=True)
     w.run(3.0)
     assert late.refused is not None
