@@ -28,9 +28,8 @@ def main():
             keras.layers.Dense(1),
         ]
     )
-    rate = keras.optimizers.schedules.CosineDecay(1e-2, EPOCHS * NUM_SAMPLES // BATCH)
-    loss = keras.losses.MeanSquaredError(dtype=keras.config.floatx())
-    model.compile(optimizer=keras.optimizers.AdamW(rate, weight_decay=1e-2), loss=loss)
+    rate = keras.optimizers.schedules.CosineDecay(1e-3, EPOCHS * NUM_SAMPLES // BATCH)
+    model.compile(optimizer=keras.optimizers.AdamW(rate, weight_decay=1e-2), loss="mse")
     inputs, targets = samples()
     model.fit(inputs, targets, BATCH, EPOCHS, shuffle=False, verbose=0)
     weights = {str(n): each.value.detach() for n, each in enumerate(model.trainable_variables)}

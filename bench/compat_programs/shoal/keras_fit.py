@@ -31,9 +31,8 @@ def main():
             keras.layers.Dense(1),
         ]
     )
-    rate = keras.optimizers.schedules.CosineDecay(1e-2, EPOCHS * NUM_SAMPLES // BATCH)
-    loss = keras.losses.MeanSquaredError(dtype=keras.config.floatx())
-    model.compile(optimizer=keras.optimizers.AdamW(rate, weight_decay=1e-2), loss=loss)
+    rate = keras.optimizers.schedules.CosineDecay(1e-3, EPOCHS * NUM_SAMPLES // BATCH)
+    model.compile(optimizer=keras.optimizers.AdamW(rate, weight_decay=1e-2), loss="mse")
     with shoal.join() as session:
         session.distribute(model, model.optimizer)
         options = {"global_batch_size": BATCH, "epochs": EPOCHS, "shuffle": False}
