@@ -361,22 +361,6 @@ def test_a_backward_pass_beside_the_sessions_is_refused(
         run(cluster, strategy, body)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_a_second_backward_pass_that_ddp_would_not_reduce_is_refused(
-    cluster: LocalCluster, strategy: str
-) -> None:
-    """DDP reduces once behind each forward pass; the rest would be this member's alone."""
-
-    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
-        with session.step():
-            first, second = (loss_of(session, model, batch) for _ in range(2))
-            session.backward(first)
-            session.backward(second)
-
-    with pytest.raises(InvalidSpec, match="second backward pass"):
-        run(cluster, strategy, body)
-
-
 class Idle(nn.Module):
     """Has a layer that no loss depends on, and looks up rows with or without sparse gradients."""
 

@@ -52,6 +52,9 @@ class World:
     completes_passes: bool = False
     """Whether gradients are those of the whole batch behind each pass that `Layout` makes, and not
     only from `Layout.reduce` on."""
+    makes_passes: bool = False
+    """Whether all backward passes are made by `Layout.backward`, as in a session, and none by the
+    script's own loss.backward()."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
     """Where it is noted for which layers this rank has met others."""
 
@@ -204,16 +207,21 @@ class Layout(ABC):
         """Whether the pass that begins leaves gradients of the whole batch behind."""
         return self.reduces and self.world.completes_passes
 
-    def begin_pass(self) -> None:  # noqa: B027 - most layouts tell passes apart by nothing
-        """A backward pass of this model begins."""
+    def begin_pass(self, loss: Tensor) -> None:  # noqa: B027 - most layouts reduce by their hooks
+        """A backward pass of this model begins, of a loss as it is weighted."""
+
+    def end_pass(self) -> None:  # noqa: B027 - as `begin_pass`
+        """It is over."""
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add this rank's gradients of a loss that is the mean over its own samples.
 
         `weight` is its share of the global batch times `data_count`.
         """
-        self.begin_pass()
-        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        loss = loss if weight == 1.0 else loss * weight
+        self.begin_pass(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.end_pass()
 
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float

@@ -81,11 +81,12 @@ def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSp
         )
     return InvalidSpec(
         f"the gradients of step {step} were not reduced",
-        seen="a loss that the distributed model did not compute, or a second backward pass"
-        " behind one forward pass",
+        seen="a loss that the distributed model did not compute, or one that leaves out parameters"
+        " which an earlier pass of the step has reached",
         expected="the model that session.distribute returned to be called in the step, before"
-        " each session.backward",
-        fix="If there are several losses, pass their sum to session.backward.",
+        " session.backward, and every parameter to take part in each loss",
+        fix="If passes leave parameters out on purpose: "
+        f"session.distribute(..., strategy=shoal.{strategy}(find_unused_parameters=True)).",
     )
 
 

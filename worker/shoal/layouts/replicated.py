@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.compression.base import Compressor
@@ -16,8 +15,10 @@ from shoal.compression.exchange import exchange_for
 from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World, materialise
 from shoal.layouts.buffers import RunningBuffers
+from shoal.layouts.gradients import not_reduced
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import OPTIM
+from shoal.torch_private.replicated_module import ReplicatedModule
 from shoal_proto.errors import InvalidSpec
 
 # Parameters of any dtype may stand at a multiple of this in the memory of their owner.
@@ -34,6 +35,8 @@ class ReplicatedLayout(Layout):
     """
 
     elementwise = False
+    strategy = "DDP"
+    """The name of the class by which a script has such a layout."""
 
     def __init__(
         self,
@@ -62,13 +65,15 @@ class ReplicatedLayout(Layout):
             compressor,
         )
         # No comparison of the ranks' parameters: there is nothing in them yet.
-        self._ddp = DistributedDataParallel(
+        self._ddp = ReplicatedModule(
             model,
             process_group=world.group,
             init_sync=False,
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
+            is_told_of_passes=world.makes_passes,
+            unfinished=self._not_reduced,
         )
         self._ddp.register_comm_hook(None, self.exchange.average)
         self.module = self._ddp
@@ -102,22 +107,32 @@ class ReplicatedLayout(Layout):
     def leaves(self) -> Sequence[Tensor]:
         return [each for each in self._parameters.values() if each.requires_grad]
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, loss: Tensor) -> None:
+        self._ddp.begin_backward(loss)
         self.exchange.begin_pass()
+
+    def end_pass(self) -> None:
+        self._ddp.end_backward()
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
         return meets_in_forward(self._ddp, is_first_step=is_first_step)
 
     def begin(self) -> None:
         self.exchange.begin(self.step)
+        self._ddp.begin_step()
 
     def reduce(self) -> None:
         # What was not averaged is told by `synchronised`.
-        trained = ((name, p) for name, p in self._parameters.items() if p.requires_grad)
-        complete = self.exchange.complete
-        self.unreached = [] if complete else [name for name, p in trained if p.grad is None]
+        self.unreached = [] if self.exchange.complete else self._without_gradient()
         if self.exchange.complete and self.looks_for_faults:
             self.exchange.check(self.step)
+
+    def _not_reduced(self) -> InvalidSpec:
+        return not_reduced(self.step, self._without_gradient(), self.strategy)
+
+    def _without_gradient(self) -> list[str]:
+        trained = ((name, p) for name, p in self._parameters.items() if p.requires_grad)
+        return [name for name, p in trained if p.grad is None]
 
     def overflowed(self) -> bool:
         return not self.exchange.has_finite_averages()
@@ -154,6 +169,8 @@ class Zero1Layout(ReplicatedLayout):
     would be sent several times over. On loopback with 4, 40 MB in equal parts: 15 ms to 44 ms
     (2 ranks), 27 to 59 ms (3), 34 to 80 ms (4), and alike below 1 MB.
     """
+
+    strategy = "Zero1"
 
     def _place(self) -> None:
         n, rank = self.world.world_size, self.world.rank
@@ -257,7 +274,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty(tensor.shape, device="meta").stride()
 
 
-def meets_in_forward(ddp: DistributedDataParallel, *, is_first_step: bool) -> bool:
+def meets_in_forward(ddp: ReplicatedModule, *, is_first_step: bool) -> bool:
     """Whether a forward pass with gradients communicates: it sends buffers, if there are any, and
     the second one of all tells the order of buckets."""
     syncs: bool = ddp.will_sync_module_buffers()  # type: ignore[no-untyped-call]

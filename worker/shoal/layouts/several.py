@@ -80,16 +80,18 @@ class SeveralLayouts(Layout):
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Gradients of the active models alone; what others have by now is left as it is."""
-        for each in self._active:
-            each.begin_pass()
         scaled = loss if weight == 1.0 else loss * weight
+        for each in self._active:
+            each.begin_pass(scaled)
         leaves = [each.leaves for each in self._active]
         if all(each is not None for each in leaves):
             inputs = [leaf for each in leaves if each is not None for leaf in each]
             scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
-            return
-        with self._set_aside():
-            scaled.backward()  # type: ignore[no-untyped-call]
+        else:
+            with self._set_aside():
+                scaled.backward()  # type: ignore[no-untyped-call]
+        for each in self._active:
+            each.end_pass()
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:

@@ -170,6 +170,22 @@ def refuse_wrapped(model: nn.Module) -> None:
         )
 
 
+def refuse_untrained(strategy: str, model: nn.Module) -> None:
+    """Raise InvalidSpec for a model, or one of several, without a parameter to train."""
+    for name, each in models_of(model).items():
+        if not any(parameter.requires_grad for parameter in each.parameters()):
+            raise InvalidSpec(
+                f"the model {name} has nothing to train under {strategy}"
+                if name
+                else "the model has nothing to train",
+                expected="a parameter that requires a gradient",
+                fix="Leave a frozen model out of session.distribute, and call it as it is: it is"
+                " the same on every member."
+                if name
+                else "",
+            )
+
+
 def joined(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> tuple[SeveralModels, SeveralOptimizers]:

@@ -141,6 +141,7 @@ class LayoutStrategy(SynchronousStrategy):
             generation=generation.number,
             kept_rooms=self._generation_group.kept_rooms,
             completes_passes=self.position.meets_in_passes,
+            makes_passes=True,
             exchanges=self.position.exchanges,
         )
         # What DTensor has derived for the meshes of old generations is of no use any more.
@@ -179,10 +180,9 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
         """From now on a cut reaches what is laid out."""
-        layout: Layout
         if isinstance(model, SeveralModels):
             layouts = {name: self.lay_out(each, world) for name, each in model.items()}
-            layout = SeveralLayouts(model, layouts, world)
+            layout: Layout = SeveralLayouts(model, layouts, world)
         else:
             layout = self.lay_out(model, world)
         self._filling = layout

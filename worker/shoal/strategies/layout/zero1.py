@@ -11,6 +11,7 @@ from shoal.compression.refusals import refuse_compressed_models, refuse_compress
 from shoal.layouts import replicated
 from shoal.layouts.base import Layout, World
 from shoal.model.elementwise_optimizers import refuse_unless_per_parameter
+from shoal.model.several import refuse_untrained
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
@@ -56,6 +57,7 @@ class Zero1(LayoutStrategy):
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_unless_per_parameter(self.name, optimizer, vouched=self._per_parameter_optimizer)
         refuse_compressed_models(self._compression, model)
+        refuse_untrained(self.name, model)
 
     @property
     def unscales(self) -> bool:

@@ -1,11 +1,11 @@
 """Data parallel: every member holds the whole model; gradients are averaged in each step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.checkpoint.reading import everything
@@ -25,7 +25,7 @@ from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_layers, refuse_parameter_hooks
-from shoal.model.several import models_of, proxies_of
+from shoal.model.several import models_of, proxies_of, refuse_untrained
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.state.registered.objects import into_shard, into_state, of_shard, of_state
@@ -38,6 +38,7 @@ from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.model_replica import ModelReplica
 from shoal.strategies.synchronous.step_agreement import Deed
 from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of
+from shoal.torch_private.replicated_module import ReplicatedModule
 from shoal.torch_private.tensors import foreach_mul_
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
@@ -83,10 +84,7 @@ class DDP(SynchronousStrategy):
         refuse_further_state(self.name, optimizer)
         refuse_extra_state(model)
         refuse_layers(self.name, model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise InvalidSpec(
-                "the model has nothing to train", expected="a parameter that requires a gradient"
-            )
+        refuse_untrained(self.name, model)
         refuse_compressed_models(self._compression, model)
         refuse_parameter_hooks(model)
         self._state = ReplicatedState(model, optimizer)
@@ -172,13 +170,15 @@ class DDP(SynchronousStrategy):
     def _wrap(self, group: dist.ProcessGroup) -> None:
         for name, model in models_of(self._model).items():
             # Everybody has the source's state already: DDP need not compare and send it once more.
-            ddp = DistributedDataParallel(
+            ddp = ReplicatedModule(
                 model,
                 process_group=group,
                 init_sync=False,
                 bucket_cap_mb=self._bucket_mb,
                 gradient_as_bucket_view=True,
                 find_unused_parameters=self._find_unused_parameters,
+                is_told_of_passes=True,
+                unfinished=partial(self._not_averaged, [model]),
             )
             exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
             self._replicas[name] = ModelReplica(ddp, exchange)
@@ -191,6 +191,7 @@ class DDP(SynchronousStrategy):
         self._open_step(self._model, self._state.parameters)
         for replica in self._replicas.values():
             replica.exchange.begin(self._step)
+            replica.ddp.begin_step()
 
     @property
     def module(self) -> nn.Module:
@@ -215,8 +216,7 @@ class DDP(SynchronousStrategy):
     def backward(self, loss: Tensor, weight: float) -> None:
         with self._weighing():
             replicas = self._replicas_of(self._passes.chosen)
-            for replica in replicas:
-                replica.exchange.begin_pass()
+            loss = loss if weight == 1.0 else loss * weight
             # Of several models those that the pass trains; the others' gradients stay as they are.
             inputs = self._passes.training and [
                 parameter
@@ -224,8 +224,12 @@ class DDP(SynchronousStrategy):
                 for parameter in replica.ddp.module.parameters()
                 if parameter.requires_grad
             ]
-            loss = loss if weight == 1.0 else loss * weight
+            for replica in replicas:
+                replica.ddp.begin_backward(loss)
+                replica.exchange.begin_pass()
             loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+            for replica in replicas:
+                replica.ddp.end_backward()
 
     def _replicas_of(self, optimizers: frozenset[str]) -> list[ModelReplica]:
         """Of the models that these train."""
@@ -240,7 +244,7 @@ class DDP(SynchronousStrategy):
         optimizers = self._passes.take("session.update")
         replicas = self._replicas_of(optimizers)
         if not all(replica.exchange.complete for replica in replicas):
-            raise self._not_averaged()
+            raise self._not_averaged(each.ddp.module for each in replicas)
         for replica in replicas:
             replica.exchange.check(self._step)
         self._agree_on(Deed.UPDATE)
@@ -285,7 +289,7 @@ class DDP(SynchronousStrategy):
         self._passes.settle_buffers()
         replicas = self._replicas_of(self._passes.due)
         if not all(replica.exchange.complete for replica in replicas):
-            raise self._not_averaged()
+            raise self._not_averaged(each.ddp.module for each in replicas)
         # On its way while this member looks at its gradients.
         self._propose(idle=self._without_gradients())
         overflowed = False
@@ -322,12 +326,12 @@ class DDP(SynchronousStrategy):
 
         self._checkpoints.write(self._step, state_shard, lambda _: self._rank == 0)
 
-    def _not_averaged(self) -> InvalidSpec:
+    def _not_averaged(self, models: Iterable[nn.Module]) -> InvalidSpec:
         """Why some gradients are this member's alone: the step would let the members drift."""
         names = [
             self._state.name_of(parameter)
-            for replica in self._replicas_of(self._passes.due)
-            for parameter in replica.ddp.module.parameters()
+            for model in models
+            for parameter in model.parameters()
             if parameter.requires_grad and parameter.grad is None
         ]
         return not_reduced(self._step, names, type(self).__name__)

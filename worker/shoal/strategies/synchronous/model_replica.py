@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from shoal.compression.gradient_exchange import GradientExchange
 from shoal.layouts.buffers import RunningBuffers
 from shoal.model.gradients import watch_parameters
+from shoal.torch_private.replicated_module import ReplicatedModule
 
 
 class ModelReplica:
     """Torch's wrapper, what averages its gradients, and the running statistics that are shared."""
 
-    def __init__(self, ddp: DistributedDataParallel, exchange: GradientExchange) -> None:
+    def __init__(self, ddp: ReplicatedModule, exchange: GradientExchange) -> None:
         self.ddp = ddp
         self.exchange = exchange
         self.running = RunningBuffers(ddp.module)

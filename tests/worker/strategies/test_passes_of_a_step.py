@@ -1,0 +1,193 @@
+"""Passes of many kinds under ddp and zero1, with the weights of one process in the end.
+
+Several forward passes of one loss, parts of the model in turn, and blocks that are computed again
+in the backward pass.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.collectives.strategy_runs import difference, generation_of, over_the_run
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shoal
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.data.batches import Loader, Order
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal_proto.errors import InvalidSpec
+
+TOLERANCE = 1e-10
+NUM_SAMPLES, BATCH, NUM_STEPS, WORLD_SIZE = 47, 10, 12, 3
+
+
+@dataclass
+class Outputs:
+    """What torch's search for outputs does not look into: it has no tensor as a field."""
+
+    found: Callable[[], Tensor]
+
+
+class Net(nn.Module):
+    """With a layer whose buffers change in each forward pass, and are needed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, momentum=0.1).eval()
+        self.trunk = nn.Linear(6, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.heads = nn.ModuleList(nn.Linear(8, 1) for _ in range(3))
+
+    def forward(self, inputs: Tensor, way: str) -> Any:
+        x = self.trunk(self.norm(inputs)).tanh()
+        if way.startswith("head"):
+            return self.heads[int(way.removeprefix("head "))](x)
+        if way == "unseen":
+            outputs = self.heads[1](self.block(x))
+            return Outputs(lambda: outputs)
+        for _ in range(2):
+            if way in ("reentrant", "again"):
+                x = checkpoint(self.block, x, use_reentrant=way == "reentrant")
+            else:
+                x = self.block(x)
+        return torch.cat([head(x) for head in self.heads], 1)
+
+
+def square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def two_heads(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """A pass forward and backward for each."""
+    yield square(model(inputs, "head 0"), targets)
+    yield square(model(inputs, "head 2"), -targets)
+
+
+def two_losses(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """Two forward passes ahead of two backward passes."""
+    one, other = (model(inputs + shift, "all") for shift in (0, 1))
+    yield square(one, targets)
+    yield other.square().mean()
+
+
+def one_loss(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """A loss of two forward passes, each of another part of the model."""
+    yield square(model(inputs, "head 0") * model(inputs, "head 1"), targets)
+
+
+def unseen(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """A loss of outputs that are in an object of the script's own."""
+    yield square(model(inputs, "unseen").found(), targets)
+
+
+def reentrant(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """A block that is used twice, and computed again in the backward pass."""
+    yield square(model(inputs, "reentrant"), targets)
+
+
+def again(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    yield square(model(inputs, "again"), targets)
+
+
+def in_part(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """The second pass leaves out what the first one has reached."""
+    yield from reentrant(model, inputs, targets)
+    yield square(model(inputs, "head 1"), targets)
+
+
+def penalised(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """A loss that has the gradient of the outputs in it."""
+    inputs = inputs.clone().requires_grad_()
+    outputs = model(inputs, "all")
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    yield square(outputs, targets) + slope.square().sum(1).mean()
+
+
+Passes = Callable[[Any, Tensor, Tensor], Iterator[Tensor]]
+SOME: tuple[Passes, ...] = (two_heads, one_loss, unseen)
+"""These leave parameters without a gradient."""
+ALL: tuple[Passes, ...] = (two_losses, reentrant, again, penalised)
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    # Ranks are threads, which have torch's own generator in common.
+    model, generator = Net().double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def loader() -> Loader:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator, dtype=torch.float64)
+    order = Order(num_samples=NUM_SAMPLES, global_batch_size=BATCH, num_epochs=20)
+    return Loader((inputs, inputs.sum(1, keepdim=True)), order)
+
+
+def by_one_process(passes: Passes) -> dict[str, Tensor]:
+    model, optimizer = made()
+    for step in range(NUM_STEPS):
+        batch = loader().synchronous(step, 0, 1)
+        optimizer.zero_grad()
+        for loss in passes(model, batch.inputs, batch.targets):
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def by_a_rank(strategy_of: Callable[[], SynchronousStrategy], passes: Passes) -> dict[str, Tensor]:
+    strategy = strategy_of()
+    over_the_run(strategy)
+    model, _ = strategy.distribute(*made())
+    names = [f"m{rank}" for rank in range(torch.distributed.get_world_size())]
+    generation = generation_of(names, names[torch.distributed.get_rank()])
+    strategy.enter(generation)
+    batches = loader()
+    for step in range(NUM_STEPS):
+        batch = batches.synchronous(step, *strategy.data_share(generation))
+        strategy.begin_step()
+        for loss in passes(model, batch.inputs, batch.targets):
+            strategy.backward(loss, batch.weight)
+        strategy.end_step(lambda: None)
+    strategy.finish()
+    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    strategy.close()
+    return weights
+
+
+STRATEGIES = {"ddp": shoal.DDP, "zero1": shoal.Zero1}
+
+
+@pytest.mark.parametrize("passes", [*SOME, in_part, *ALL])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_passes_are_as_in_one_process(strategy: str, passes: Passes) -> None:
+    """With the option for parameters without a gradient, and without where there are none."""
+    expected = by_one_process(passes)
+    for unused in (True, False) if passes in ALL else (True,):
+        made_of = partial(STRATEGIES[strategy], find_unused_parameters=unused)
+        for ours in run_in_memory(by_a_rank, WORLD_SIZE, made_of, passes):
+            assert difference(ours, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_later_pass_that_leaves_parameters_out_is_refused(strategy: str) -> None:
+    """They have gradients, of the first pass."""
+    kind = STRATEGIES[strategy]
+    text = rf"earlier pass.*shoal\.{kind.__name__}\(find_unused_parameters=True\)"
+    with pytest.raises(InvalidSpec, match=text):
+        run_in_memory(by_a_rank, 1, kind, in_part)
+
+
+@pytest.mark.parametrize("passes", SOME)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_without_a_gradient_are_named(strategy: str, passes: Passes) -> None:
+    """With the option of the strategy that allows them, in the first pass that leaves them out."""
+    kind = STRATEGIES[strategy]
+    text = rf"saw .*heads\.\d\.weight.*shoal\.{kind.__name__}\(find_unused_parameters=True\)"
+    with pytest.raises(InvalidSpec, match=text):
+        run_in_memory(by_a_rank, 1, kind, passes)

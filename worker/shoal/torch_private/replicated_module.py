@@ -1,0 +1,130 @@
+"""DistributedDataParallel whose reducer is prepared for a backward pass as that begins."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointFunction
+
+from shoal.torch_private.watching import before_calls
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
+class ReplicatedModule(DistributedDataParallel):
+    """Torch's wrapper, which is told of each backward pass by `begin_backward` and `end_backward`
+    around it; or which is torch's alone, unless it `is_told_of_passes`.
+
+    Torch prepares the reducer behind the forward pass. Here the loss is known by then: which
+    parameters it depends on is found from the loss itself, however many forward passes it comes
+    from, and a step may have several losses of different parts of the model.
+
+    In a pass through a reentrant checkpoint autograd runs within itself: a parameter of a block
+    that is used twice has its gradient twice, and the search does not see it. Gradients of such a
+    pass are reduced once it is over. Ranks need not agree in that: the buckets are the same.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        is_told_of_passes: bool,
+        unfinished: Callable[[], Exception],
+        **kwargs: Any,
+    ) -> None:
+        """`unfinished()` is raised in a pass that follows one which left out parameters."""
+        super().__init__(*args, **kwargs)
+        self._is_told, self._unfinished = is_told_of_passes, unfinished
+        self._was_called = self._reduces_behind = False
+        self._num_checkpoints = 0
+        before_calls(CheckpointFunction, "apply", _note_checkpoint)
+
+    def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
+        with self._finishing():
+            return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
+
+    def _post_forward(self, output: Any) -> Any:
+        if not self._is_told:
+            return super()._post_forward(output)  # type: ignore[no-untyped-call]
+        # The first rank's buffers come with the first forward pass of each backward pass: to write
+        # to them in a later one would change what the backward pass needs of the first.
+        self.require_forward_param_sync = False
+        self._was_called = self._was_called or torch.is_grad_enabled()
+        return output
+
+    def begin_step(self) -> None:
+        """From here on a loss needs a forward pass of the wrapper, for its gradients to be reduced:
+        that of another module is another's."""
+        if self._is_told:
+            self._was_called = False
+            self.require_forward_param_sync = True
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """A backward pass of the loss begins."""
+        if not self._is_told:
+            return
+        self._reduces_behind = self._num_checkpoints != _here.num_checkpoints
+        self._num_checkpoints = _here.num_checkpoints
+        self.require_forward_param_sync = self.require_backward_grad_sync
+        if self._reduces and not self._reduces_behind:
+            self._prepare(loss)
+
+    def end_backward(self) -> None:
+        """It is over."""
+        if not self._is_told or not self._reduces or not self._reduces_behind:
+            return
+        held = [each for each in self._module_parameters if each.requires_grad]
+        if reached := [each for each in held if each.grad is not None]:
+            nothing: Tensor = _Nothing.apply(*reached)  # type: ignore[no-untyped-call]
+            self._prepare(nothing)
+            nothing.backward(inputs=reached)  # type: ignore[no-untyped-call]
+
+    @property
+    def _reduces(self) -> bool:
+        return self.require_backward_grad_sync and self._was_called
+
+    def _prepare(self, loss: Tensor) -> None:
+        with self._finishing():
+            # As in a forward pass: the first pass of all tells the order, not the first two.
+            self.reducer._rebuild_buckets()
+            self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+
+    @contextmanager
+    def _finishing(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if _UNFINISHED in str(error):
+                raise self._unfinished() from error
+            raise
+
+
+class _Nothing(torch.autograd.Function):
+    """A loss whose gradients are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.zeros = [each.new_zeros(()).expand(each.shape) for each in parameters]
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return tuple(ctx.zeros)
+
+
+class _Here(threading.local):
+    """By thread: members may be threads of one process."""
+
+    num_checkpoints = 0
+    """Reentrant checkpoints that were made, of whatever module."""
+
+
+_here = _Here()
+
+
+def _note_checkpoint(*_: Any) -> None:
+    if torch.is_grad_enabled():
+        _here.num_checkpoints += 1
