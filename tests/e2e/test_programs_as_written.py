@@ -34,5 +34,5 @@ def test_a_program_trains_to_the_same_weights_through_kills(program: str) -> Non
     assert told and int(told[1]) <= MOST_LINES, done.stdout
 
 
-def test_there_are_ten() -> None:
-    assert len(PROGRAMS) == 10
+def test_there_are_twenty() -> None:
+    assert len(PROGRAMS) == 20

@@ -23,12 +23,12 @@ def main():
     model = keras.Sequential(
         [
             keras.Input((8,)),
-            keras.layers.Dense(32, "relu", kernel_regularizer="l2", bias_regularizer="l1"),
-            keras.layers.Dense(16, "tanh", kernel_regularizer="l1"),
+            keras.layers.Dense(32, "relu", kernel_regularizer="l2", bias_regularizer="l2"),
+            keras.layers.Dense(16, "tanh", kernel_regularizer="l2"),
             keras.layers.Dense(1),
         ]
     )
-    rate = keras.optimizers.schedules.CosineDecay(1e-2, EPOCHS * NUM_SAMPLES // BATCH)
+    rate = keras.optimizers.schedules.CosineDecay(1e-3, EPOCHS * NUM_SAMPLES // BATCH)
     model.compile(optimizer=keras.optimizers.AdamW(rate, weight_decay=1e-2), loss="mse")
     inputs, targets = samples()
     model.fit(inputs, targets, BATCH, EPOCHS, shuffle=False, verbose=0)

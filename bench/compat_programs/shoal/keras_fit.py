@@ -26,16 +26,17 @@ def main():
     model = keras.Sequential(
         [
             keras.Input((8,)),
-            keras.layers.Dense(32, "relu", kernel_regularizer="l2", bias_regularizer="l1"),
-            keras.layers.Dense(16, "tanh", kernel_regularizer="l1"),
+            keras.layers.Dense(32, "relu", kernel_regularizer="l2", bias_regularizer="l2"),
+            keras.layers.Dense(16, "tanh", kernel_regularizer="l2"),
             keras.layers.Dense(1),
         ]
     )
-    rate = keras.optimizers.schedules.CosineDecay(1e-2, EPOCHS * NUM_SAMPLES // BATCH)
+    rate = keras.optimizers.schedules.CosineDecay(1e-3, EPOCHS * NUM_SAMPLES // BATCH)
     model.compile(optimizer=keras.optimizers.AdamW(rate, weight_decay=1e-2), loss="mse")
     with shoal.join() as session:
         session.distribute(model, model.optimizer)
-        batches = SessionBatches(model, samples(), BATCH, EPOCHS, shuffle=False)
+        options = {"global_batch_size": BATCH, "epochs": EPOCHS, "shuffle": False}
+        batches = SessionBatches(model, samples(), **options)
         model.fit(batches, epochs=batches.epochs, verbose=0)
         weights = {str(n): each.value.detach() for n, each in enumerate(model.trainable_variables)}
         if session.is_first:
