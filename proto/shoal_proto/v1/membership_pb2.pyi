@@ -359,7 +359,7 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def listings(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """By field: what its value is a digest of, as shoal_proto.listings packs it. Not compared: it names
+        """By field: what its value is a digest of, as shoal_proto.packing.listings packs it. Not compared: it names
         the first entry that differs where members differ in the field.
         """
 

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset as TorchDataset
 from shoal.data.arrow_columns import columns_at, is_arrow, rows_taken
 from shoal.data.batches import Dataset, dataset_size
 from shoal.data.shards import Shards
-from shoal_proto.listings import pack
+from shoal_proto.packing.listings import pack
 
 FIELD = "dataset_content"
 NUM_SAMPLES = 64

@@ -1,5 +1,5 @@
 """Digests of the model and the optimizer, which members compare, and the listings that are behind
-them: what a coordinator names the first difference by (`shoal_proto.listings`)."""
+them: what a coordinator names the first difference by (`shoal_proto.packing.listings`)."""
 
 from collections.abc import Iterator
 from hashlib import sha256
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from shoal.model.several import optimizers_of
 from shoal.model.tied_tensors import tied
-from shoal_proto.listings import pack
+from shoal_proto.packing.listings import pack
 
 
 def schema_digest(model: nn.Module) -> str:

@@ -12,9 +12,9 @@ from shoal_proto import errors, secrets
 from shoal_proto.digest import roster_digest
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.incarnation import public_id
-from shoal_proto.listings import PackedListing
 from shoal_proto.names import is_name
 from shoal_proto.packing import roster_chunks
+from shoal_proto.packing.listings import PackedListing
 from shoal_proto.packing.roster_chunks import CutRoster, cut
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb

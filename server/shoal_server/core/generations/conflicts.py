@@ -55,7 +55,7 @@ def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, Listing]]) 
     have a listing that can be read, and if the listings are the same."""
     listed: list[tuple[Sequence[str], tuple[str, ...]]] = []
     for _, holders in conflict.values[:MAX_LISTINGS]:
-        listing = next((found for m in holders if (found := listings[m].get(conflict.field))), None)
+        listing = next((each for m in holders if (each := listings[m].get(conflict.field))), None)
         lines = listing.lines() if listing is not None else None
         if lines is None:
             return conflict
