@@ -11,8 +11,13 @@ from torch.optim import Optimizer
 
 from shoal.backends.network.own_gpu import LocalPlace, check_gpu
 from shoal.checkpoint.background import Checkpoints
+from shoal.data.batch_options import fields_of
+from shoal.data.batches import Order
+from shoal.data.content import content_fields
+from shoal.data.share_sizes import ShareSizes
 from shoal.layouts.synced_batchnorm import has_sync_batchnorm, sync_batchnorm
 from shoal.membership.collector import LongLivedObjects
+from shoal.membership.join_config import MAX_MEMBERS
 from shoal.membership.validators import ValidatorSet
 from shoal.model.devices import device_of, devices_of
 from shoal.model.digests import listings_of
@@ -82,6 +87,7 @@ class Distribution:
         self.training: Training | None = None
         """Who trains what, where there are several optimizers."""
         self._optimizer: Optimizer | None = None
+        self._model: nn.Module | None = None
         self._guard: StepGuard | None = None
         self._parameters: TrainedParameters | None = None
         self._calls: ScriptCalls | OwnCounts | None = None
@@ -134,9 +140,9 @@ class Distribution:
         if chosen.carries or self.registered:
             chosen.carry(self.registered)
         self._check_scales(chosen)
-        self._optimizer = optimizer
+        self._optimizer, self._model = optimizer, model
         given = references(model.parameters())
-        self._controller.listings |= listings_of(model, optimizer)
+        self._controller.details.listings |= listings_of(model, optimizer)
         distributed = chosen.distribute(model, optimizer)
         self.fields |= {"strategy": chosen.name, "torch": torch.__version__, **chosen.proposal()}
         if options.validators.names:
@@ -252,6 +258,27 @@ class Distribution:
         changed since what it distributed."""
         if self._parameters is not None:
             self._parameters.check(0)
+
+    def note_samples(self, dataset: Any, order: Order) -> Mapping[str, str]:
+        """State what members compare of the samples; returns it. Warns of layers that may not
+        train in small shares."""
+        details, samples = self._controller.details, fields_of(dataset, order)
+        self.fields |= samples
+        details.optional_fields, listings = content_fields(dataset)
+        details.listings |= listings
+        details.shares = self._share_sizes(order)
+        return {**samples, **details.optional_fields}
+
+    def _share_sizes(self, order: Order) -> ShareSizes | None:
+        """None if no layer depends on how many members there are."""
+        if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
+            return None
+        assert self._model is not None, "batches come behind distribute"
+        spec = self._controller.member.spec
+        is_bounded = spec.max_members < MAX_MEMBERS
+        shares = ShareSizes(order, spec.max_members if is_bounded else spec.desired_members)
+        shares.look_at(self._model)
+        return shares
 
     def release(self) -> None:
         """The session is over: all of it is the script's again. May be called twice."""

@@ -3,12 +3,13 @@
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 import structlog
 import torch
 
+from shoal.data.share_sizes import ShareSizes
 from shoal.membership.alone import LoneMember
 from shoal.membership.draining import drained
 from shoal.membership.generation import Context, Generation
@@ -67,6 +68,18 @@ class CallBetweenSteps:
             )
 
 
+@dataclass
+class ProposalDetails:
+    """What goes with the fields of a member's proposal, from its model and its batches."""
+
+    optional_fields: Mapping[str, str] = field(default_factory=dict)
+    """What those members must have in common that state it."""
+    listings: dict[str, bytes] = field(default_factory=dict)
+    """By field: what its value is a digest of."""
+    shares: ShareSizes | None = None
+    """Where members may have shares that are too small for a layer of the model."""
+
+
 class ElasticController:
     """One member's membership and its strategy, in step with each other.
 
@@ -88,10 +101,7 @@ class ElasticController:
         self.on_entered: Callable[[], None] = lambda: None
         """Called in each generation that the member has entered, before the script goes on."""
         self.call = CallBetweenSteps()
-        self.optional_fields: Mapping[str, str] = {}
-        """Of the proposal: what those members must have in common that state it."""
-        self.listings: dict[str, bytes] = {}
-        """Of the proposal, by field: what its value is a digest of."""
+        self.details = ProposalDetails()
         self._is_ready = False
         self._proposed = False
         self._seen = 0
@@ -333,8 +343,8 @@ class ElasticController:
                 synchronous=strategy.synchronous,
                 step=strategy.step,
                 has_state=strategy.has_state,
-                optional_fields=self.optional_fields,
-                listings=self.listings,
+                optional_fields=self.details.optional_fields,
+                listings=self.details.listings,
             )
         while not self._is_ready:
             started_s = time.perf_counter()
@@ -442,6 +452,10 @@ class ElasticController:
     def _judge(self, prepare: Prepare) -> Sequence[Rejection]:
         world_size = len(prepare.roster.entries)
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
+        shares = self.details.shares
+        if not expected and prepare.roster.planned and shares is not None:
+            # Members that train are not to blame then: the newcomer is refused, and they go on.
+            expected = shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
         limit_s = VALIDATION_SHARE * self.membership.limits.prepare_s

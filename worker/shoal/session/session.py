@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader
 
 from shoal.backends.network.own_gpu import LocalPlace, use_own_gpu
 from shoal.checkpoint.background import Checkpoints
-from shoal.data.batch_options import BatchOptions, LoadingOptions, fields_of
+from shoal.data.batch_options import BatchOptions, LoadingOptions
 from shoal.data.batches import Batch, Dataset
-from shoal.data.content import content_fields
 from shoal.data.samples import Collate
 from shoal.layouts.base import LossFunction
 from shoal.membership.draining import DrainSignal
@@ -273,12 +272,8 @@ class Session:
             options=loading,
         )
         loader = options.loader(dataset, together=strategy.synchronous)
-        samples = fields_of(dataset, loader.order)
-        self._trained.fields |= samples
-        content, listings = content_fields(dataset)
-        self._controller.optional_fields = content
-        self._controller.listings |= listings
-        strategy.trains_on({**samples, **content, "order": loader.order.name}, loader.order)
+        samples = self._trained.note_samples(dataset, loader.order)
+        strategy.trains_on({**samples, "order": loader.order.name}, loader.order)
         kind = SynchronousBatches if strategy.synchronous else LeasedBatches
         self._source = kind(self._controller, self._trained.fields, loader)
         if self._reports is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal import randomness
-from shoal.data import parts
+from shoal.data import parts, share_sizes
 from shoal.data.batches import Batch
 from shoal.layouts import script_gathers, synced_batchnorm
 from shoal.layouts.base import LossFunction
@@ -26,7 +26,7 @@ from shoal.session.step_reports import StepReports
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.script_position import Stopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
-from shoal.torch_private.tensors import mixes_parts_and_wholes
+from shoal.strategies.torch_errors import StepState, refusal_of
 from shoal_proto.errors import InvalidSpec
 
 ForOptimizers = Optimizer | Sequence[Optimizer] | None
@@ -82,6 +82,7 @@ class Step:
             self._draw_by_sample(batch)
             if self._is_uneven and not strategy.gathers_lack():
                 script_gathers.put(self._check_own_gather)
+        share_sizes.put(self._controller.details.shares)
         if self._is_synced and isinstance(strategy, SynchronousStrategy):
             has_samples = batch is None or bool(batch.indices)
             synced_batchnorm.put(strategy.members(has_samples=has_samples))
@@ -96,6 +97,7 @@ class Step:
         self.is_open = False
         self.guard.close()
         parts.put(None)
+        share_sizes.put(None)
         if self._is_uneven:
             script_gathers.put(None)
         if self._rows is not None:
@@ -113,10 +115,6 @@ class Step:
                 self.committed = True
             return True
         self.guard.modes.take_back()
-        if mixes_parts_and_wholes(error):
-            refusal = _parts_and_wholes(self._controller.strategy.name)
-            self._leave(reason=reason_of(refusal))
-            raise refusal from error
         return self._recovers(error)
 
     @property
@@ -231,9 +229,21 @@ class Step:
                 self._leave(reason=reason_of(refusal))
                 raise
             return True
+        told = refusal_of(error, self._state())
         # At once, so that the others need not find out by waiting for this member.
-        self._leave(reason=reason_of(error))
+        self._leave(reason=reason_of(told or error))
+        if told is not None:
+            raise told from error
         return False
+
+    def _state(self) -> StepState:
+        strategy, batch = self._controller.strategy, self.batch
+        return StepState(
+            strategy=strategy.name,
+            step=strategy.step,
+            num_samples=None if batch is None else len(batch.indices),
+            syncs_batchnorm=strategy.syncs_batchnorm,
+        )
 
 
 class Steps:
@@ -337,17 +347,6 @@ class Steps:
         self._trained.choose(optimizer, "session.clip_grad_norm")
         with step.guard.clipping(max_norm):
             return self._controller.strategy.clip_grad_norm(max_norm)
-
-
-def _parts_and_wholes(strategy: str) -> InvalidSpec:
-    """What is told of a script that computes with parameters as if they were whole."""
-    return InvalidSpec(
-        f"the step computed with parameters of which a member has a part under {strategy}",
-        seen="a parameter, a gradient or a module of the model by itself, beside a whole tensor",
-        expected="a call of the model that session.distribute returned, which puts them together",
-        fix="Compute what the loss needs in the model's forward(), and clip with"
-        " session.clip_grad_norm. ddp and zero1 leave parameters whole.",
-    )
 
 
 def _check_loss(loss: object) -> None:

@@ -1,0 +1,107 @@
+"""Share sizes: with how many members a share has one sample, which BatchNorm cannot normalise."""
+
+import math
+import threading
+from collections.abc import Sequence
+
+import structlog
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shoal import randomness
+from shoal.data.batches import Order
+from shoal.torch_private.watching import before_calls
+
+log = structlog.get_logger(__name__)
+
+LEAST = 2
+"""Samples that a layer needs which has one value of each sample in a channel."""
+
+
+class ShareSizes:
+    """The shares of a job's smallest batch, and whether a layer is known to need two samples.
+
+    BatchNorm of images normalises one sample by its many places. So of layers in two and three
+    dimensions it is known in the first forward pass, by the sizes of what they are given.
+    """
+
+    def __init__(self, order: Order, most_members: int) -> None:
+        """`most_members`: as many as the job may have."""
+        rest = order.num_samples % order.global_batch_size
+        self.smallest_batch = order.global_batch_size if order.drop_last or not rest else rest
+        self._most_members = most_members
+        self._needs_two = self._is_told = False
+        before_calls(functional, "_verify_batch_size", _look)
+
+    @property
+    def _fitting(self) -> int:
+        """The most members whose shares of each batch have enough samples; 0: there is none."""
+        return self.smallest_batch // LEAST
+
+    def look_at(self, model: nn.Module) -> None:
+        """Warn, before a batch is loaded, of layers that mostly have one value of each sample."""
+        layers = (each for each in model.modules() if type(each) is nn.BatchNorm1d)
+        if any(each.training for each in layers):
+            self._warn()
+
+    def look_at_sizes(self, size: Sequence[int]) -> None:
+        """A layer is about to normalise by the batch what has these sizes."""
+        place = randomness.present()
+        values = size[0] * math.prod(size[2:])
+        if not self._needs_two and place is not None and values == place.count:
+            self._needs_two = True
+            self._warn()
+
+    def refuses(self, world_size: int) -> str:
+        """Why so many members cannot train each batch: what is expected. Empty: they can, or it is
+        not known that they cannot, or nobody could."""
+        if not self._needs_two or not 0 < self._fitting < world_size:
+            return ""
+        return (
+            f"at most {self._fitting}: BatchNorm needs {LEAST} samples in each share, and the"
+            f" smallest batch has {self.smallest_batch} (drop_last=True, sync_batchnorm=True, a"
+            f" larger global_batch_size, or --max {self._fitting})"
+        )
+
+    def _warn(self) -> None:
+        if self._is_told or self._fitting >= self._most_members:
+            return
+        self._is_told = True
+        log.warning(
+            "batchnorm_of_one_sample",
+            members=self._fitting + 1,
+            batch=self.smallest_batch,
+            seen=f"with {self._fitting + 1} members or more some have a share of one sample in a"
+            f" batch of {self.smallest_batch}; BatchNorm of one value for each channel is an error",
+            hint=remedies_of_one_sample(syncs_batchnorm=True),
+        )
+
+
+def remedies_of_one_sample(*, syncs_batchnorm: bool) -> str:
+    """What keeps BatchNorm from a share of one sample."""
+    synced = "sync_batchnorm=True in session.distribute, which normalises all members' samples"
+    return (
+        "Use drop_last=True in session.batches, if the last batch of an epoch is the small one; a"
+        " larger global_batch_size; fewer members, with --max"
+        + (f"; or {synced}." if syncs_batchnorm else ".")
+    )
+
+
+class _Here(threading.local):
+    """By thread: members may be threads of one process."""
+
+    shares: ShareSizes | None = None
+
+
+_here = _Here()
+
+
+def put(shares: ShareSizes | None) -> None:
+    """From here on this thread's passes are looked at for these; None: they are not."""
+    _here.shares = shares
+
+
+def _look(size: Sequence[int]) -> None:
+    if not torch.compiler.is_compiling() and _here.shares is not None:
+        _here.shares.look_at_sizes(size)
