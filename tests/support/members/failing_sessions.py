@@ -59,7 +59,7 @@ class FailingState:
 
 
 class Remembering(torch.optim.Optimizer):
-    """Keeps a list in its state, which no other member can be handed."""
+    """Keeps a set in its state, which no other member can be handed."""
 
     per_parameter = True
 
@@ -71,7 +71,7 @@ class Remembering(torch.optim.Optimizer):
         for group in self.param_groups:
             for each in group["params"]:
                 if each.grad is not None:
-                    self.state[each].setdefault("seen", []).append(each.grad.clone())
+                    self.state[each].setdefault("seen", set()).add(each.grad.clone())
 
 
 def data() -> tuple[Tensor, Tensor]:

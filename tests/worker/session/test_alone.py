@@ -163,14 +163,14 @@ def test_a_validator_is_asked_when_nobody_else_is_there() -> None:
 
 
 def test_sigterm_drains_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
-    """The step is finished, the process ends with 143; the next run goes on from the checkpoint."""
+    """The process takes one step more and ends with 143; the next run goes on from that step."""
     checkpoints = shoal.Checkpoints(tmp_path, every_steps=2)
     with pytest.raises(shoal.Drained) as ended:
         train("fsdp", checkpoints=checkpoints, stop_after=4)
     assert ended.value.code == 143
     trained = train("fsdp", checkpoints=checkpoints)
     assert trained.steps == STEPS
-    assert len(trained.batches) == STEPS - 4, "it goes on from the newest"
+    assert len(trained.batches) == STEPS - 5, "it goes on from the step in which it was told"
     expected = plain(train("ddp").batches)
     for name, value in trained.weights.items():
         torch.testing.assert_close(value, expected[name])

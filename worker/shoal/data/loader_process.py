@@ -72,8 +72,11 @@ def _await_end(trainer: multiprocessing.process.BaseProcess) -> None:
 
 
 def _unsent(loaded: Any, error: BaseException) -> Any:
-    """In place of a batch of some run, which is the first of the pair: why it does not come."""
-    return None if loaded is None else (loaded[0], FailedSample.of(error, None, is_unsent=True))
+    """In place of a batch that `_Feed` has loaded: why it does not come."""
+    if loaded is None:
+        return None
+    run, _, is_tuple = loaded
+    return run, FailedSample.of(error, None, is_unsent=True), is_tuple
 
 
 def keep_socket_paths_short() -> None:

@@ -8,10 +8,12 @@ trainer drops the rest.
 """
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,40 @@ def _processor_s(process: int) -> float:
     return sum(map(int, fields[11:15])) / float(os.sysconf("SC_CLK_TCK"))
 
 
+class _FetchWatch:
+    """Ends a fetch that hangs: a batch is fetched from the process that loaded it, and one that
+    stands still answers nothing, so that the trainer's thread would wait for ever."""
+
+    def __init__(self, is_over: Callable[[Signs], bool], signs: Callable[[], Signs]) -> None:
+        """`is_over`: asked each LOOK_S in a fetch that takes longer, on a thread of its own; it
+        makes the fetch raise if nobody is to wait any more."""
+        self._is_over, self._new_signs = is_over, signs
+        self._num_begun = self._num_ended = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-fetch-watch", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> None:
+        self._num_begun += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._num_ended = self._num_begun
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def _run(self) -> None:
+        signs, watched = None, 0
+        while not self._closing.wait(LOOK_S):
+            number = self._num_begun
+            if number != watched or self._num_ended == number:
+                signs, watched = None, number
+            elif signs is None:
+                signs = self._new_signs()
+            elif self._is_over(signs):
+                return
+
+
 class _ProcessEnded(RuntimeError):
     """A process that loads has ended: by a signal, as a rule."""
 
@@ -187,6 +223,9 @@ class BatchLoader:
         self._asked: deque[Span] = deque()
         """The spans of the present run that are on their way."""
         self._iterator: Iterator[Any] | None = None
+        self._watch: _FetchWatch | None = None
+        self._refusal: BaseException | None = None
+        """Why a fetch was ended by the watch."""
         self._epoch = -1
         self._sockets: frozenset[str] = frozenset()
 
@@ -213,6 +252,9 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the processes. May be called twice."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         iterator, self._iterator = self._iterator, None
         end_iteration(iterator)
         self._asked.clear()
@@ -280,22 +322,34 @@ class BatchLoader:
     def _look(self, signs: Signs) -> None:
         """A batch has not come yet. Raises LoadingFailed where it has taken too long, and what
         `looks` raises: the processes are killed then, since they may hear of nothing."""
-        limits, silent_s, waited_s = self._loading, signs.silent_s(), LOOK_S + signs.waited_s()
         try:
-            self.looks(silent_s)
-            if limits.timeout and waited_s >= limits.timeout:
-                seen = f"timed out after {limits.timeout:g} seconds"
-                raise _loading_failed(limits, seen)
-            if limits.silence_s and silent_s >= limits.silence_s:
-                raise _loading_failed(
-                    limits,
-                    f"no sample was begun, and no processor used, for {silent_s:.0f} s, though the"
-                    " processes live (silence_s)",
-                )
+            self._check(signs)
         except BaseException:
             kill_processes(self._iterator)
             self.close()
             raise
+
+    def _check(self, signs: Signs) -> None:
+        limits, silent_s, waited_s = self._loading, signs.silent_s(), LOOK_S + signs.waited_s()
+        self.looks(silent_s)
+        if limits.timeout and waited_s >= limits.timeout:
+            raise _loading_failed(limits, f"timed out after {limits.timeout:g} seconds")
+        if limits.silence_s and silent_s >= limits.silence_s:
+            raise _loading_failed(
+                limits,
+                f"no sample was begun, and no processor used, for {silent_s:.0f} s, though the"
+                " processes live (silence_s)",
+            )
+
+    def _ends_fetch(self, signs: Signs) -> bool:
+        """See `_FetchWatch`. The end of the processes makes the fetch raise."""
+        try:
+            self._check(signs)
+        except BaseException as error:  # noqa: BLE001 - raised by the fetch
+            self._refusal = error
+            kill_processes(self._iterator)
+            return True
+        return False
 
     def _delivered_soon(self) -> tuple[Any, bool]:
         """What came, and whether anything did, within LOOK_S."""
@@ -303,9 +357,13 @@ class BatchLoader:
         try:
             if ended := ended_processes_of(self._iterator):
                 raise _ProcessEnded(f"process {', '.join(map(str, ended))} has ended")
-            with raising_at_their_end(self._iterator):
+            with self._watching(), raising_at_their_end(self._iterator):
                 return next(self._iterator), True
         except (RuntimeError, OSError, EOFError) as error:
+            refusal, self._refusal = self._refusal, None
+            if refusal is not None:
+                self.close()
+                raise refusal from error
             if has_timed_out(error):
                 return None, False
             # Nothing of a dataset's own is raised here: that is a FailedSample. A batch is fetched
@@ -317,6 +375,13 @@ class BatchLoader:
             if ended:
                 raise _ProcessEnded(str(error)[:500]) from error
             raise _loading_failed(self._loading, str(error)[:500]) from error
+
+    def _watching(self) -> _FetchWatch:
+        if self._watch is None:
+            processes = processes_of(self._iterator)
+            signs = partial(Signs, processes, self._num_begun)
+            self._watch = _FetchWatch(self._ends_fetch, signs)
+        return self._watch
 
     def _wanted(self) -> Iterator[_Wanted | None]:
         """What is to be loaded next; the DataLoader asks on the trainer's thread."""

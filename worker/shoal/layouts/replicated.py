@@ -149,10 +149,7 @@ class ReplicatedLayout(Layout):
         return self.exchange.complete
 
     def release(self) -> None:
-        # Whoever still holds the wrapper (a traceback, say) must not hold the reducer: it would
-        # join Gloo's threads if it were last to go.
-        if hasattr(self._ddp, "reducer"):
-            del self._ddp.logger, self._ddp.reducer
+        self._ddp.release()
 
 
 class Zero1Layout(ReplicatedLayout):

@@ -82,6 +82,12 @@ class ReplicatedModule(DistributedDataParallel):
             self._prepare(nothing)
             nothing.backward(inputs=reached)  # type: ignore[no-untyped-call]
 
+    def release(self) -> None:
+        """Drop the reducer, and what its owner gave: a traceback may hold the wrapper for long, and
+        a reducer that is last to go joins Gloo's threads. May be called twice."""
+        if hasattr(self, "reducer"):
+            del self.logger, self.reducer, self._unfinished
+
     @property
     def _reduces(self) -> bool:
         return self.require_backward_grad_sync and self._was_called

@@ -28,6 +28,4 @@ class ModelReplica:
         """Let go of the model and the group."""
         while self._watching:
             self._watching.pop().remove()
-        # Whoever still holds the wrapper (a traceback, say) must not hold the reducer: it has
-        # hooks on the parameters, and it would join Gloo's threads if it were last to go.
-        del self.ddp.logger, self.ddp.reducer
+        self.ddp.release()
