@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from support.processes.torchrun_world import Nodes
 
-from shoal_client.local.cluster import LocalCluster
+from shoal_client.local.access import LocalTls
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 START_S = 90.0
 END_S = 60.0
@@ -86,3 +87,18 @@ def test_an_agent_that_gets_a_signal_leaves(nodes: Nodes) -> None:
     assert "left: its agent ended" in (nodes.directory / "first.log").read_text()
     nodes.stop()
     assert first.wait(END_S) == 0, nodes.logs()
+
+
+@pytest.mark.long
+def test_a_local_cluster_is_entered_whatever_tmpdir_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster as of `shoal up`, with TLS, and a scheduler that gives each process a TMPDIR."""
+    (tmp_path / "own").mkdir()
+    config = LocalClusterConfig(directory=tmp_path / "up", num_parameter_servers=0, tls=LocalTls())
+    with LocalCluster(config) as cluster:
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "own"))
+        monkeypatch.delenv("SHOAL_TLS", raising=False)
+        with Nodes(endpoint=cluster.coordinator, job="own", directory=tmp_path) as nodes:
+            nodes.stop()
+            assert nodes.start("only", nodes="1", workers=1).wait(START_S) == 0, nodes.logs()
