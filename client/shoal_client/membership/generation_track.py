@@ -59,6 +59,8 @@ class GenerationTrack:
         self._reported: pb.ReportBrokenRequest | None = None
         """What was said of a collective that failed, while no word of a break has followed."""
         self._broken: dict[int, str] = {}
+        self.lost: frozenset[str] = frozenset()
+        """Members that were lost in generations of this one, as far as it was told."""
 
     def is_broken(self, generation: int) -> bool:
         """Whether the generation is over, by a loss or an aborted bring-up."""

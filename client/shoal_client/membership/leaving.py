@@ -23,8 +23,8 @@ class Leaving:
         """Why this member is to leave by agreement with the others; empty: it is not."""
         self.is_noticed = False
         """Whether the log has said that it is to leave."""
-        self.with_all = False
-        """True if all members of the generation leave, and none is there to take the state over."""
+        self.unreplaced = False
+        """True if no generation follows without this member."""
         self.is_unheard = False
         """Whether nobody was there to let it go, for as long as it waited for that."""
         self.has_begun = False

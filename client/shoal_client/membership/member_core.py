@@ -175,7 +175,9 @@ class MemberCore:
             case "stop_at":
                 self.track.take_stop_at(notice.stop_at)
             case "break":
-                effects = self._break(getattr(notice, "break").generation, notice.reason, now_s)
+                told = getattr(notice, "break")
+                self.track.lost |= frozenset(told.lost_member_ids)
+                effects = self._break(told.generation, notice.reason, now_s)
             case "pauses":
                 self.clock.pause(notice.pauses.member_ids, now_s)
             case "standby" if notice.reason != waited_for:
@@ -186,7 +188,7 @@ class MemberCore:
                 self.track.num_waiting = notice.waiting.num_members
             case "drain":
                 effects = self._take_drain(
-                    notice.reason, now=notice.drain.now, everyone=notice.drain.everyone
+                    notice.reason, now=notice.drain.now, unreplaced=notice.drain.unreplaced
                 )
             case "refused" if event.refusal is not None:
                 effects = self._fail(event.refusal)
@@ -377,16 +379,16 @@ class MemberCore:
         """Who leaves is no member any more by its own will."""
         return [] if self.leaving.has_begun else [ev.TellEnding(error=error)]
 
-    def _take_drain(self, reason: str, *, now: bool, everyone: bool = False) -> Effects:
-        """`now`: nobody needs this member any more. `everyone`: all members of its generation
-        leave."""
+    def _take_drain(self, reason: str, *, now: bool, unreplaced: bool = False) -> Effects:
+        """`now`: nobody needs this member any more. `unreplaced`: no generation follows without
+        it."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # Heard twice: when the coordinator agrees, and when the others go on. A line is enough.
         is_detail = self.leaving.is_noticed
         self.leaving.is_noticed = True
         effects: Effects = [ev.Log(event="drain_noticed", fields=fields, is_detail=is_detail)]
         self.leaving.ask(reason or "asked to")
-        self.leaving.with_all |= everyone
+        self.leaving.unreplaced |= unreplaced
         if now:
             # Not through `_fail`: the step that is under way is to end well.
             end = drained(self.identity, self.leaving.reason)
@@ -412,7 +414,9 @@ class MemberCore:
             return []
         if now_s >= call.give_up_s:
             self.leaving.is_unheard = True
-            return self._take_drain(f"{call.request.reason}; meanwhile {error}", now=True)
+            reason = f"{call.request.reason}; meanwhile {error}"
+            # Nobody is there to agree on a generation without it.
+            return self._take_drain(reason, now=True, unreplaced=True)
         return [self._calls.once_more(call)]
 
     def _leave(self, event: ev.LeaveWished, now_s: float) -> Effects:
@@ -428,24 +432,23 @@ class MemberCore:
             effects.append(self._calls.new(request, ev.Persistence.LAST, within_s, now_s))
         return effects
 
-    def leaves_with_all(self, now_s: float) -> bool:
-        """True if this member is to leave and, as far as it knows, nobody can take the state over:
-        all members of its generation leave, or no coordinator is there to agree on another one."""
-        leaving = self.leaving
-        is_cut_off = self.clock.away_s(now_s) > self.limits.lease_s
-        return leaving.with_all or (bool(leaving.reason) and is_cut_off)
-
     # --- the trainer's decisions ---
 
     def begin_step(
-        self, step: int, now_s: float, *, handed_over: bool = True, stays_with_all: bool = False
+        self,
+        step: int,
+        now_s: float,
+        *,
+        handed_over: bool = True,
+        steps_before_leaving: bool = False,
     ) -> ev.Begun | ev.BringUp | ev.HandOver | ev.WaitUntil | ev.Raise:
         """Decide whether step number `step` (0-based) may begin in the current generation.
 
-        `stays_with_all`: a member that is to leave together with all others takes further steps,
-        until the members have agreed on the last one.
+        `steps_before_leaving`: a member that nobody replaces takes further steps, until
+        the members write a checkpoint of one.
         """
-        stays = stays_with_all and self.leaving.with_all and isinstance(self.failure, MemberDrained)
+        stays = steps_before_leaving and self.leaving.unreplaced
+        stays = stays and isinstance(self.failure, MemberDrained)
         if self.failure is not None and not stays:
             return ev.Raise(error=self.failure)
         answer = self.track.begin_step(step)

@@ -172,7 +172,7 @@ class MemberSession:
         step: int,
         hand_over: Callable[[], None] | None = None,
         *,
-        stays_with_all: bool = False,
+        steps_before_leaving: bool = False,
     ) -> pb.GenerationRecord | None:
         """Ask whether step number `step` (0-based) may begin in the current generation.
 
@@ -182,8 +182,8 @@ class MemberSession:
         generation goes on without this member, until it runs; before that wait it calls
         `hand_over`, once. Raises what ended the membership: MemberDrained after that.
 
-        `stays_with_all`: if all members of the generation are to leave, the step begins all the
-        same, so that they can agree on the last one (see `leaves_with_all`).
+        `steps_before_leaving`: if no generation follows without this member, which is to leave, the
+        step begins all the same, so that the members write a checkpoint of it.
         """
         core = self._core
         while True:
@@ -193,7 +193,7 @@ class MemberSession:
                     step,
                     now_s,
                     handed_over=handed_over,  # noqa: B023
-                    stays_with_all=stays_with_all,
+                    steps_before_leaving=steps_before_leaving,
                 )
             )
             if decision is ev.BEGUN:
@@ -301,9 +301,15 @@ class MemberSession:
         return bool(self._core.leaving.reason)
 
     @property
-    def leaves_with_all(self) -> bool:
-        """See `MemberCore.leaves_with_all`. Free to call; any thread."""
-        return self._core.leaves_with_all(time.monotonic())
+    def lost(self) -> frozenset[str]:
+        """Members that were lost in generations of this one. Free to call; any thread."""
+        return self._core.track.lost
+
+    @property
+    def leaves_unreplaced(self) -> bool:
+        """True if this member is to leave and no generation follows without it. Free to call; any
+        thread."""
+        return self._core.leaving.unreplaced
 
     def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
         """End the membership; return whether the coordinator took note.

@@ -1022,25 +1022,25 @@ class Drain(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NOW_FIELD_NUMBER: _builtins.int
-    EVERYONE_FIELD_NUMBER: _builtins.int
+    UNREPLACED_FIELD_NUMBER: _builtins.int
     now: _builtins.bool
     """False: train on; a generation without this member is being agreed, and the agreed boundary is
     where it stops. True: nothing needs this member any more, or nobody can take over; it leaves
     at its next step boundary.
     """
-    everyone: _builtins.bool
-    """With `now`: every member of the generation is to leave, and none is there to take the state
-    over. They leave together, behind one step, of which they write a checkpoint if they keep any.
+    unreplaced: _builtins.bool
+    """With `now`: no generation follows without this member. The members write a checkpoint of one
+    more step, if they keep any, before it leaves.
     """
     def __init__(
         self,
         *,
         now: _builtins.bool = ...,
-        everyone: _builtins.bool = ...,
+        unreplaced: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["everyone", b"everyone", "now", b"now"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now", b"now", "unreplaced", b"unreplaced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -145,9 +145,9 @@ class LoneMember:
         step: int,
         hand_over: Callable[[], None] | None = None,
         *,
-        stays_with_all: bool = False,
+        steps_before_leaving: bool = False,
     ) -> pb.GenerationRecord | None:
-        if self._drain_reason and not stays_with_all:
+        if self._drain_reason and not steps_before_leaving:
             raise MemberDrained("this member was asked to leave", seen=self._drain_reason)
         return None
 
@@ -182,7 +182,11 @@ class LoneMember:
         self._drain_reason = reason
 
     @property
-    def leaves_with_all(self) -> bool:
+    def lost(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def leaves_unreplaced(self) -> bool:
         return bool(self._drain_reason)
 
     def leave(self, *, completed: bool, reason: str) -> bool:

@@ -27,8 +27,8 @@ class Context:
     """Up to when no limit of a wait for others ran, by `time.monotonic`. Any thread."""
     is_away: Callable[[], bool] = lambda: False
     """Whether no coordinator is there at the moment. Any thread."""
-    leaves_with_all: Callable[[], bool] = lambda: False
-    """True if this member is to leave and nobody can take its state over. Any thread."""
+    leaves_unreplaced: Callable[[], bool] = lambda: False
+    """True if this member is to leave and no generation follows without it. Any thread."""
     ended: Callable[[], ShoalError | None] = lambda: None
     """What ended the membership, if something did. Free to call; any thread."""
     shared_directory: Path | None = None

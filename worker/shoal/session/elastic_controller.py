@@ -12,7 +12,7 @@ import torch
 
 from shoal.data.share_sizes import ShareSizes
 from shoal.membership.alone import LoneMember
-from shoal.membership.draining import drained
+from shoal.membership.draining import Drained, drained
 from shoal.membership.generation import Context, Generation
 from shoal.membership.validators import ValidatorSet
 from shoal.strategies.base import Strategy
@@ -155,7 +155,7 @@ class ElasticController:
                 limits=self.membership.limits,
                 held_until_s=lambda: self.membership.held_until_s,
                 is_away=lambda: self.membership.is_away,
-                leaves_with_all=lambda: self.membership.leaves_with_all,
+                leaves_unreplaced=lambda: self.membership.leaves_unreplaced,
                 ended=lambda: self.membership.failure,
                 shared_directory=self.member.shared_directory,
                 does=self.membership.does,
@@ -186,8 +186,12 @@ class ElasticController:
         Waits as long as the job's limits allow, then raises with the reason for the wait. Raises
         Drained once this member was asked to leave and nothing needs it any more.
         """
-        with drained():
-            return self._ensure_generation(fields)
+        try:
+            with drained():
+                return self._ensure_generation(fields)
+        except Drained:
+            self._keep_state()
+            raise
 
     def _ensure_generation(self, fields: dict[str, str]) -> Generation:
         strategy = self.strategy
@@ -195,8 +199,8 @@ class ElasticController:
             raise InvalidSpec("the session is over", expected="a new shoal.join")
         if self._is_ready:
             self._end_of_script(strategy)
-            if strategy.leaves_together():
-                told = MemberDrained("all members of the job leave", seen="all are told to end")
+            if strategy.leaves_with_checkpoint():
+                told = MemberDrained("this member leaves", seen="it was asked to")
                 raise self.membership.failure or told
         self.call.may_be_made = True
         while True:
@@ -207,7 +211,7 @@ class ElasticController:
                 record = self.membership.begin_step(
                     strategy.step,
                     self._hand_over_and_leave,
-                    stays_with_all=strategy.writes_checkpoints,
+                    steps_before_leaving=strategy.writes_checkpoints,
                 )
             finally:
                 strategy.asks(begins=False)
@@ -298,8 +302,23 @@ class ElasticController:
         Raises `error` again if nobody else finds the generation broken, InvalidSpec if the members'
         scripts wait in different places, and Drained as `ensure_generation`.
         """
-        with drained():
-            self._recover(error)
+        try:
+            with drained():
+                self._recover(error)
+        except Drained:
+            self._keep_state()
+            raise
+
+    def _keep_state(self) -> None:
+        """This member leaves, and no generation goes on from the last step: the first one of those
+        that are left of its generation writes a checkpoint, if it can by itself."""
+        generation = self.generation
+        if generation is None or self._is_ready or not self.membership.leaves_unreplaced:
+            return
+        members = (entry.member_id for entry in generation.entries)
+        left = (name for name in members if name not in self.membership.lost)
+        if next(left, "") == self.member.member_id:
+            self.strategy.keep_alone()
 
     def _recover(self, error: BaseException) -> None:
         generation, strategy = self.generation, self.strategy

@@ -165,13 +165,17 @@ class Strategy(ABC):
 
     @property
     def writes_checkpoints(self) -> bool:
-        """True if the members write checkpoints: one more, if all of them are told to end."""
+        """True if the members write checkpoints: one more, if one leaves whom nobody replaces."""
         return False
 
-    def leaves_together(self) -> bool:
-        """True if the members have agreed that the last step was the job's last for now, since all
-        are to leave. Returns once the checkpoint of that step is written, or has failed."""
+    def leaves_with_checkpoint(self) -> bool:
+        """True if this member is to leave behind the last step, as no generation follows without
+        it. Returns once the checkpoint of that step is written, or has failed."""
         return False
+
+    def keep_alone(self) -> None:  # noqa: B027 - most hold a part of the state
+        """Write a checkpoint of the last step, if this member holds the whole state: it is to
+        leave, and no generation runs in which the members could write one together."""
 
     @property
     def checkpoint_failure(self) -> ShoalError | None:

@@ -352,7 +352,7 @@ def notice_to_pb(
         case events.WaitingNotice():
             message.waiting.CopyFrom(pb.Waiting(num_members=notice.num_members))
         case events.DrainNotice():
-            message.drain.CopyFrom(pb.Drain(now=notice.now, everyone=notice.everyone))
+            message.drain.CopyFrom(pb.Drain(now=notice.now, unreplaced=notice.unreplaced))
         case events.RefusedNotice():
             message.refused.CopyFrom(to_detail(refusal_to_error(notice.refusal, generation)))
         case _:

@@ -62,7 +62,7 @@ class Arrivals:
         known = self._state.members.get(event.member_id)
         if known is not None and known.incarnation == event.incarnation:
             self._state.table.show_life(known)
-            self._tell_again(known, event.generation)
+            self._tell_again(known, event.generation, now_s)
             return
         if reason := self._state.end.stopping:
             raise Refused(refusals.stopped(self._state.spec.job, "is being stopped", reason))
@@ -113,7 +113,7 @@ class Arrivals:
             self._state.table.go_on(member)
             self._state.log("member_continued", f"{member.member_id} goes on", member)
 
-    def _tell_again(self, member: Member, generation: Generation) -> None:
+    def _tell_again(self, member: Member, generation: Generation, now_s: float) -> None:
         """What a member that was away, in that generation, may have missed and has to act on."""
         agreement, running = self._state.agreement, self._state.running
         missed_end = self._is_over(member, generation)
@@ -154,7 +154,7 @@ class Arrivals:
         if self._state.end.completing:
             self._state.tell(member, ClosingNotice(reason=self._state.stage.reason))
         if reason := self._state.end.stopping:
-            self._drains.tell_stopping(member, reason)
+            self._drains.tell_stopping(member, reason, now_s)
 
     def _is_over(self, member: Member, generation: Generation) -> bool:
         """Whether the generation is over that the member says it is in, as it may not know.

@@ -25,7 +25,7 @@ class Drains:
             self._state.log(
                 "drain_asked", f"{member.member_id} is to leave: {event.reason}", member
             )
-        self._tell(member, event.reason, now=member.drain.let_go)
+        self._tell(member, event.reason, now=member.drain.let_go, now_s=now_s)
 
     def let_go(self, now_s: float) -> None:
         """Tell those to leave now whom no planned change can spare the others."""
@@ -34,24 +34,26 @@ class Drains:
                 continue
             member.drain.let_go = True
             member.waits("nothing: it leaves at its next step boundary", now_s)
-            self._tell(member, member.drain.reason, now=True)
+            self._tell(member, member.drain.reason, now=True, now_s=now_s)
 
-    def tell_stopping(self, member: Member, reason: str) -> None:
+    def tell_stopping(self, member: Member, reason: str, now_s: float) -> None:
         """Tell a member of a job that an operator has stopped to leave now."""
-        self._tell(member, reason, now=True)
+        self._tell(member, reason, now=True, now_s=now_s)
 
-    def _tell(self, member: Member, reason: str, *, now: bool) -> None:
-        everyone = now and self._everyone_leaves(member)
-        self._state.tell(member, DrainNotice(reason=reason, now=now, everyone=everyone))
+    def _tell(self, member: Member, reason: str, *, now: bool, now_s: float) -> None:
+        unreplaced = now and self._is_unreplaced(member, now_s)
+        self._state.tell(member, DrainNotice(reason=reason, now=now, unreplaced=unreplaced))
 
-    def _everyone_leaves(self, member: Member) -> bool:
-        """True if all members of the generation in which this one trains are to leave."""
+    def _is_unreplaced(self, member: Member, now_s: float) -> bool:
+        """True if no generation follows without this member. Not if others, which did not come to
+        an agreed boundary in time, would keep it from taking a further step."""
         running = self._state.running
-        if running is None or not running.synchronous or not member.is_in(running):
-            return False
-        if self._state.end.stopping:
-            return True
-        return all(m.drain.since_s is not None for m in self._state.members_of(running))
+        if running is None:
+            return member.holds_state and len(self._state.table.draining) == len(
+                self._state.members
+            )
+        overdue = passed(member.drain.since_s, self._state.limits.drain_s, now_s)
+        return running.synchronous and member.is_in(running) and not overdue
 
     def _is_worth_waiting(self, member: Member, now_s: float) -> bool:
         """True if a generation without the member may soon follow the one it trains in."""

@@ -242,8 +242,8 @@ class DrainNotice(Notice):
     """The member is to leave: at the boundary that will be agreed, or at its next one (`now`)."""
 
     now: bool
-    everyone: bool = False
-    """With `now`: all members of its generation are, and nobody is there to take the state over."""
+    unreplaced: bool = False
+    """With `now`: no generation follows without it."""
 
 
 class RefusalKind:

@@ -257,7 +257,7 @@ def test_members_that_are_all_told_to_end_leave_together() -> None:
     w.run(w.now_s + 1.0)
     for name in "abc":
         assert told[name][-1].now, name
-        assert told[name][-1].everyone, name
+        assert told[name][-1].unreplaced, name
     assert list(w.written) == [1], "no further generation"
 
 
@@ -268,7 +268,7 @@ def test_a_member_that_leaves_others_behind_is_not_told_that_all_leave() -> None
     w.drain("b")
     w.run(1.5)
     assert told["b"][-1].now
-    assert not any(notice.everyone for notices in told.values() for notice in notices)
+    assert not any(notice.unreplaced for notices in told.values() for notice in notices)
 
 
 def test_all_that_are_told_to_end_amid_a_change_carry_it_out_first() -> None:
@@ -285,11 +285,11 @@ def test_all_that_are_told_to_end_amid_a_change_carry_it_out_first() -> None:
     w.drain("c")
     w.run(w.now_s + 1.0)
     assert told["b"][-1].now
-    assert not told["b"][-1].everyone
+    assert not told["b"][-1].unreplaced
     assert w.written[2][0].roster.member_ids == ("a", "c")
     for name in "ac":
         assert told[name][-1].now, name
-        assert told[name][-1].everyone, name
+        assert told[name][-1].unreplaced, name
 
 
 @pytest.mark.parametrize("step", [3, 9])

@@ -341,10 +341,14 @@ class DDP(SynchronousStrategy):
         return [name for name, each in parameters if each.grad is None and each.requires_grad]
 
     def _write_checkpoint(self) -> None:
-        def state_shard() -> StateShard:
-            return into_shard(self._state.state_shard(self._step), self._registered.current())
+        self._checkpoints.write(self._step, self._state_shard, lambda _: self._rank == 0)
 
-        self._checkpoints.write(self._step, state_shard, lambda _: self._rank == 0)
+    def _state_shard(self) -> StateShard:
+        return into_shard(self._state.state_shard(self._step), self._registered.current())
+
+    def keep_alone(self) -> None:
+        if self._has_state:
+            self._checkpoints.write_alone(self._step, self._state_shard)
 
     def _not_averaged(self, models: Iterable[nn.Module]) -> InvalidSpec:
         """Why some gradients are this member's alone: the step would let the members drift."""

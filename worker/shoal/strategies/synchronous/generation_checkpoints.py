@@ -127,6 +127,15 @@ class GenerationCheckpoints:
                     return
             checkpoints.offer(self.samples.told(state_shard()), self._writers, writes)
 
+    def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
+        """Write one of the whole state, which this member holds; return once it is written, or has
+        failed. Nothing if the newest is of that step."""
+        if self._checkpoints is None or not step or self.written_step == step:
+            return
+        self._writers, self._position.checkpoint_at = ALONE, step
+        self.write(step, state_shard, lambda _: True)
+        self.conclude()
+
     @property
     def written_step(self) -> int | None:
         """Of the newest that was written. Any thread."""
@@ -135,7 +144,7 @@ class GenerationCheckpoints:
     def due(self, step: int) -> bool:
         """True if one is to be written of the state after so many steps."""
         checkpoints = self._checkpoints
-        is_last = step > 0 and self._position.all_leave_at == step
+        is_last = step > 0 and self._position.checkpoint_at == step
         return checkpoints is not None and (is_last or checkpoints.due(step))
 
     @property

@@ -52,9 +52,9 @@ class ScriptPosition:
     reason: str = ""
     """Why, in the words of whoever wished it."""
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
-    """True if this member is to leave and nobody can take its state over."""
-    all_leave_at: int | None = None
-    """The step behind which all members leave, having written a checkpoint of it."""
+    """True if this member is to leave and no generation follows without it."""
+    checkpoint_at: int | None = None
+    """The step of which all members write a checkpoint, since one of them leaves so."""
     is_shared: bool = False
     """Whether the generation began with all members behind the same step, with its state."""
     form: StepMessages = StepMessages.PRESENT
@@ -114,8 +114,8 @@ class ScriptPosition:
         self._place = None
         if self.wish is not None and self.wish > step:
             self.wish = None
-        if self.all_leave_at is not None and self.all_leave_at > step:
-            self.all_leave_at = None
+        if self.checkpoint_at is not None and self.checkpoint_at > step:
+            self.checkpoint_at = None
 
     def stepped(self) -> None:
         """A step is committed."""

@@ -281,8 +281,8 @@ class StepAgreement:
             self._compare_values([(self._step, self._values())])
         if any(row[2] & _STOP_BEHIND for row in rows):
             self._position.agree_to_stop(self._step + 1)
-        if all(row[2] & _LEAVES for row in rows):
-            self._position.all_leave_at = self._step + 1
+        if any(row[2] & _LEAVES for row in rows):
+            self._position.checkpoint_at = self._step + 1
         return self._factor([row[3] for row in rows if len(row) > 3])
 
     def _factor(self, words: Sequence[int]) -> float:
@@ -323,8 +323,8 @@ class StepAgreement:
             self._compare_values(changes)
         if any(row[2] & _STOP_BEFORE for row in rows):
             self._position.agree_to_stop(behind)
-        if all(row[2] & _LEAVES for row in rows):
-            self._position.all_leave_at = behind
+        if any(row[2] & _LEAVES for row in rows):
+            self._position.checkpoint_at = behind
 
     # --- messages ---
 

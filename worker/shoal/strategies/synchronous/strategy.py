@@ -95,7 +95,7 @@ class SynchronousStrategy(Strategy):
     def attach(self, context: Context) -> None:
         super().attach(context)
         if self.writes_checkpoints:
-            self.position.leaves = context.leaves_with_all
+            self.position.leaves = context.leaves_unreplaced
         if context.coordinators:
             self._coordinators = Coordinators(context.coordinators)
         if self._backend.is_watched:
@@ -329,8 +329,8 @@ class SynchronousStrategy(Strategy):
     def writes_checkpoints(self) -> bool:
         return self._checkpoints.are_kept
 
-    def leaves_together(self) -> bool:
-        if self.position.all_leave_at != self._step:
+    def leaves_with_checkpoint(self) -> bool:
+        if self.position.checkpoint_at != self._step or not self.position.leaves():
             return False
         self._checkpoints.conclude()
         return True
