@@ -180,6 +180,30 @@ def test_a_job_that_is_told_to_end_keeps_its_last_step(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("lost", ["", "before", "behind"])
+def test_members_that_nobody_replaces_keep_their_last_step(
+    shoal_command: Shoal, tmp_path: Path, lost: str
+) -> None:
+    """With as many members as `--min`, also if one is killed before the signal, so that the other
+    one waits for more, or right behind it."""
+    script = tmp_path / "train.py"
+    script.write_text(KEEPS)
+    options = ("-n", "2", "--min", "2", "--ps", "0", "--max-restarts", "0")
+    run = shoal_command.start("run", *options, str(script), "ddp")
+    first, _ = await_steps(tmp_path, 2).values()
+    if lost == "before":
+        os.kill(first, signal.SIGKILL)
+        read_until(run, "1 more member, no limit")
+    run.send_signal(signal.SIGTERM)
+    if lost == "behind":
+        os.kill(first, signal.SIGKILL)
+    code, output = finish(run)
+    assert code != 0, output
+    kept = [path.name for path in (tmp_path / "kept").iterdir()]
+    assert kept == [f"step-{last_step(tmp_path) + 1:08d}"], output
+
+
+@pytest.mark.long
 def test_a_process_alone_keeps_its_last_step(tmp_path: Path) -> None:
     """SIGTERM to `python train.py`: the checkpoint of its last step is there when it has ended."""
     script = tmp_path / "train.py"

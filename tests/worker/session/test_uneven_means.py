@@ -96,6 +96,12 @@ def whole(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs, targets, label_smoothing=0.1)
 
 
+def by_sample(outputs: Tensor, targets: Tensor) -> Tensor:
+    """As a detector's: the mean over a sample's boxes, and then over samples."""
+    boxes = zip(outputs, targets, strict=True)
+    return torch.stack([cross_entropy(o.expand(2, -1), t.expand(2)) for o, t in boxes]).mean()
+
+
 def train(cluster: LocalCluster, strategy: str, take: Callable[[Session, Any, Any], None]) -> None:
     """A lone member's first step: what is refused does not depend on who else is there."""
     model, optimizer = build("sgd", "layers")
@@ -171,7 +177,7 @@ def test_so_it_is_in_one_call(
 
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("loss", [shifted, in_turn, summed, shrinking, whole])
+@pytest.mark.parametrize("loss", [shifted, in_turn, summed, shrinking, whole, by_sample])
 def test_what_counts_alike_for_each_sample_is_a_mean_over_samples(
     cluster: LocalCluster, strategy: str, loss: Loss
 ) -> None:

@@ -87,11 +87,13 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
     """Raise InvalidSpec for a loss that is no mean over so many samples: of other shares of the
     batch it would be another one. One over all of `num_gathered` rows is the same on all members,
     whatever of them counts."""
-    for node in _near(loss):
-        counts = counted_targets(node)
-        if counts is not None and num_gathered and not counts.numel() % num_gathered:
+    found = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
+    if len(found) >= num_samples > 1:
+        return  # a mean for each sample, of which the loss is the mean
+    for counts in found:
+        if num_gathered and not counts.numel() % num_gathered:
             continue
-        if counts is not None and not _is_even(counts, num_samples):
+        if not _is_even(counts, num_samples):
             raise InvalidSpec(
                 "a loss that is no mean over samples: with another number of members the job would"
                 " train another one",
