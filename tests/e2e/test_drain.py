@@ -98,7 +98,7 @@ def test_a_run_that_is_told_to_end_drains(shoal_command: Shoal, tmp_path: Path) 
 
 
 KEEPS = """
-import pathlib, sys, time
+import os, pathlib, sys, time
 import shoal, torch
 
 here = pathlib.Path(__file__).parent
@@ -109,6 +109,7 @@ data = (torch.randn(240, 8), torch.randn(240, 2))
 strategy = {"local-sgd": shoal.LocalSGD(every_steps=7)}.get(sys.argv[1], sys.argv[1])
 keeps = shoal.Checkpoints(here / "kept", every_steps=100_000)
 with shoal.join() as session:
+    (here / f"pid-{session.member_id}").write_text(str(os.getpid()))
     model, optimizer = session.distribute(model, optimizer, strategy=strategy, checkpoints=keeps)
     for batch in session.batches(data, global_batch_size=6, epochs=10):
         with session.step() as step:
@@ -190,7 +191,8 @@ def test_members_that_nobody_replaces_keep_their_last_step(
     script.write_text(KEEPS)
     options = ("-n", "2", "--min", "2", "--ps", "0", "--max-restarts", "0")
     run = shoal_command.start("run", *options, str(script), "ddp")
-    first, _ = await_steps(tmp_path, 2).values()
+    await_steps(tmp_path, 2)
+    first, _ = (int(path.read_text()) for path in tmp_path.glob("pid-*"))
     if lost == "before":
         os.kill(first, signal.SIGKILL)
         read_until(run, "1 more member, no limit")
