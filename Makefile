@@ -75,8 +75,8 @@ SYSTEM_TESTS := tests/worker/checkpoint tests/worker/state tests/proto tests/e2e
 
 $(SYSTEM_VENV)/.installed: pyproject.toml constraints.txt
 	$(SYSTEM_PYTHON) -m venv $(SYSTEM_VENV)
-	$(SYSTEM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo]' \
-		pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
+	$(SYSTEM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo,s3]' \
+		flask flask-cors 'moto[s3]' pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 test-system: $(SYSTEM_VENV)/.installed ## the tests of files and of a run, on the system's own Python
