@@ -19,7 +19,7 @@ from torch import nn
 
 import shoal
 from shoal.checkpoint.directory import complete
-from shoal.state.optimizer_state import Slots, put_slots, take_slots
+from shoal.state.optimizer_state import Slots, put_slots, take_settings, take_slots
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
@@ -100,6 +100,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "wrapper": Dispatching,
     "inside": lambda: [1.0, {"a": ({2},)}],
     "sparse inside": lambda: [torch.eye(3).to_sparse()],
+    "number and text as keys": lambda: {1: 0.1, "1": 0.2},
+    "a key with a dot": lambda: {"a": {"b": 0.1}, "a.b": 0.2},
+    "a key like an element": lambda: {"a": [torch.ones(1)], "a.0": torch.ones(1)},
 }
 
 
@@ -129,6 +132,20 @@ def test_tensors_within_a_value_arrive_as_they_were() -> None:
 def test_what_cannot_arrive_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedOptimizer, match=r"state 'odd.* of 0\.weight"):
         taken(REFUSED[name]())
+
+
+def test_keys_of_one_parameter_that_read_alike_are_refused_by_name() -> None:
+    """A checkpoint joins them by dots."""
+    state = {"odd": {"b": 0.1}, "odd.b": torch.ones(1)}
+    with pytest.raises(UnsupportedOptimizer, match=r"two entries named 'odd\.b'"):
+        take_slots(state, "0.weight", torch.optim.SGD([torch.ones(1)]))
+
+
+def test_settings_that_read_alike_are_refused_by_name() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    optimizer.param_groups[0] |= {"odd": {1: 0.1, "1": 0.2}}
+    with pytest.raises(UnsupportedOptimizer, match=r"two entries named '0\.odd\.1'"):
+        take_settings(optimizer)
 
 
 # --- alone: through a checkpoint ---

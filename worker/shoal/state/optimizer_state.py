@@ -53,6 +53,7 @@ def take_slots(state: Mapping[Any, Any], parameter: str, optimizer: Optimizer) -
 
     tensors: dict[str, Tensor] = {}
     values: dict[str, Json] = {}
+    taken = {str(key) for key in state}
     for key, value in state.items():
         if type(key) is not str or "/" in key or key.startswith(INNER):
             expected = f"a string without '/', that does not begin with {INNER!r}"
@@ -64,7 +65,7 @@ def take_slots(state: Mapping[Any, Any], parameter: str, optimizer: Optimizer) -
         elif _is_small(value):
             values[key] = value
         else:
-            values[key], inner = take_apart_exactly(value, (key,), refused)
+            values[key], inner = take_apart_exactly(value, (key,), refused, taken=taken)
             tensors |= {INNER + path: tensor for path, tensor in inner.items()}
     return Slots(tensors=tensors, values=values)
 
@@ -92,20 +93,25 @@ def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
 
     found = []
     for index, group in enumerate(optimizer.param_groups):
-        taken: dict[str, Json] = {}
+        settings: dict[str, Json] = {}
+        taken = {f"{index}.{key}" for key in group}
         for key, value in group.items():
             if key != "params":
                 place = (str(index), str(key))
                 if type(key) is not str:
                     raise refused(place, f"the key {key!r:.100}", "a string")
-                taken[key] = plain_setting(value, place, refused)
-        found.append(taken)
+                settings[key] = plain_setting(value, place, refused, taken)
+        found.append(settings)
     return found
 
 
-def plain_setting(value: Any, path: tuple[str, ...], refused: Refusal) -> Json:
+def plain_setting(
+    value: Any, path: tuple[str, ...], refused: Refusal, taken: set[str] | None = None
+) -> Json:
     """The value of a setting, without its type if that is a tensor's or a tuple's."""
-    return value if _is_small(value) else take_apart_exactly(value, path, refused, inline=True)[0]
+    if _is_small(value):
+        return value
+    return take_apart_exactly(value, path, refused, inline=True, taken=taken)[0]
 
 
 def put_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> None:

@@ -56,14 +56,20 @@ def take_apart(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
 
 
 def take_apart_exactly(
-    value: Any, path: tuple[str, ...], refused: Refusal, *, inline: bool = False
+    value: Any,
+    path: tuple[str, ...],
+    refused: Refusal,
+    *,
+    inline: bool = False,
+    taken: set[str] | None = None,
 ) -> tuple[Json, dict[str, Tensor]]:
     """As `take_apart`, of what has to come back as of the same type, and which plain torch is to
     find in a checkpoint as it was. Numbers of NumPy, and members of enums, are Python's numbers.
 
-    `inline`: tensors stand among the values, as numbers.
+    `inline`: tensors stand among the values, as numbers. `taken`: dotted paths in use beside this
+    value, to which its own are added: torch names the entries of a checkpoint by them.
     """
-    apart = _Apart(refused, is_exact=True, is_inline=inline)
+    apart = _Apart(refused, is_exact=True, is_inline=inline, taken=taken)
     return apart.plain(value, path), apart.tensors
 
 
@@ -95,13 +101,19 @@ def without_marks(values: Json) -> Json:
 
 class _Apart:
     def __init__(
-        self, refused: Refusal, *, is_exact: bool = False, is_inline: bool = False
+        self,
+        refused: Refusal,
+        *,
+        is_exact: bool = False,
+        is_inline: bool = False,
+        taken: set[str] | None = None,
     ) -> None:
         self._refused = refused
         self._is_exact = is_exact
         self._is_inline = is_inline
         self._max_bits = MAX_PICKLED_BITS if is_exact else MAX_BITS
         self._num_values = 0
+        self._taken = set() if taken is None else taken
         self.tensors: dict[str, Tensor] = {}
 
     def plain(self, value: Any, path: tuple[str, ...]) -> Json:
@@ -126,7 +138,7 @@ class _Apart:
         if kind is dict:
             return self._mapping(value, path)
         if kind in (list, tuple):
-            items = [self.plain(item, (*path, str(i))) for i, item in enumerate(value)]
+            items = [self._inside(item, (*path, str(i))) for i, item in enumerate(value)]
             return {_MARK + "tuple": list[Json](items)} if kind is tuple else items
         if kind is np.ndarray and value.dtype.kind in "biufc" and not self._is_exact:
             data = base64.b64encode(value.tobytes()).decode()
@@ -139,12 +151,25 @@ class _Apart:
         pairs: list[Json] = []
         items: dict[str, Json] = {}
         for key, item in value.items():
-            taken = self.plain(item, (*path, str(key)))
+            taken = self._inside(item, (*path, str(key)))
             if plain:
                 items[key] = taken
             else:
                 pairs.append([self.plain(key, path), taken])
         return items if plain else {_MARK + "pairs": pairs}
+
+    def _inside(self, item: Any, path: tuple[str, ...]) -> Json:
+        """An entry of a container, at a path of its own."""
+        if self._is_exact:
+            dotted = ".".join(path)
+            if dotted in self._taken:
+                raise self._refused(
+                    path,
+                    f"two entries named {dotted!r}",
+                    "keys that differ as text, also once they are joined by dots",
+                )
+            self._taken.add(dotted)
+        return self.plain(item, path)
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> Json:
         key = ".".join(path) or "value"
