@@ -2,9 +2,8 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-from structure.test_house import ROOT, modules, parsed
+from structure.test_house import ROOT, modules
 
 GRPC_PLACE = "shoal_proto.tls.channels"
 HTTP_PLACE = "shoal_client.connection.http"
@@ -18,10 +17,15 @@ TO_STRANGERS = {"credentials.py"}
 """Clients of services that are no part of Shoal: here Kubernetes, where a proxy is honoured."""
 
 
-def sources() -> Iterator[tuple[str, Path]]:
-    yield from modules().items()
+def sources(words: set[str]) -> Iterator[tuple[str, ast.Module]]:
+    """The modules in which one of these words stands, by name."""
+    found = dict(modules())
     for folder in ("deploy", "examples"):
-        yield from ((path.name, path) for path in sorted((ROOT / folder).rglob("*.py")))
+        found |= {path.name: path for path in sorted((ROOT / folder).rglob("*.py"))}
+    for name, path in found.items():
+        text = path.read_text()
+        if any(word in text for word in words):
+            yield name, ast.parse(text)
 
 
 def dotted(node: ast.AST) -> str:
@@ -32,8 +36,8 @@ def test_one_module_makes_every_grpc_channel() -> None:
     """It turns the proxy off, whatever options a caller gives."""
     found = {
         name
-        for name, path in sources()
-        for node in ast.walk(parsed(path))
+        for name, tree in sources(CHANNELS)
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute | ast.alias)
         and (node.attr if isinstance(node, ast.Attribute) else node.name) in CHANNELS
     }
@@ -45,10 +49,9 @@ def test_one_module_makes_every_grpc_channel() -> None:
 def test_one_module_makes_every_http_client() -> None:
     """What other modules use of such a package is its errors and its types."""
     found = []
-    for name, path in sources():
+    for name, tree in sources({"http", "requests", "urllib"}):
         if name in {HTTP_PLACE, *TO_STRANGERS}:
             continue
-        tree = parsed(path)
         annotations = {
             id(each)
             for node in ast.walk(tree)

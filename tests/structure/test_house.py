@@ -34,6 +34,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def walked(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a module."""
+    return tuple(ast.walk(parsed(path)))
+
+
 def test_no_folder_has_many_modules() -> None:
     helpers = (ROOT / "tests" / "support").rglob("*.py")
     counts = Counter(
@@ -53,7 +59,7 @@ def test_no_class_has_many_attributes() -> None:
     found = {
         f"{name}.{node.name}": len(attributes(node))
         for name, path in modules().items()
-        for node in ast.walk(parsed(path))
+        for node in walked(path)
         if isinstance(node, ast.ClassDef) and len(attributes(node)) > MAX_ATTRIBUTES
     }
     assert found == {}
@@ -98,7 +104,7 @@ def package_of(module: str) -> str:
 
 def imported(path: Path) -> Iterator[str]:
     """The modules of ours that it names in import statements."""
-    for node in ast.walk(parsed(path)):
+    for node in walked(path):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [f"{node.module}.{each.name}" for each in node.names]
@@ -112,7 +118,7 @@ def test_nothing_private_of_argparse_is_used() -> None:
     """Its private classes change with Python's versions."""
     found = []
     for name, path in modules().items():
-        for node in ast.walk(parsed(path)):
+        for node in walked(path):
             if isinstance(node, ast.ImportFrom) and node.module == "argparse":
                 found += [f"{name}: {each.name}" for each in node.names if each.name[0] == "_"]
             of_argparse = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "argparse"
@@ -139,7 +145,7 @@ def test_what_benches_import_of_each_other_is_there() -> None:
     bench = ROOT / "bench"
     found = []
     for path in bench.rglob("*.py"):
-        for node in ast.walk(parsed(path)):
+        for node in walked(path):
             if not isinstance(node, ast.ImportFrom) or node.module is None:
                 continue
             inside = node.module.replace(".", "/")
@@ -154,7 +160,7 @@ def test_what_benches_import_of_each_other_is_there() -> None:
 
 def from_source(path: Path) -> Iterator[tuple[str, str]]:
     """Module and name of each `from` import of the source, but for what is made at import."""
-    for node in ast.walk(parsed(path)):
+    for node in walked(path):
         if isinstance(node, ast.ImportFrom) and node.module in modules() and node.module != "shoal":
             yield from ((node.module, each.name) for each in node.names)
 
@@ -163,7 +169,7 @@ def from_source(path: Path) -> Iterator[tuple[str, str]]:
 def names_of(path: Path) -> frozenset[str]:
     """What is assigned, defined or imported at the top of a module."""
     names: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in walked(path):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

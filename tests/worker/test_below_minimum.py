@@ -70,6 +70,7 @@ def await_waiting(cluster: LocalCluster, schedule: Schedule, for_s: float) -> No
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_survivor_goes_on_with_its_state_after_many_join_limits(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_survivor_waits_on_when_the_coordinator_is_started_again(
         check_no_trace(job, job.run_of_all, TOLERANCE)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("how", ["SIGTERM", "stop"])
 def test_a_survivor_that_waits_ends_when_it_is_told_to(
     cluster: LocalCluster, tmp_path: Path, how: str

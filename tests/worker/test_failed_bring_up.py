@@ -60,7 +60,7 @@ def failures_of(cluster: LocalCluster, run: Run) -> list[str]:
     return [each["reason"] for each in told]
 
 
-@pytest.mark.sampled("strategy")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("low", [1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_member_that_cannot_hand_on_its_state_goes_on_with_it(

@@ -346,6 +346,7 @@ def test_processes_that_live_and_give_no_sign_are_told_of() -> None:
         take_all(loader)
 
 
+@pytest.mark.long
 def test_slow_samples_are_no_silence() -> None:
     with loader_of(Slow(), 1, silence_s=1.5, prefetch_factor=1) as loader:
         assert take_all(loader) == 23
@@ -455,6 +456,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**own, **more}
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_a_long_tmpdir_stands_in_no_batchs_way(tmp_path: Path, context: str) -> None:
     """Sockets of multiprocessing lie elsewhere then: a path of one has 107 bytes at most."""

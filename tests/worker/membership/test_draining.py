@@ -84,6 +84,10 @@ def own(number, frame):
     show("the script's own handler")
     sys.exit(7)
 
+def idle():  # a signal just before one long sleep would be handled after it
+    for _ in range(3000):
+        time.sleep(0.01)
+
 def hang():  # in C, where no handler of Python's runs
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     show("hangs")
@@ -155,8 +159,8 @@ def test_two_sigterms_at_once_are_one_wish() -> None:
     "unwinds",
     [
         "",
-        "signal.signal(signal.SIGTERM, before); ",
-        "signal.signal(signal.SIGTERM, signal.SIG_DFL); ",
+        pytest.param("signal.signal(signal.SIGTERM, before); ", marks=pytest.mark.long),
+        pytest.param("signal.signal(signal.SIGTERM, signal.SIG_DFL); ", marks=pytest.mark.long),
         "assert signal.signal(signal.SIGTERM, own) != own; ",
     ],
     ids=["as-the-session-left-it", "put-back", "by-default", "own"],
@@ -170,11 +174,12 @@ def test_a_second_sigterm_does_not_end_a_script_that_unwinds(unwinds: str) -> No
 def test_a_handler_that_is_put_back_while_the_order_is_fresh_takes_the_next_one() -> None:
     """A script that handles the signal by itself behind its session goes on doing so."""
     later = "signal.signal(signal.SIGTERM, own); time.sleep(SAME_ORDER_S + 0.2); show('later')"
-    with training(unwinds=f"{later}; time.sleep(30)") as process:
+    with training(unwinds=f"{later}; idle()") as process:
         assert told_twice(process, "later") == 7
 
 
-@pytest.mark.parametrize("hangs", ["time.sleep(30)", "hang()"], ids=["in-python", "in-c"])
+@pytest.mark.sampled()
+@pytest.mark.parametrize("hangs", ["hang()", "time.sleep(30)"], ids=["in-c", "in-python"])
 def test_a_second_sigterm_that_comes_later_ends_the_process(hangs: str) -> None:
     """One that cannot be drained can still be stopped, wherever its main thread hangs."""
     with training(unwinds=f"show('late'); {hangs}") as process:

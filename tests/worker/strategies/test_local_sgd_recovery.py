@@ -121,7 +121,7 @@ def test_a_planned_change_ends_the_round_where_the_generation_stops(
 ) -> None:
     """One joins, another drains, within one long round: no step is trained twice."""
     with Ranks() as ranks:
-        run = run_of(cluster, desired_members=2, every_steps=10_000, epochs=900)
+        run = run_of(cluster, desired_members=2, every_steps=10_000, epochs=400)
         held = HeldMembers(ranks, local_sgd_bodies.train, run, tmp_path, at_step=7)
         crew = [*held.crew, *start(ranks, run, "c")]
         crew[2].expect("entering")

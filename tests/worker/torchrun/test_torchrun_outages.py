@@ -94,6 +94,7 @@ def test_a_first_rendezvous(join: Join, outage: Wire) -> None:
     assert times_out(began_s)
 
 
+@pytest.mark.long
 def test_a_spare_node(join: Join, outage: Wire) -> None:
     """It stands by without a limit only while a coordinator can call it."""
     together(join((1, 1)))
@@ -109,6 +110,7 @@ def test_a_spare_node(join: Join, outage: Wire) -> None:
         assert time.monotonic() - began_s <= JOIN_S + OVER_S
 
 
+@pytest.mark.long
 def test_a_rendezvous_that_meets_its_peers(join: Join, wire: Wire) -> None:
     """A generation is agreed, and one of two nodes is cut off before it can be entered; the other
     waits for it, and for no longer than it may."""
@@ -151,6 +153,7 @@ def test_to_close_the_job(join: Join, outage: Wire) -> None:
     assert time.monotonic() - began_s <= 1.0 + OVER_S
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("part", ["coordinator", "etcd"])
 def test_a_part_that_is_halted(tmp_path: Path, part: str) -> None:
     """SIGSTOP: connections stay, and nobody answers, or nothing can be agreed."""

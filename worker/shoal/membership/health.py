@@ -172,7 +172,7 @@ class HealthReporter:
             return
         self._num_failed += 1
         if too_late:
-            log.info("health_report_too_late", url=url)
+            log.debug("health_report_too_late", url=url)
         elif not self._outage:
             log.warning("health_report_failed", url=url, reason=problem[:500])
         self._outage = True
