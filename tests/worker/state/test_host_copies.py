@@ -5,7 +5,14 @@ import gc
 import pytest
 import torch
 
-from shoal.state.host_copies import as_bytes, copy_by_rooms, copy_staged, copy_to_host, page_locked
+from shoal.state.host_copies import (
+    as_bytes,
+    copy_by_rooms,
+    copy_staged,
+    copy_to_host,
+    host_memory,
+    page_locked,
+)
 from shoal.state.shards import StateShard, TensorShard
 
 
@@ -16,12 +23,12 @@ class Runtime:
         self.locked: dict[int, int] = {}
         self._error = error
 
-    def cudaHostRegister(self, pointer: int, num_bytes: int, _flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, pointer: int, num_bytes: int, _flags: int) -> int:
         if not self._error:
             self.locked[pointer] = num_bytes
         return self._error
 
-    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, pointer: int) -> int:
         del self.locked[pointer]
         return 0
 
@@ -90,8 +97,6 @@ def test_a_copied_state_has_contiguous_memory_of_its_own() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_copies_from_a_gpu_come_before_what_its_stream_does_next() -> None:
-    from shoal.state.host_copies import host_memory
-
     source = torch.arange(1 << 22, dtype=torch.float32, device="cuda")
     memory = host_memory(source.nbytes, [source])
     assert memory.is_pinned()

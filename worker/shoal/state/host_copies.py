@@ -115,9 +115,7 @@ def copy_staged(
         copy_by_rooms(own, room_bytes, pinned=True)
 
 
-def copy_by_rooms(
-    pairs: Sequence[tuple[Tensor, Tensor]], room_bytes: int, *, pinned: bool
-) -> None:
+def copy_by_rooms(pairs: Sequence[tuple[Tensor, Tensor]], room_bytes: int, *, pinned: bool) -> None:
     """See `copy_staged`; pairs of target and source, the latter all on one device."""
     rooms = [torch.empty(room_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None = None

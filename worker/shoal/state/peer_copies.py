@@ -178,9 +178,9 @@ class PeerCopies:
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy this rank's holding, which may change on return: a GPU copies it before whatever the
-        trainer's stream does next, and nobody waits for it here. All ranks offer the same steps, and
-        say of the same ranks that they leave behind it.
+        """Copy this rank's holding, which may change on return: a GPU copies it before what the
+        trainer's stream does next. All ranks offer the same steps, and say of the same ranks that
+        they leave behind it.
 
         What goes to peers goes in the background. Waits for the copy before to be complete on all
         ranks: no longer than the time limits of its messages. Raises what that copy failed
