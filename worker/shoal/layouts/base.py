@@ -207,6 +207,15 @@ class Layout(ABC):
         """Whether the pass that begins leaves gradients of the whole batch behind."""
         return self.reduces and self.world.completes_passes
 
+    def note_loss(self, loss: Tensor) -> None:
+        """A pass begins of a loss that nobody has looked at. Unless it is finite, `reduce` or
+        `check` raises NonFiniteGradient on this rank and an error on every other.
+
+        As it stands: see `NonFiniteCheck.losses`.
+        """
+        assert self.non_finite_check is not None, "a layout without one overrides this"
+        self.non_finite_check.losses.note(loss)
+
     def begin_pass(self, loss: Tensor) -> None:  # noqa: B027 - most layouts reduce by their hooks
         """A backward pass of this model begins, of a loss as it is weighted."""
 
