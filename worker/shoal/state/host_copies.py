@@ -6,7 +6,7 @@ On a CPU the same functions copy at once, and memory is memory.
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -15,13 +15,15 @@ from torch import Tensor
 
 log = structlog.get_logger(__name__)
 
+_ALIGNMENT_BYTES = 64
+"""Any dtype can be viewed at a multiple of it."""
 ROOM_BYTES = 64 * 1024 * 1024
 """Page-locked memory that `copy_staged` goes through, twice. A power of two: torch keeps such rooms
 for the next call."""
 
 
 class CopyUnderWay:
-    """Copies to the host that GPUs have been given to make."""
+    """Copies that GPUs have been given to make."""
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         # Blocking: a thread that waits for a copy is not to keep a CPU busy.
@@ -31,7 +33,7 @@ class CopyUnderWay:
         ]
 
     def wait(self) -> None:
-        """Return once the copies are there to be read. Any thread, more than once."""
+        """Return once they are made. Any thread, more than once."""
         for event in self._events:
             event.synchronize()
 
@@ -44,7 +46,12 @@ def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUn
     """
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source.detach(), non_blocking=source.is_cuda)
-    return CopyUnderWay(_gpus(sources))
+    return work_so_far(sources)
+
+
+def work_so_far(tensors: Sequence[Tensor]) -> CopyUnderWay:
+    """What the caller's streams have been given to do on the GPUs of these tensors."""
+    return CopyUnderWay(_gpus(tensors))
 
 
 def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
@@ -95,6 +102,31 @@ def _take_error(device: torch.device) -> None:
         torch.zeros(1, device=device)
     except RuntimeError as error:
         log.debug("cuda_refused_to_pin", reason=str(error))
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, contiguous and on the host: those that are so themselves, others as copies.
+    Those of GPUs come into one piece of page-locked memory, which torch keeps for the next call."""
+    away = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
+    copies = {}
+    if away:
+        pinned = bool(_gpus(list(away.values())))
+        copies = dict(zip(away, side_by_side(list(away.values()), pinned=pinned), strict=True))
+        copy_to_host(list(copies.values()), list(away.values())).wait()
+    return {
+        name: copies[name] if name in copies else tensor.detach().contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
+    """Tensors like these with nothing in them yet, in one piece of memory on the host."""
+    sizes = [-(-each.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for each in tensors]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    return [
+        part[: each.nbytes].view(each.dtype).view(each.shape)
+        for part, each in zip(torch.split(memory, sizes), tensors, strict=True)
+    ]
 
 
 @torch.no_grad()
