@@ -82,6 +82,9 @@ class Layout(ABC):
     """Whether parameters are cut, so that only optimizers which treat each element by itself do
     what they would do in one process."""
 
+    shares_loss: bool = False
+    """Whether `forward_backward` gives all ranks the loss of the last stage."""
+
     looks_for_faults: bool = True
     """Whether `reduce` raises for gradients that are not finite. Otherwise they are as they are,
     and `overflowed` tells of them."""

@@ -387,9 +387,18 @@ class LayoutStrategy(SynchronousStrategy):
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
         self._begin()
+        layout = self._layout()
+
+        def seen(outputs: Any, expected: Any) -> Tensor:
+            loss = loss_function(outputs, expected)
+            if layout.looks_for_faults and not is_on_host(loss):
+                layout.note_loss(loss)
+            return loss
+
+        given = loss_function if layout.shares_loss else seen
         with self._weighing():
-            loss = self._layout().forward_backward(inputs, targets, loss_function, weight)
-        if self._layout().looks_for_faults:
+            loss = layout.forward_backward(inputs, targets, given, weight)
+        if layout.looks_for_faults and (layout.shares_loss or is_on_host(loss)):
             check_loss(loss, self._step)
         return loss
 
