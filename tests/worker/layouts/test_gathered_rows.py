@@ -41,7 +41,7 @@ def rows_of(rank: int, dtype: torch.dtype) -> Tensor:
     return (drawn * 8).to(dtype)
 
 
-def gathered(dtype: torch.dtype, by_messages: bool) -> None:
+def gathered(dtype: torch.dtype, by_messages: bool = True) -> None:
     rank = dist.get_rank()
     gathers = gathers_of(rank, by_messages=by_messages)
     # In another order in memory than its shape says.
