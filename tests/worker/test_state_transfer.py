@@ -197,3 +197,21 @@ def test_a_replica_is_the_model_in_all_but_its_forward_pass() -> None:
     replica.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
     assert torch.equal(model[0].weight, torch.ones(3, 2))
     assert torch.equal(replica(torch.ones(2)), torch.ones(2))
+
+
+def test_a_state_is_captured_into_the_memory_of_the_last() -> None:
+    """So that a round needs no third copy of everything, beside the live one and the last."""
+    model, optimizer = trained(OPTIMIZERS["adamw"], 3, seed=0)
+    keeper = ReplicatedState(model, optimizer)
+    first = keeper.capture(1)
+    places = {name: tensor.data_ptr() for name, tensor in first.tensors.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    second = keeper.capture(2, first)
+    assert {name: tensor.data_ptr() for name, tensor in second.tensors.items()} == places
+    now = keeper.collect(2).tensors
+    assert all(tensor.equal(now[name]) for name, tensor in second.tensors.items())
+    # What is new since then has memory of its own, and what is gone is left out.
+    optimizer.state.clear()
+    assert keeper.capture(3, second).tensors.keys() == keeper.collect(3).tensors.keys()

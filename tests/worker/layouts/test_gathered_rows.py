@@ -20,11 +20,20 @@ DTYPES = [
 ]
 
 
-def gathers_of(rank: int, sizes: tuple[int, ...] = SIZES) -> RowGathers:
+WAYS = [True, False]
+"""From rank to rank, or as rows on a GPU by a collective."""
+
+
+def gathers_of(
+    rank: int, sizes: tuple[int, ...] = SIZES, *, by_messages: bool = True
+) -> RowGathers:
     names = [f"m{each}" for each in range(dist.get_world_size())]
     share = Share(index=rank, num_samples=sizes[rank])
     assert dist.group.WORLD is not None
-    return RowGathers(dist.group.WORLD, names, share, 7, lambda _: nullcontext())
+    return RowGathers(
+        *(dist.group.WORLD, names, share, 7, lambda _: nullcontext()),
+        by_messages=by_messages,
+    )
 
 
 def rows_of(rank: int, dtype: torch.dtype) -> Tensor:
@@ -32,9 +41,9 @@ def rows_of(rank: int, dtype: torch.dtype) -> Tensor:
     return (drawn * 8).to(dtype)
 
 
-def gathered(dtype: torch.dtype) -> None:
+def gathered(dtype: torch.dtype, by_messages: bool = True) -> None:
     rank = dist.get_rank()
-    gathers = gathers_of(rank)
+    gathers = gathers_of(rank, by_messages=by_messages)
     # In another order in memory than its shape says.
     own = rows_of(rank, dtype).transpose(1, 2).contiguous().transpose(1, 2)
     trains = dtype.is_floating_point or dtype.is_complex
@@ -55,23 +64,25 @@ def gathered(dtype: torch.dtype) -> None:
     gathers.close()
 
 
+@pytest.mark.parametrize("by_messages", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_come_in_order_and_gradients_are_summed(dtype: torch.dtype) -> None:
-    run_in_memory(gathered, 3, dtype)
+def test_rows_come_in_order_and_gradients_are_summed(dtype: torch.dtype, by_messages: bool) -> None:
+    run_in_memory(gathered, 3, dtype, by_messages)
 
 
-def halves() -> None:
+def halves(by_messages: bool) -> None:
     own = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    every = gathers_of(dist.get_rank(), (1, 1, 1)).gather(own)
+    every = gathers_of(dist.get_rank(), (1, 1, 1), by_messages=by_messages).gather(own)
     asked = (256.0, 1.0, 1.0)[dist.get_rank()]
     (every * asked).sum().backward()
     assert own.grad is not None
     assert float(own.grad) == 258.0
 
 
-def test_gradients_in_halves_are_rounded_once() -> None:
+@pytest.mark.parametrize("by_messages", WAYS)
+def test_gradients_in_halves_are_rounded_once(by_messages: bool) -> None:
     """256 and 1 are 256 in bfloat16, and 256 and 2 are 258."""
-    run_in_memory(halves, 3)
+    run_in_memory(halves, 3, by_messages)
 
 
 Tensors = Callable[[int], Tensor]

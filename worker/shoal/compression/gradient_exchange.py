@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.backends.abortable.waiter import AbortableWaiter, Completion, Underway
 from shoal.compression.wire import Traffic
 from shoal.model.gradients import are_finite, is_finite, is_on_host
+from shoal.model.losses import UnseenLosses
 from shoal.torch_private.c10d import GradBucket
 from shoal.torch_private.tensors import after_backward, foreach_norm
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
@@ -44,6 +45,8 @@ class GradientExchange:
         self._averaged: list[Tensor] = []
         self._underway: list[Underway] = []
         """What the backward pass has begun and not waited for yet."""
+        self.losses = UnseenLosses()
+        """Of this member: one that is not finite makes an average so."""
         self._fault = ""
         self._norms: list[tuple[Tensor, Tensor]] = []
         """Of parameters on a GPU: the largest element of this member's own gradient."""
@@ -52,6 +55,8 @@ class GradientExchange:
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
         self._look(bucket)
+        if self.losses.excess is not None:
+            gradients[:1].add_(self.losses.excess)
         # DDP sends its buckets in order, the last one only behind all others.
         self._complete = self._complete or bucket.is_last()
         if self._alone:
@@ -111,6 +116,7 @@ class GradientExchange:
         self._averaged.clear()
         self._underway.clear()
         self.waiter.forget()
+        self.losses.begin()
         self._fault = ""
         self._norms.clear()
         self._complete = False
@@ -129,11 +135,11 @@ class GradientExchange:
         if are_finite(self._averaged) and not (self._alone and self._own_fault()):
             self._traffic.end_step()
             return
-        self._own_fault()
         # The averages are the same everywhere, so every rank comes here or none does.
         faults = torch.zeros(self._world_size, dtype=torch.int64)
-        faults[self._group.rank()] = int(bool(self._fault))
+        faults[self._group.rank()] = int(bool(self._own_fault()))
         self.waiter.wait(dist.all_reduce(faults, group=self._group, async_op=True))
+        self.losses.check(step)
         if self._fault:
             raise NonFiniteGradient(
                 f"the gradient of {self._fault} is not finite at step {step}",
@@ -156,11 +162,14 @@ class GradientExchange:
         )
 
     def _own_fault(self) -> str:
-        """The parameter in whose own gradient this member saw a NaN or Inf; empty: in none."""
+        """The parameter in whose own gradient this member saw a NaN or Inf, or its loss; empty: in
+        none."""
         if self._norms:
             norms, self._norms = self._norms, []
             if not self._fault and not are_finite([norm for _, norm in norms]):
                 self._fault = next(self._name_of(p) for p, norm in norms if not is_finite(norm))
+        if not self._fault and not self.losses.are_finite():
+            self._fault = "the loss"
         return self._fault
 
 

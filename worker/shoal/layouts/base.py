@@ -82,6 +82,9 @@ class Layout(ABC):
     """Whether parameters are cut, so that only optimizers which treat each element by itself do
     what they would do in one process."""
 
+    shares_loss: bool = False
+    """Whether `forward_backward` gives all ranks the loss of the last stage."""
+
     looks_for_faults: bool = True
     """Whether `reduce` raises for gradients that are not finite. Otherwise they are as they are,
     and `overflowed` tells of them."""
@@ -206,6 +209,15 @@ class Layout(ABC):
     def completes(self) -> bool:
         """Whether the pass that begins leaves gradients of the whole batch behind."""
         return self.reduces and self.world.completes_passes
+
+    def note_loss(self, loss: Tensor) -> None:
+        """A pass begins of a loss that nobody has looked at. Unless it is finite, `reduce` or
+        `check` raises NonFiniteGradient on this rank and an error on every other.
+
+        As it stands: see `NonFiniteCheck.losses`.
+        """
+        assert self.non_finite_check is not None, "a layout without one overrides this"
+        self.non_finite_check.losses.note(loss)
 
     def begin_pass(self, loss: Tensor) -> None:  # noqa: B027 - most layouts reduce by their hooks
         """A backward pass of this model begins, of a loss as it is weighted."""

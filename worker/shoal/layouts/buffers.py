@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.torch_private.modules import buffer_table, has_batch_statistics, transient_buffers
+from shoal.torch_private.tensors import foreach_copy_
 
 log = structlog.get_logger(__name__)
 
@@ -111,15 +112,19 @@ def broadcast_packed(
     packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
     wait_abortable(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)
     parts = torch.split(packed, [tensor.nbytes for tensor in tensors])
+    given = list(map(_as, parts, tensors))
     if look is not None:
-        look(tensors, list(map(_as, parts, tensors)))
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(_as(part, tensor))
+        look(tensors, given)
+    # One kernel takes those of one dtype.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [(own, new) for own, new in zip(tensors, given, strict=True) if own.dtype == dtype]
+        foreach_copy_([own for own, _ in alike], [new for _, new in alike])
 
 
 def _as(part: Tensor, tensor: Tensor) -> Tensor:
-    """Bytes as what this tensor is; they may begin where its dtype may not."""
-    return part.clone().view(tensor.dtype).view(tensor.shape)
+    """Bytes as what this tensor is: in place, unless they begin where its dtype may not."""
+    is_aligned = part.storage_offset() % tensor.element_size() == 0
+    return (part if is_aligned else part.clone()).view(tensor.dtype).view(tensor.shape)
 
 
 class BuffersAside:

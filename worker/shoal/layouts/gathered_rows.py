@@ -6,8 +6,10 @@ member's loss is weighed with its share before it goes backward, and gradients a
 members behind that. So a loss over all rows, the same on every member, has the gradients that it
 has in one process; and so has a mean over the member's own rows of what each is to all rows.
 
-All of it goes from rank to rank, with tags of its own: who calls this more often than the others
-waits, and nothing of it is taken for a message of another collective.
+What members say of a call, and rows on the host, goes from rank to rank with tags of its own: a
+member that calls this more often than the others waits, and nothing of it is taken for a message of
+another collective. Rows on a GPU stay there: once the members have said the same of a call, they go
+by one collective of the group. A backward pass reaches it in the same order on every member.
 """
 
 import json
@@ -26,6 +28,9 @@ from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.abortable.p2p import AbortableP2P
+from shoal.backends.network.gloo import is_gloo
+from shoal.backends.process_group.uneven import all_to_all_uneven
+from shoal.model.gradients import is_on_host
 from shoal.torch_private.compiling import eager
 from shoal_proto.errors import InvalidSpec
 
@@ -77,9 +82,14 @@ class RowGathers:
         share: Share,
         step: int,
         waits: Callable[[str], AbstractContextManager[None]],
+        *,
+        by_messages: bool | None = None,
     ) -> None:
         """`members` by rank. `step`: so many are committed. `waits`: within, this member waits for
-        the others in what is named."""
+        the others in what is named. `by_messages`: if rows go from rank to rank, over the host, and
+        not by a collective; the same on all members. None: those on the host do, and all of a group
+        on Gloo."""
+        self._by_messages = True if by_messages is None and is_gloo(group) else by_messages
         self._p2p: AbortableP2P | None = AbortableP2P(group, torch.device("cpu"))
         self._rank = group.rank()
         self._members = members
@@ -138,8 +148,10 @@ class RowGathers:
         receives: Sequence[tuple[Tensor, int]],
         call: int,
         kind: int,
+        *,
+        by_messages: bool,
     ) -> None:
-        """Send and receive these, which are contiguous and on the host, each with its rank."""
+        """Send and receive these, which are contiguous, each with its rank."""
         p2p = self._p2p
         if p2p is None:
             raise InvalidSpec(
@@ -151,7 +163,14 @@ class RowGathers:
             return
         tag = (self._first + call) % _NUM_CALLS * _TAGS_PER_CALL + kind
         with self._waits(f"{what}, call {call} of step {self._first // _CALLS_PER_STEP}"):
-            p2p.begin(_in_bytes(sends), _in_bytes(receives), tag).wait()
+            if by_messages:
+                p2p.begin(_in_bytes(sends), _in_bytes(receives), tag).wait()
+            else:
+                _all_to_all(sends, receives, p2p.group)
+
+    def go_by_messages(self, rows: Tensor) -> bool:
+        """True if these rows go from rank to rank, over the host."""
+        return is_on_host(rows) if self._by_messages is None else self._by_messages
 
     def _meet(self, **said: Any) -> list[_Word]:
         """What each member says of the call, by rank."""
@@ -161,7 +180,7 @@ class RowGathers:
         others = [rank for rank in range(len(words)) if rank != self._rank]
         sends = [(words[self._rank], rank) for rank in others]
         receives = [(words[rank], rank) for rank in others]
-        self.exchange(sends, receives, self._num_calls, _WORD)
+        self.exchange(sends, receives, self._num_calls, _WORD, by_messages=True)
         return [_unpacked(word) for word in words]
 
     def _check_calls(self, words: Sequence[_Word]) -> None:
@@ -233,20 +252,20 @@ class _Way:
         self._others = [place for place, each in enumerate(self._ranks) if each != rank]
 
     def gathered(self, rows: Tensor) -> Tensor:
-        host = _on_host(rows)[: self._counts[self._place]]
-        whole = host.new_empty((sum(self._counts), *host.shape[1:]))
+        own = self._placed(rows)[: self._counts[self._place]]
+        whole = own.new_empty((sum(self._counts), *own.shape[1:]))
         parts = torch.split(whole, self._counts)
-        parts[self._place].copy_(host)
-        sends = [(host, self._ranks[place]) for place in self._others]
-        self._exchange(sends, parts, _ROWS)
+        parts[self._place].copy_(own)
+        sends = [(own, self._ranks[place]) for place in self._others]
+        self._exchange(sends, parts, _ROWS, rows)
         return whole.to(rows.device)
 
     def scattered(self, gradient: Tensor, num_rows: int) -> Tensor:
-        asked = torch.split(_on_host(gradient), self._counts)
+        asked = torch.split(self._placed(gradient), self._counts)
         own = asked[self._place]
         told = [own if place == self._place else torch.empty_like(own) for place in self._all()]
         sends = [(asked[place], self._ranks[place]) for place in self._others]
-        self._exchange(sends, told, _GRADIENTS)
+        self._exchange(sends, told, _GRADIENTS, gradient)
         # In the same order everywhere, and rounded to a half once.
         wide = torch.float32 if own.dtype in _HALVES else own.dtype
         found = own.new_zeros((num_rows, *own.shape[1:]), dtype=wide)
@@ -255,14 +274,24 @@ class _Way:
         summed: Tensor = found.to(gradient.dtype).to(gradient.device)
         return summed
 
+    def _placed(self, rows: Tensor) -> Tensor:
+        """What is sent: dense, and where it is sent from."""
+        device = torch.device("cpu") if self._gathers.go_by_messages(rows) else rows.device
+        return rows.detach().to(device).resolve_conj().resolve_neg().contiguous()
+
     def _all(self) -> range:
         return range(len(self._ranks))
 
     def _exchange(
-        self, sends: Sequence[tuple[Tensor, int]], places: Sequence[Tensor], kind: int
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        places: Sequence[Tensor],
+        kind: int,
+        rows: Tensor,
     ) -> None:
         receives = [(places[place], self._ranks[place]) for place in self._others]
-        self._gathers.exchange(sends, receives, self._call, kind)
+        is_by_messages = self._gathers.go_by_messages(rows)
+        self._gathers.exchange(sends, receives, self._call, kind, by_messages=is_by_messages)
 
 
 class _Gather(torch.autograd.Function):
@@ -323,10 +352,20 @@ def _unpacked(word: Tensor) -> _Word:
     return _Word(**json.loads(word.numpy().tobytes()))
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-
-
 def _in_bytes(tensors: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
     """Those that hold anything."""
     return [(each.view(-1).view(torch.uint8), rank) for each, rank in tensors if each.numel()]
+
+
+def _all_to_all(
+    sends: Sequence[tuple[Tensor, int]],
+    receives: Sequence[tuple[Tensor, int]],
+    group: dist.ProcessGroup,
+) -> None:
+    """Exchange these by one collective, in which every rank of the group takes part."""
+    nothing = receives[0][0].new_empty(0, dtype=torch.uint8)
+    given, taken = [nothing] * group.size(), [nothing] * group.size()
+    for tensors, by_rank in ((sends, given), (receives, taken)):
+        for each, rank in _in_bytes(tensors):
+            by_rank[rank] = each
+    all_to_all_uneven(taken, given, group)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.model.gradients import is_finite
 from shoal.torch_private.dtensor import local_of
 from shoal.torch_private.tensors import foreach_mul_, foreach_norm
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient
@@ -31,10 +30,7 @@ def clip(layout: "Layout", max_norm: float, among: Collection[str] | None = None
         {k: p for k, p in layout.parameters.items() if among is None or k in among}
     )
     counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
-    # As exact as the gradients of any model are.
-    message = torch.zeros(1, dtype=torch.float64, device=layout.world.device)
-    for norm in foreach_norm(counted):
-        message += norm.double() ** 2
+    message = sum_of_squares(foreach_norm(counted), layout.world.device)
     non_finite_check = layout.non_finite_check
     if non_finite_check is not None:
         message = torch.cat([message, non_finite_check.flags(layout.parameters)])
@@ -51,6 +47,16 @@ def clip(layout: "Layout", max_norm: float, among: Collection[str] | None = None
     return total
 
 
+def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """One number on the device, as exact as the gradients of any model are; 0 of none."""
+    found = torch.zeros(1, dtype=torch.float64, device=device)
+    # One tensor takes those of one kind: a model's gradients may be of several.
+    for kind in dict.fromkeys((norm.device, norm.dtype) for norm in norms):
+        alike = torch.stack([norm for norm in norms if (norm.device, norm.dtype) == kind])
+        found += alike.double().square().sum().to(device)
+    return found
+
+
 @torch.no_grad()
 def scale(layout: "Layout", factor: float) -> None:
     """Multiply all gradients of this rank."""
@@ -58,12 +64,6 @@ def scale(layout: "Layout", factor: float) -> None:
         list(_local_gradients(layout.parameters).values()),
         torch.tensor(factor, dtype=torch.float64),
     )
-
-
-def check_loss(loss: Tensor, step: int) -> None:
-    """Raise NonFiniteGradient unless the loss is finite; `step` are committed before it."""
-    if not is_finite(loss.detach()):
-        raise _not_finite("the loss", step, seen=str(loss.detach()), expected="a finite number")
 
 
 def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSpec:

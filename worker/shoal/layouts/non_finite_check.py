@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.gradients import gradient_not_finite, name_of_fault, sum_not_finite
+from shoal.model.losses import UnseenLosses
 from shoal_proto.errors import GenerationBroken
 
 # What a rank says of its gradients that are not finite: they were given to it, or are its own.
 GIVEN, OWN = 1.0, 2.0
+_LOSS = "the loss"
 
 
 class NonFiniteCheck:
@@ -24,10 +26,13 @@ class NonFiniteCheck:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
+        self.losses = UnseenLosses()
+        """Of this rank: one that is not finite is a fault of its own."""
         self.begin()
 
     def begin(self) -> None:
         """A new step: nothing is known."""
+        self.losses.begin()
         self._own = ""
         self._found = ""
         self._flags: Tensor | None = None
@@ -36,6 +41,7 @@ class NonFiniteCheck:
     def look(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Look at this rank's own gradients, before those of others come in: all of the step."""
         self.look_behind_pass(parameters)
+        self._look_at_losses()
         self._has_looked = True
 
     def look_behind_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -43,6 +49,10 @@ class NonFiniteCheck:
         of earlier passes, in which others have had a part, must not be among the gradients."""
         if not self._has_looked:
             self._own = self._own or name_of_fault(parameters)
+
+    def _look_at_losses(self) -> None:
+        # Behind the gradients, which have been waited for.
+        self._own = self._own or ("" if self.losses.are_finite() else _LOSS)
 
     @property
     def is_own(self) -> bool:
@@ -57,6 +67,8 @@ class NonFiniteCheck:
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """This rank's part of the message, to be summed up over all ranks: a number for each."""
         self._found = self._own or name_of_fault(parameters)
+        self._look_at_losses()
+        self._found = self._found or self._own
         flags = torch.zeros(self._group.size(), device=self._device)
         if self._found:
             flags[self._group.rank()] = OWN if self._own else GIVEN
@@ -93,6 +105,7 @@ class NonFiniteCheck:
         if not at_fault:
             raise sum_not_finite(self._found, step)
         if self._group.rank() in at_fault:
+            self.losses.check(step)
             raise gradient_not_finite(self._own, step)
         ranks = ", ".join(map(str, at_fault))
         raise GenerationBroken(

@@ -108,6 +108,9 @@ class ReplicatedLayout(Layout):
     def leaves(self) -> Sequence[Tensor]:
         return [each for each in self._parameters.values() if each.requires_grad]
 
+    def note_loss(self, loss: Tensor) -> None:
+        self.exchange.losses.note(loss)
+
     def begin_pass(self, loss: Tensor) -> None:
         self._ddp.begin_backward(loss)
         self.exchange.begin_pass()

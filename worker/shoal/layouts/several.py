@@ -78,6 +78,10 @@ class SeveralLayouts(Layout):
             each.step, each.looks_for_faults = self.step, self.looks_for_faults
             each.begin()
 
+    def note_loss(self, loss: Tensor) -> None:
+        for each in self._active:
+            each.note_loss(loss)
+
     def backward(self, loss: Tensor, weight: float) -> None:
         """Gradients of the active models alone; what others have by now is left as it is."""
         scaled = loss if weight == 1.0 else loss * weight

@@ -105,9 +105,7 @@ class _Normalise(torch.autograd.Function):
         own = torch.stack([outer.sum(dims), (outer * centred).sum(dims)]).double()
         sums = own.clone()
         if members.group.size() > 1:
-            host = sums.cpu()
-            wait_abortable(dist.all_reduce(host, group=members.group, async_op=True), members.group)
-            sums = host.to(sums.device)
+            wait_abortable(dist.all_reduce(sums, group=members.group, async_op=True), members.group)
         means = (sums / count).to(centred.dtype)
         inner = outer - _wide(means[0], centred) - centred * _wide(means[1], centred)
         factor = scale if weight is None else scale * weight.to(centred.dtype)
@@ -126,10 +124,10 @@ def _statistics(values: Tensor, members: Members) -> tuple[Tensor, Tensor, Tenso
     num = values.numel() // channels if members.has_samples else 0
     mean = values.mean(dims, dtype=torch.float64)
     spread = (values - _wide(mean.to(values.dtype), values)).square().sum(dims, dtype=torch.float64)
-    told = torch.cat([torch.full_like(mean[:1], num), mean, spread]).cpu()
+    told = torch.cat([torch.full_like(mean[:1], num), mean, spread])
     if not num:
         told.zero_()
-    rows = torch.zeros(members.group.size(), len(told), dtype=torch.float64)
+    rows = told.new_zeros(members.group.size(), len(told))
     rows[members.group.rank()] = told
     if members.group.size() > 1:
         wait_abortable(dist.all_reduce(rows, group=members.group, async_op=True), members.group)
@@ -137,7 +135,7 @@ def _statistics(values: Tensor, members: Members) -> tuple[Tensor, Tensor, Tenso
     count = counts.sum()
     whole = (counts * means).sum(0) / count
     variance = (spreads + counts * (means - whole).square()).sum(0) / count
-    return whole.to(values.device), variance.to(values.device), count.to(values.device)
+    return whole, variance, count
 
 
 def _dims(values: Tensor) -> list[int]:
@@ -160,7 +158,7 @@ def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own na
         input, self.weight, self.bias, (self.eps, members)
     )  # type: ignore[no-untyped-call]
     if self.track_running_stats:
-        _track(self, mean, variance, float(count))
+        _track(self, mean, variance, count)
     found: Tensor = output
     return found
 
@@ -173,15 +171,18 @@ def _members_of(module: Any) -> Members | None:
 
 
 @torch.no_grad()
-def _track(module: Any, mean: Tensor, variance: Tensor, count: float) -> None:
+def _track(module: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
+    unbiased = variance * (count / (count - 1.0).clamp(min=1.0))
     momentum = module.momentum
-    if momentum is None:
-        momentum = 1.0 / float(module.num_batches_tracked)
-    unbiased = variance * (count / max(count - 1.0, 1.0))
     for buffer, now in ((module.running_mean, mean), (module.running_var, unbiased)):
-        buffer.mul_(1 - momentum).add_(now.to(buffer.dtype), alpha=momentum)
+        if momentum is not None:
+            buffer.mul_(1 - momentum).add_(now.to(buffer.dtype), alpha=momentum)
+        else:
+            # The mean of all batches. In double precision, and without asking a GPU for the number.
+            held = buffer.double()
+            buffer.copy_(held + (now - held) / module.num_batches_tracked)
 
 
 def _synced(kind: Any) -> Any:

@@ -30,6 +30,7 @@ from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.script_position import Stopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.strategies.torch_errors import StepState, refusal_of
+from shoal.torch_private.amp import scale_of
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_number
 
@@ -334,7 +335,7 @@ class Steps:
         fraction = step.micro_batches.passing(by_weight=weight is not None)
         counted = step.micro_batches.counted(fraction if weight is None else weight)
         scaler = self._trained.registered.scaler
-        step.note_loss(loss if scaler is None else loss.detach() / scaler.get_scale(), counted)
+        step.note_loss(loss if scaler is None else loss.detach() / scale_of(scaler), counted)
         step.guard.look_at_loss(loss)
         if weight is None:
             step.micro_batches.check_samples()

@@ -1,10 +1,11 @@
 """Host memory for copies of state, one rank's shards behind each other, used again and again."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from shoal.state.host_copies import CopyUnderWay, copy_to_host, host_memory
 from shoal.state.inventory import Meta
 from shoal.state.shards import Chunk, Json, StateShard, TensorShard
 
@@ -19,11 +20,15 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def arrange(
-        self, chunks: Mapping[str, Chunk], metas: Mapping[str, Meta]
+        self,
+        chunks: Mapping[str, Chunk],
+        metas: Mapping[str, Meta],
+        sources: Sequence[Tensor] = (),
     ) -> tuple[dict[str, TensorShard], Tensor]:
         """Shards with nothing in them yet, in the order of `chunks`, and the memory they lie in.
 
-        Those of the last time are gone. Takes new memory only if the size is another.
+        Those of the last time are gone. Takes new memory only if the size is another: page-locked
+        if it is for these `sources` and some of them lie on a GPU.
         """
         places = {}
         end = 0
@@ -34,7 +39,7 @@ class HostBuffer:
         if self._memory.numel() != end:
             # Let go of the old memory before the new is taken.
             self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(end, dtype=torch.uint8)
+            self._memory = host_memory(end, sources)
         shards = {
             name: TensorShard(
                 shape=metas[name].shape,
@@ -65,6 +70,7 @@ class StepCopies:
         self.own: StateShard | None = None
         self.travelling = torch.empty(0, dtype=torch.uint8)
         """The memory of what goes to peers of the own snapshot."""
+        self._under_way = CopyUnderWay()
         self._peers: dict[int, StateShard] = {}
         self._names: frozenset[str] = frozenset()
         self._knows = False
@@ -78,22 +84,28 @@ class StepCopies:
         self.own, self._peers = None, {}
 
     def take(self, state_shard: StateShard, travels: Callable[[str], bool]) -> None:
-        """Make a snapshot of the state shard."""
+        """Make a snapshot of the state shard, which may change on return. A GPU writes it from then
+        on: `wait` before reading it."""
         metas = {
             name: Meta(shard.shape, shard.tensor.dtype)
             for name, shard in state_shard.shards.items()
         }
         leaving = {n: p.chunk for n, p in sorted(state_shard.shards.items()) if travels(n)}
         staying = {n: p.chunk for n, p in state_shard.shards.items() if n not in leaving}
-        shards, self.travelling = self._leaving.arrange(leaving, metas)
-        shards |= self._staying.arrange(staying, metas)[0]
-        for name, shard in shards.items():
-            shard.tensor.copy_(state_shard.shards[name].tensor.detach())
+        sources = {name: shard.tensor for name, shard in state_shard.shards.items()}
+        own = [sources[name] for name in (*leaving, *staying)]
+        shards, self.travelling = self._leaving.arrange(leaving, metas, own)
+        shards |= self._staying.arrange(staying, metas, own)[0]
+        self._under_way = copy_to_host([shard.tensor for shard in shards.values()], own)
         self._names, self._knows = state_shard.elsewhere, bool(state_shard.elsewhere)
         self.own = StateShard(
             step=state_shard.step, shards=shards, values=state_shard.values, elsewhere=self._names
         )
         self.step = state_shard.step
+
+    def wait(self) -> None:
+        """Return once the own snapshot can be read. Any thread."""
+        self._under_way.wait()
 
     def know(self, names: frozenset[str]) -> None:
         """Learn the names of all tensors that exist at this step."""
@@ -134,6 +146,8 @@ class StepCopies:
         """
         own, peers = self.own, self._peers
         known = own is not None and (own.step == 0 or bool(own.elsewhere))
+        if known:
+            self.wait()
         return [*([own] if own is not None and known else []), *peers.values()]
 
     @property

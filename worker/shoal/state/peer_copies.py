@@ -178,8 +178,9 @@ class PeerCopies:
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy this rank's holding; on return it may change. All ranks offer the same steps, and
-        say of the same ranks that they leave behind it.
+        """Copy this rank's holding, which may change on return: a GPU copies it before what the
+        trainer's stream does next. All ranks offer the same steps, and say of the same ranks that
+        they leave behind it.
 
         What goes to peers goes in the background. Waits for the copy before to be complete on all
         ranks: no longer than the time limits of its messages. Raises what that copy failed
@@ -288,6 +289,7 @@ class PeerCopies:
         """Give the slot's own part to peers of this rank, where these leave, and take theirs."""
         own = slot.own
         assert own is not None
+        slot.wait()
         targets, sources = self._ring.peers(ranks)
         values = self._catalogue.announce(own, group)
         slot.know(self._catalogue.names)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from shoal.state.optimizer_state import (
 )
 from shoal.state.plain_values import fault_of
 from shoal.state.shards import DTYPES, MODEL, OPTIM, Json, StateShard, TensorShard
+from shoal.torch_private.tensors import foreach_copy_
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 
@@ -85,10 +86,17 @@ class ReplicatedState:
             groups.append({key: value for key, value in settings.items() if key not in own})
         return State(step=step, tensors=tensors, values={"scalars": scalars, "groups": groups})
 
-    def capture(self, step: int) -> State:
-        """The state as it stands, copied."""
+    @torch.no_grad()
+    def capture(self, step: int, into: State | None = None) -> State:
+        """The state as it stands, in memory of its own: that of `into` where it fits, which then
+        holds nothing else any more."""
         now = self.collect(step)
-        copies = {name: tensor.clone() for name, tensor in now.tensors.items()}
+        before = into.tensors if into is not None else {}
+        copies = {
+            name: kept if fits(kept := before.get(name), tensor) else torch.empty_like(tensor)
+            for name, tensor in now.tensors.items()
+        }
+        foreach_copy_(list(copies.values()), list(now.tensors.values()))
         return State(step=step, tensors=copies, values=now.values)
 
     @torch.no_grad()
@@ -190,6 +198,13 @@ def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
     if tensor.ndim or by_kernels:
         return tensor.to(parameter.device, copy=True)
     return tensor.clone()
+
+
+def fits(kept: Tensor | None, tensor: Tensor) -> TypeGuard[Tensor]:
+    """True if the tensor can be written into the other one as it is."""
+    return kept is not None and (kept.shape, kept.dtype, kept.device) == (
+        *(tensor.shape, tensor.dtype, tensor.device),
+    )
 
 
 def refuse_tensors(tensors: Mapping[str, Tensor]) -> None:

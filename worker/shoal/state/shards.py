@@ -11,12 +11,13 @@ where <parameter> is the fully qualified name in the user's model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from shoal.state.host_copies import copy_staged
 from shoal_proto.errors import InternalError
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
@@ -127,9 +128,13 @@ class StateShard:
     def copied(self) -> "StateShard":
         """The same in memory of its own, on the host."""
         shards = {
-            name: TensorShard(shape=shard.shape, chunk=shard.chunk, tensor=_on_host(shard.tensor))
+            name: replace(shard, tensor=torch.empty(shard.chunk.sizes, dtype=shard.tensor.dtype))
             for name, shard in self.shards.items()
         }
+        copy_staged(
+            [shard.tensor for shard in shards.values()],
+            [shard.tensor for shard in self.shards.values()],
+        )
         return StateShard(
             step=self.step, shards=shards, values=self.values, elsewhere=self.elsewhere
         )
@@ -137,11 +142,6 @@ class StateShard:
     @property
     def num_bytes(self) -> int:
         return sum(shard.tensor.nbytes for shard in self.shards.values())
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return copy.copy_(tensor.detach())
 
 
 Names = tuple[str, ...]

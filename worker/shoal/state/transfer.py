@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.p2p import AbortableP2P, Message
+from shoal.state.host_copies import as_bytes, copy_to_host
 from shoal.state.replicated import State
 from shoal.state.shards import DTYPES, name_of
 from shoal_proto.errors import MalformedMessage
@@ -46,12 +47,16 @@ def send(
     branch.pass_on(torch.tensor([text.numel()]))
     branch.pass_on(text)
     tensors = list(state.tensors.values())
+    # Page-locked memory is kept by torch: the next bucket has that of the last but one.
+    pinned = any(tensor.is_cuda for tensor in tensors)
     for bucket in _buckets([_num_bytes(t.dtype, t.shape) for t in tensors]):
-        packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
-        for index, start, stop in bucket:
-            raw = tensors[index].contiguous().reshape(-1).view(torch.uint8)
-            packed[start : start + raw.numel()].copy_(raw)
-            assert start + raw.numel() <= stop
+        packed = torch.zeros(bucket[-1][2], dtype=torch.uint8, pin_memory=pinned)
+        sources = [as_bytes(tensors[index].contiguous()) for index, _, _ in bucket]
+        starts = [start for _, start, _ in bucket]
+        places = [
+            packed[start : start + len(raw)] for start, raw in zip(starts, sources, strict=True)
+        ]
+        copy_to_host(places, sources).wait()
         branch.pass_on(packed)
 
 

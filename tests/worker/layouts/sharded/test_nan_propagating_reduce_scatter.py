@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.layouts.base import World
 from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
-from shoal.layouts.sharded.nan_propagating_reduce_scatter import propagate_nan
+from shoal.layouts.sharded.nan_propagating_reduce_scatter import propagate_nan, spread_nan
+from shoal.model.losses import UnseenLosses
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
@@ -22,7 +23,31 @@ from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 def test_one_that_is_not_finite_makes_all_nan(value: float, dtype: torch.dtype) -> None:
     gradients = torch.ones(7, dtype=dtype)
     gradients[3] = value
-    assert propagate_nan(gradients)
+    assert propagate_nan(gradients, UnseenLosses())
+    assert bool(gradients.isnan().all())
+
+
+@pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_a_gpu_does_without_anybody_waiting(value: float, dtype: torch.dtype) -> None:
+    """Also where the sum of finite numbers is not one."""
+    gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype)
+    gradients[3] = value
+    before = gradients.clone()
+    spread_nan(gradients, UnseenLosses())
+    assert torch.equal(gradients, before) if value == 1.0 else bool(gradients.isnan().all())
+    spread_nan(torch.empty(0, dtype=dtype), UnseenLosses())
+
+
+def test_a_loss_that_is_not_finite_makes_all_nan() -> None:
+    losses = UnseenLosses()
+    losses.note(torch.tensor(2.0))
+    gradients = torch.ones(7, dtype=torch.bfloat16)
+    spread_nan(gradients, losses)
+    assert bool(gradients.eq(1).all())
+    losses.note(torch.tensor(torch.inf))
+    losses.note(torch.tensor(3.0))
+    spread_nan(gradients, losses)
     assert bool(gradients.isnan().all())
 
 
@@ -32,17 +57,17 @@ def test_a_gpu_is_not_waited_for(dtype: torch.dtype) -> None:
     """So nobody is told at once whose gradient it was."""
     gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
     before = gradients.clone()
-    assert not propagate_nan(gradients)
+    assert not propagate_nan(gradients, UnseenLosses())
     assert torch.equal(gradients, before)
     gradients[3] = torch.inf
-    assert not propagate_nan(gradients)
+    assert not propagate_nan(gradients, UnseenLosses())
     assert bool(gradients.isnan().all())
 
 
 def test_finite_numbers_whose_sum_is_not_are_left_alone() -> None:
     gradients = torch.full((3,), torch.finfo(torch.float32).max)
     before = gradients.clone()
-    assert not propagate_nan(gradients)
+    assert not propagate_nan(gradients, UnseenLosses())
     assert torch.equal(gradients, before)
 
 

@@ -70,6 +70,7 @@ class HybridLayout(Layout):
                 model, world, plan.cut, plan.schedule, group=self._groups["pipeline"], prepare=split
             )
         self.module = self._inner.module
+        self.shares_loss = self._inner.shares_loss
         if plan.mesh.tensor > 1:
             world.exchanges.align(self._inner.parameters)
         self.non_finite_check = self._inner.non_finite_check

@@ -115,6 +115,9 @@ class SplitShardedLayout(ShardedLayout):
         self.non_finite_check.begin()
         self._gradients.begin()
 
+    def note_loss(self, loss: Tensor) -> None:
+        self.non_finite_check.losses.note(loss)
+
     def backward(self, loss: Tensor, weight: float) -> None:
         completes = self.completes and bool(self._summed)
         with self._gradients.of_pass(self._complete, completes=completes):

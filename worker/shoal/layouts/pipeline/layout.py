@@ -40,6 +40,7 @@ class PipelineLayout(Layout):
     """The stage of this rank, in a pipeline over all ranks or over those of `group`."""
 
     elementwise = False
+    shares_loss = True
     non_finite_check: NonFiniteCheck
 
     def __init__(

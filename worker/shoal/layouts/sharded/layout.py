@@ -32,6 +32,7 @@ from shoal.layouts.sharded.layer_order import LayerOrder
 from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingReduceScatter
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import refuse_second_derivatives
+from shoal.model.losses import UnseenLosses
 from shoal.state.shards import MODEL
 from shoal.torch_private.c10d import timeout_of
 from shoal.torch_private.dtensor import forget_groups
@@ -112,6 +113,7 @@ class ShardedLayout(Layout):
         self._passes: list[GroupPasses] = []
         self._reductions: dict[Any, NanPropagatingReduceScatter] = {}
         """By one of the modules that are gathered together."""
+        self._losses = UnseenLosses()
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)
         self._shard(model, options)
@@ -218,6 +220,7 @@ class ShardedLayout(Layout):
         if names:
             reduction = NanPropagatingReduceScatter(names[0])
             reduction.number = len(self._reductions)
+            reduction.losses = self._losses
             reduction.copies = self._groups.get("copies")
             trained = (each for each in parameters_of(module) if each.sharded_param.requires_grad)
             reduction.blind = not all(each.sharded_size.numel() for each in trained)
@@ -253,9 +256,13 @@ class ShardedLayout(Layout):
     def begin(self) -> None:
         for passes in self._passes:
             passes.begin()
+        self._losses.begin()
         for reduction in self._reductions.values():
             reduction.forget()
         self._settle()
+
+    def note_loss(self, loss: Tensor) -> None:
+        self._losses.note(loss)
 
     def reduce_in_backward(self, reduces: bool) -> None:
         super().reduce_in_backward(reduces)
@@ -266,16 +273,19 @@ class ShardedLayout(Layout):
         """What is not finite in a rank's own gradients is told on all ranks: NonFiniteGradient to
         that rank, which leaves with it, and GenerationBroken to the others. NonFiniteGradient to
         all where nobody knows whose it was; to the ranks concerned where only a sum overflowed."""
-        given = (each.parameter for each in self._reductions.values() if each.given)
-        fault = name_of_fault(self._parameters) or next(given, "")
+        fault = name_of_fault(self._parameters) or self._given_fault()
         if not fault:
+            # Where there is nobody to reduce with, or nothing to reduce.
+            self._losses.check(self.step)
             return
         if not self._was_spread(fault):
             raise gradient_not_finite(fault, self.step)
         at_fault = torch.zeros(self.world.world_size, device=self.world.device)
-        at_fault[self.world.rank] = any(each.own for each in self._reductions.values())
+        own = any(each.own for each in self._reductions.values()) or not self._losses.are_finite()
+        at_fault[self.world.rank] = own
         group = self.world.group
         wait_abortable(dist.all_reduce(at_fault, group=group, async_op=True), group)
+        self._losses.check(self.step)
         if not at_fault.any() or at_fault[self.world.rank]:
             raise gradient_not_finite(fault, self.step)
         ranks = ", ".join(str(rank) for rank, own in enumerate(at_fault.tolist()) if own)
@@ -284,9 +294,19 @@ class ShardedLayout(Layout):
         )
 
     def overflowed(self) -> bool:
-        return super().overflowed() or any(
-            each.given or each.own for each in self._reductions.values()
-        )
+        own = any(each.own for each in self._reductions.values())
+        return own or super().overflowed() or bool(self._given_fault())
+
+    def _given_fault(self) -> str:
+        """A parameter of which this rank may hold nothing, and whose gradients are not finite;
+        empty if there is none. Waits once for all of them."""
+        reductions = self._reductions.values()
+        looks = [(each.parameter, look) for each in reductions for look in each.given_finite]
+        if not looks:
+            return ""
+        told = torch.stack([look for _, look in looks]).tolist()
+        pairs = zip(looks, told, strict=True)
+        return next((name for (name, _), is_finite in pairs if not is_finite), "")
 
     def _was_spread(self, name: str) -> bool:
         """Whether all ranks find a fault in this step, and not this one alone."""

@@ -13,7 +13,8 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.sharded.layer_order import LayerOrder, to_sum
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.layouts.sharded.shared_slots import SharedSlots
-from shoal.model.gradients import bare_backward, is_finite
+from shoal.model.gradients import bare_backward, is_finite, is_on_host
+from shoal.model.losses import UnseenLosses
 from shoal.torch_private.fsdp import DefaultReduceScatter
 
 
@@ -39,6 +40,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """Of the ranks that it sums over by Gloo."""
         self.copies: dist.ProcessGroup | None = None
         """The ranks that hold the same rows as this one; None: there are no others."""
+        self.losses = UnseenLosses()
+        """This rank's, of the step: one that is not finite makes all elements NaN too."""
         self._filled: weakref.ref[Tensor] | None = None
         self.ours: Callable[[], bool] | None = None
         """Whether gradients that come now are of a pass that they may come of; None: of any."""
@@ -64,8 +67,9 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.own = False
         """Whether this rank's own gradients were not finite; not known on a GPU, which would have
         to be waited for."""
-        self.given = False
-        """Whether a blind rank was given what is not finite."""
+        self.given_finite: list[Tensor] = []
+        """Of a blind rank: if what it was given is finite, for each pass. On its device, where a
+        look waits for all that was begun."""
 
     def __call__(
         self,
@@ -75,7 +79,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        self.own = propagate_nan(input_tensor) or self.own
+        self.own = propagate_nan(input_tensor, self.losses) or self.own
         work = None
         for order in self.orders:
             order.check(to_sum(self.number))
@@ -91,7 +95,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
             assert not async_op, "fully_shard waits for what it reduces"
             average(output_tensor, self.copies)
         if self.blind:
-            self.given = not is_finite(output_tensor) or self.given
+            self.given_finite.append(_largest(output_tensor).isfinite())
         return work
 
 
@@ -101,15 +105,30 @@ def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
     rows.div_(copies.size())
 
 
-def propagate_nan(gradients: Tensor) -> bool:
-    """Make all elements NaN if one is NaN or Inf; returns whether one was, as far as that is known
-    without waiting for a GPU."""
-    if gradients.device.type == "cpu":
-        if is_finite(gradients):
-            return False
-        gradients.fill_(float("nan"))
-        return True
-    # In double precision, in which finite numbers have a finite sum.
-    total = gradients.sum(dtype=torch.float64)
-    gradients.add_((total - total).to(gradients.dtype))
-    return False
+def propagate_nan(gradients: Tensor, losses: UnseenLosses) -> bool:
+    """Make all elements NaN if one is NaN or Inf, or a loss is; returns whether one was, as far as
+    that is known without waiting for a GPU."""
+    if not is_on_host(gradients):
+        spread_nan(gradients, losses)
+        return False
+    if is_finite(gradients) and losses.are_finite():
+        return False
+    gradients.fill_(math.nan)
+    return True
+
+
+def spread_nan(gradients: Tensor, losses: UnseenLosses) -> None:
+    """The same, but nobody learns of it, or waits for a device."""
+    largest = _largest(gradients)
+    excess = largest - largest
+    if losses.excess is not None:
+        excess = excess + losses.excess
+    gradients.add_(excess.to(gradients.dtype))
+
+
+def _largest(numbers: Tensor) -> Tensor:
+    """The largest absolute value; NaN if there is one, 0 of nothing. One pass in their own dtype,
+    in which finite numbers do not overflow, as their sum may."""
+    if not numbers.numel():
+        return numbers.new_zeros(())
+    return torch.linalg.vector_norm(numbers, math.inf)

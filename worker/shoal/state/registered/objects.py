@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from shoal.state.plain_values import put_together, take_apart
 from shoal.state.replicated import State
 from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard
+from shoal.torch_private.amp import scaler_state
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
@@ -312,6 +313,8 @@ class RegisteredState:
 
 def _state_of(name: str, registered: Stateful) -> dict[str, Any]:
     try:
+        if isinstance(registered, torch.amp.GradScaler):
+            return scaler_state(registered)
         return registered.state_dict()
     except Exception as error:
         error.add_note(f"It was raised by state_dict of the registered {name!r}.")

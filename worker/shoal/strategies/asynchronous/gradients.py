@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from shoal.state.host_copies import on_host
 from shoal_proto.errors import DtypeMismatch, NonFiniteGradient
 
 
@@ -32,7 +33,7 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
             fix="Look for a division by zero, or lower the learning rate.",
             details={"parameter": name, "step": str(step)},
         )
-    return {name: gradient.cpu().contiguous() for name, gradient in found.items()}
+    return on_host(found)
 
 
 def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
@@ -41,9 +42,11 @@ def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     A sum is finite only if all of its terms are, and is much cheaper than to ask each of them;
     where it is not, they are asked, since finite numbers may have overflowed.
     """
-    suspects = []
-    for name, gradient in gradients.items():
+    sums: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients.values():
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        if not math.isfinite(gradient.sum(dtype=wide).item()):
-            suspects.append(name)
-    return [name for name in suspects if not torch.isfinite(gradients[name]).all()]
+        sums.setdefault(gradient.device, []).append(gradient.sum(dtype=wide).double())
+    # One look at each device: on a GPU it waits for all that was begun.
+    if all(math.isfinite(torch.stack(own).sum().item()) for own in sums.values()):
+        return []
+    return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.model.tied_tensors import refuse_hidden_ties
+from shoal.state.host_copies import CopyUnderWay, copy_to_host, side_by_side, work_so_far
 from shoal_client.shards.blocks import Buffers
 from shoal_proto.errors import DtypeMismatch, InvalidSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
@@ -16,38 +17,21 @@ class ParameterSlot:
     """Where a parameter's bytes lie for reading and writing: in place, or staged beside it."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
+        self.parameter = parameter
         self._pointer = 0
-        self._staged: Tensor | None = None
+        self.staged: Tensor | None = None
         self._view = memoryview(b"")
 
-    def writable_bytes(self) -> memoryview:
-        """Write the new values here, then call `adopt`."""
-        data = self._parameter.detach()
+    def bytes(self) -> memoryview:
+        """Those of the parameter itself, or of `staged`."""
+        data = self.parameter.detach()
         # A user may have moved the model since: the storage then is another one.
         if data.data_ptr() != self._pointer or not self._view.nbytes:
-            in_place = data.device.type == "cpu" and data.is_contiguous()
-            self._staged = None if in_place else torch.empty(data.shape, dtype=data.dtype)
-            self._view = bytes_of(data if self._staged is None else self._staged)
+            in_place = data.is_cpu and data.is_contiguous()
+            self.staged = None if in_place else side_by_side([data], pinned=data.is_cuda)[0]
+            self._view = bytes_of(data if self.staged is None else self.staged)
             self._pointer = data.data_ptr()
         return self._view
-
-    def value_bytes(self) -> memoryview:
-        """The parameter's values as they are now."""
-        view = self.writable_bytes()
-        if self._staged is not None:
-            self._staged.copy_(self._parameter.detach())
-        return view
-
-    def copied_bytes(self) -> memoryview:
-        """The values as they are now, whatever becomes of the parameter."""
-        return memoryview(bytes(self.value_bytes()))
-
-    def adopt(self) -> None:
-        """Make what was written the parameter's values."""
-        if self._staged is not None:
-            with torch.no_grad():
-                self._parameter.copy_(self._staged)
 
 
 class SharedValues:
@@ -70,23 +54,35 @@ class SharedValues:
         self._slots = {
             name: ParameterSlot(parameter) for name, parameter in self.parameters.items()
         }
+        self._adopted = CopyUnderWay()
 
     def writable(self) -> Buffers:
         """Write new values here, then call `adopt`."""
-        return {name: slot.writable_bytes() for name, slot in self._slots.items()}
+        # A GPU may still read what was written last.
+        self._adopted.wait()
+        return {name: slot.bytes() for name, slot in self._slots.items()}
 
     def present(self) -> Buffers:
         """The values as they are now, not to be kept."""
-        return {name: slot.value_bytes() for name, slot in self._slots.items()}
+        views = self.writable()
+        staged = self._staged()
+        copy_to_host([copy for copy, _ in staged], [own for _, own in staged]).wait()
+        return views
 
     def copies(self) -> Buffers:
-        """The values as they are now, to be kept."""
-        return {name: slot.copied_bytes() for name, slot in self._slots.items()}
+        """The values as they are now, to be kept, whatever becomes of the parameters."""
+        return {name: memoryview(bytes(view)) for name, view in self.present().items()}
 
+    @torch.no_grad()
     def adopt(self) -> None:
         """Make what was written the parameters' values."""
-        for slot in self._slots.values():
-            slot.adopt()
+        for copy, own in self._staged():
+            own.copy_(copy, non_blocking=own.is_cuda)
+        self._adopted = work_so_far([own for _, own in self._staged()])
+
+    def _staged(self) -> list[tuple[Tensor, nn.Parameter]]:
+        slots = self._slots.values()
+        return [(slot.staged, slot.parameter) for slot in slots if slot.staged is not None]
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, int]]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shoal.data.batches import Order
 from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
-from shoal.layouts.gradients import check_loss, clip, not_reduced, scale
+from shoal.layouts.gradients import clip, not_reduced, scale
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.layouts.several import SeveralLayouts
@@ -23,7 +23,8 @@ from shoal.model.devices import device_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
-from shoal.model.gradients import refuse_layers, refuse_parameter_hooks
+from shoal.model.gradients import is_on_host, refuse_layers, refuse_parameter_hooks
+from shoal.model.losses import check_loss
 from shoal.model.module_proxy import retarget, take_modes
 from shoal.model.script_attributes import ScriptAttributes
 from shoal.model.several import SeveralModels, models_of, proxies_of
@@ -333,10 +334,13 @@ class LayoutStrategy(SynchronousStrategy):
 
     def backward(self, loss: Tensor, weight: float) -> None:
         layout = self._layout()
-        if layout.looks_for_faults:
+        waits = not is_on_host(loss)
+        if layout.looks_for_faults and not waits:
             check_loss(loss, self._step)
         with self._weighing():
             self._aim(self._passes.chosen)
+            if layout.looks_for_faults and waits:
+                layout.note_loss(loss)
             layout.backward(loss, weight)
 
     def _aim(self, optimizers: frozenset[str]) -> Layout:
@@ -383,9 +387,18 @@ class LayoutStrategy(SynchronousStrategy):
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
         self._begin()
+        layout = self._layout()
+
+        def seen(outputs: Any, expected: Any) -> Tensor:
+            loss = loss_function(outputs, expected)
+            if layout.looks_for_faults and not is_on_host(loss):
+                layout.note_loss(loss)
+            return loss
+
+        given = loss_function if layout.shares_loss else seen
         with self._weighing():
-            loss = self._layout().forward_backward(inputs, targets, loss_function, weight)
-        if self._layout().looks_for_faults:
+            loss = layout.forward_backward(inputs, targets, given, weight)
+        if layout.looks_for_faults and (layout.shares_loss or is_on_host(loss)):
             check_loss(loss, self._step)
         return loss
 

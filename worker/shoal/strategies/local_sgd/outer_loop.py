@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.compression.base import Compressor, Packed
 from shoal.compression.wire import Traffic, Wire
-from shoal.model.gradients import is_finite
+from shoal.model.gradients import are_finite, is_finite
 from shoal.state.replicated import ReplicatedState, State
 from shoal.state.shards import OPTIM, StateShard, TensorShard
 from shoal.strategies.local_sgd.outer_step import OuterStep
@@ -64,8 +64,8 @@ class OuterLoop:
         return self._agreed
 
     def agree(self, step: int) -> None:
-        """All members have the present state."""
-        self._agreed = self.state.capture(step)
+        """All members have the present state: it takes the place of the last, in its memory."""
+        self._agreed = self.state.capture(step, self._agreed)
 
     def go_back(self) -> None:
         """Make the state agreed on last the present one."""
@@ -150,9 +150,7 @@ class OuterLoop:
             **self._means(self._changes(others, step, weight), wire, None),
         }
         self._share_counters(group)
-        for name, mean in means.items():
-            if not is_finite(mean):
-                raise _not_finite(name, step, "the mean of all members' changes")
+        _check(means, step, "the mean of all members' changes")
         self._apply(parameters, others, means)
         self.traffic.end_step()
         self.traffic.begin_step()
@@ -202,9 +200,7 @@ class OuterLoop:
         before = self.agreed.tensors
         for names in buckets(tensors):
             changes = [_change(tensors[name], before[name]) * weight for name in names]
-            for name, change in zip(names, changes, strict=True):
-                if not is_finite(change):
-                    raise _not_finite(name, step, "this member's own change")
+            _check(dict(zip(names, changes, strict=True)), step, "this member's own change")
             flat = torch.cat([change.reshape(-1) for change in changes])
             yield Packed(flat, names, [change.shape for change in changes])
 
@@ -294,6 +290,14 @@ def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         size += num_bytes
     if run:
         yield run
+
+
+def _check(changes: Mapping[str, Tensor], step: int, what: str) -> None:
+    """Raise NonFiniteGradient unless all of them are finite; waits for a GPU once."""
+    if not are_finite(list(changes.values())):
+        for name, change in changes.items():
+            if not is_finite(change):
+                raise _not_finite(name, step, what)
 
 
 def _not_finite(name: str, step: int, what: str) -> NonFiniteGradient:

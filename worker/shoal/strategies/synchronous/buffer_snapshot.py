@@ -6,6 +6,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
+from shoal.model.gradients import is_on_host
 from shoal.torch_private.modules import buffer_table, transient_buffers
 from shoal.torch_private.tensors import foreach_copy_, num_writes
 from shoal_proto.errors import InvalidSpec
@@ -27,8 +28,9 @@ class BufferSnapshot:
         """Those with buffers that the model's state_dict leaves out, and the names of these."""
         self._passing: dict[int, str] = {}
         """Names of such buffers in the model, by the buffer's id."""
-        self._before: list[tuple[Tensor, Tensor, int]] = []
-        """Each with what it held, and how often it had been written to."""
+        self._before: list[_Before] = []
+        self._copies: list[_Before] = []
+        """Those of the last step, for the next."""
         self._refusal: InvalidSpec | None = None
 
     def keep(self, model: nn.Module) -> None:
@@ -45,8 +47,12 @@ class BufferSnapshot:
         if not self._num_buffers:
             return
         self._lasting.keep()
-        self._before = [
-            (buffer, buffer.detach().clone(), num_writes(buffer)) for buffer in self._transient()
+        kept = {id(each.buffer): each for each in self._copies}
+        self._before = self._copies = [
+            before
+            if (before := kept.get(id(buffer))) is not None and before.is_still_so()
+            else _Before(buffer)
+            for buffer in self._transient()
         ]
 
     def _look_at(self, model: nn.Module) -> None:
@@ -68,18 +74,18 @@ class BufferSnapshot:
     def changed(self) -> list[str]:
         """Names of those that the model's state_dict leaves out, and that were written to since."""
         return [
-            self._passing[id(buffer)]
-            for buffer, before, written in self._before
-            if id(buffer) in self._passing
-            and num_writes(buffer) != written
-            and not torch.equal(buffer, before)
+            self._passing[id(each.buffer)]
+            for each in self._before
+            if id(each.buffer) in self._passing
+            and each.is_written()
+            and not torch.equal(each.buffer, each.copy)
         ]
 
     def restore(self) -> None:
         """Give the buffers back what they held."""
         self._lasting.restore()
-        for buffer, before, _ in self._before:
-            buffer.detach().copy_(before)
+        for each in self._before:
+            each.restore()
 
     def clear(self) -> None:
         """The step was committed: what the buffers held before is of no use any more."""
@@ -92,12 +98,40 @@ class BufferSnapshot:
         except InvalidSpec as refusal:
             self._refusal = refusal
         self._model, self._lasting = None, _Lasting(None)
-        self._all_tables, self._tables, self._passing, self._before = [], [], {}, []
+        self._all_tables, self._tables, self._passing = [], [], {}
+        self._before, self._copies = [], []
         self._num_buffers = 0
 
     def _transient(self) -> Iterator[Tensor]:
         for table, names in self._tables:
             yield from (each for name in names if (each := table.get(name)) is not None)
+
+
+class _Before:
+    """What a buffer holds that the model's state_dict leaves out: a mask, say, which nobody writes.
+
+    On a GPU a copy serves until the buffer is written to, by torch's count. On the host copies are
+    made anew for each step, which takes little there and sees writes past that count too.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.copy = buffer.detach().clone()
+        self._num_writes, self._place = num_writes(buffer), buffer.data_ptr()
+
+    def is_written(self) -> bool:
+        """True if it was written to since, as far as torch counts."""
+        return num_writes(self.buffer) != self._num_writes
+
+    def is_still_so(self) -> bool:
+        """True if the copy is known to be what the buffer holds."""
+        is_counted = not is_on_host(self.buffer) and not self.buffer.is_inference()
+        return is_counted and not self.is_written() and self.buffer.data_ptr() == self._place
+
+    def restore(self) -> None:
+        """Let the buffer hold it again."""
+        if not self.is_still_so():
+            self.buffer.detach().copy_(self.copy)
 
 
 class _Lasting:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.torch_private.amp import load_scaler_state, scaler_state
 
 LARGEST = torch.finfo(torch.float32).max
 """A scale is a number of this dtype."""
@@ -18,7 +19,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
     """What `GradScaler.update` does behind a step in which an Inf was found, or none was."""
-    state = scaler.state_dict()
+    state = scaler_state(scaler)
     if overflowed:
         state["scale"] *= state["backoff_factor"]
         state["_growth_tracker"] = 0
@@ -29,7 +30,7 @@ def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
             if math.isfinite(grown) and grown <= LARGEST:
                 state["scale"] = grown
             state["_growth_tracker"] = 0
-    scaler.load_state_dict(state)
+    load_scaler_state(scaler, state)
 
 
 def found_by_any(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -35,6 +35,7 @@ from shoal.strategies.synchronous.script_places import ScriptPlaces
 from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.strategies.synchronous.step_agreement import Deed, StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
+from shoal.torch_private.amp import scale_of
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
 
@@ -419,7 +420,7 @@ class SynchronousStrategy(Strategy):
             factor = self._agreement.settle()
             scaler = self._registered.scaler
             if factor is not None and scaler is not None:
-                factor /= scaler.get_scale()
+                factor /= scale_of(scaler)
             if factor not in (None, 1.0):
                 self._scale_gradients(factor)
 

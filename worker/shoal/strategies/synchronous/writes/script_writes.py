@@ -1,11 +1,12 @@
 """What a script writes to parameters within a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import structlog
 import torch
 from torch import Tensor
 
+from shoal.state.host_copies import copy_staged
 from shoal.strategies.synchronous.writes.parameter_watch import OwnParts, ParameterWatch
 from shoal.torch_private.tensors import foreach_copy_
 
@@ -14,6 +15,9 @@ log = structlog.get_logger(__name__)
 FIRST_STEPS = 3
 """Of each parameter on this member. In the first one a teacher that began as a copy moves nowhere,
 and in the next one neither if the first had a learning rate of 0."""
+PART_OF_FREE_MEMORY = 8
+"""The copies of the first steps may take one in so many parts of what is free on a GPU: gradients,
+the optimizer's state and what the passes keep are yet to come."""
 
 
 class ScriptWrites:
@@ -21,10 +25,10 @@ class ScriptWrites:
     between two passes, as a teacher in the model follows its student in the forward pass.
 
     A script that does no such thing is not to pay for copies. In the first steps all parameters are
-    copied as the step begins, to the host, so that what a script does from the start is known; from
-    then on those that it has written to, beside them. The others are looked at when the step ends,
-    however it does. What is found then, of a script that writes for the first time, cannot be taken
-    back; from the next step on it can.
+    copied as the step begins, so that what a script does from the start is known: beside them, or
+    to the host if a GPU has too little memory. From then on those are copied that the script has
+    written to. The others are looked at when the step ends, however it does. What is found then, of
+    a script that writes for the first time, cannot be taken back; from the next step on it can.
     """
 
     def __init__(self) -> None:
@@ -53,23 +57,35 @@ class ScriptWrites:
         if not self._is_planned:
             self._plan()
         if self._copies:
-            with torch.no_grad():
-                foreach_copy_(list(self._copies.values()), self._own.present(self._copies))
+            self._copy()
         self._watch.mark()
         self._is_open = self._is_watched = True
         self._is_updated = self._is_lost = False
 
+    @torch.no_grad()
+    def _copy(self) -> None:
+        pairs = list(zip(self._copies.values(), self._own.present(self._copies), strict=True))
+        beside = [(copy, own) for copy, own in pairs if copy.device == own.device]
+        foreach_copy_([copy for copy, _ in beside], [own for _, own in beside])
+        away = [(copy, own) for copy, own in pairs if copy.device != own.device]
+        copy_staged([copy for copy, _ in away], [own for _, own in away])
+
     def _plan(self) -> None:
         """Which parameters are copied, and which are looked at."""
         held, kept, self._copies = self._own.parameters, self._copies, {}
-        for name, own in zip(held, self._own.all(), strict=True):
-            is_written = name in self._written
-            if is_written or self._num_steps.get(name, 0) < FIRST_STEPS:
-                device = own.device if is_written else torch.device("cpu")
-                copy = kept.get(name)
-                if copy is None or copy.device != device:
-                    copy = torch.empty_like(own, device=device)
-                self._copies[name] = copy
+        copied = {
+            name: own
+            for name, own in zip(held, self._own.all(), strict=True)
+            if name in self._written or self._num_steps.get(name, 0) < FIRST_STEPS
+        }
+        fresh = [own for name, own in copied.items() if name not in kept]
+        has_room = all(has_room_for(fresh, device) for device in {own.device for own in fresh})
+        for name, own in copied.items():
+            is_beside = name in self._written or has_room
+            copy = kept.get(name)
+            if copy is None or (is_beside and copy.device != own.device):
+                copy = torch.empty_like(own, device=own.device if is_beside else "cpu")
+            self._copies[name] = copy
         self._watch = ParameterWatch(
             {n: each for n, each in held.items() if n not in self._written}
         )
@@ -113,17 +129,21 @@ class ScriptWrites:
         if not fresh:
             return
         if not self._is_updated:
-            pairs = zip(fresh, self._own.present(fresh), strict=True)
-            copies = self._copies
-            with torch.no_grad():
-                self._written |= {
-                    n for n, own in pairs if not own.to(copies[n].device).equal(copies[n])
-                }
+            self._written |= self._differing(fresh)
         for name in fresh:
             self._num_steps[name] = self._num_steps.get(name, 0) + 1
         if self._num_steps[fresh[0]] == FIRST_STEPS:
             self._copies = {n: copy for n, copy in self._copies.items() if n in self._written}
         self._is_planned = False
+
+    @torch.no_grad()
+    def _differing(self, names: Sequence[str]) -> set[str]:
+        """Those of the parameters that hold something else than their copies."""
+        pairs = zip((self._copies[name] for name in names), self._own.present(names), strict=True)
+        are_same = [own.eq(copy.to(own.device)).all() for copy, own in pairs]
+        # Put together, so that one look waits for all.
+        told = torch.stack([each.to(are_same[0].device) for each in are_same]).tolist()
+        return {name for name, is_same in zip(names, told, strict=True) if not is_same}
 
     @torch.no_grad()
     def restore(self) -> bool:
@@ -147,3 +167,12 @@ class ScriptWrites:
         """Let go of the model."""
         self._parameters, self._own, self._watch = {}, OwnParts({}), ParameterWatch({})
         self._copies, self._is_open, self._is_watched = {}, False, False
+
+
+def has_room_for(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """True if there is memory on this device for a copy of those of the tensors that lie there."""
+    if device.type != "cuda":
+        return True
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    num_bytes = sum(each.nbytes for each in tensors if each.device == device)
+    return num_bytes <= free_bytes // PART_OF_FREE_MEMORY

@@ -1,0 +1,58 @@
+"""Losses that are not finite: no step is committed with one."""
+
+import math
+
+from torch import Tensor
+
+from shoal.model.gradients import is_finite
+from shoal.model.local_parts import local_part
+from shoal_proto.errors import NonFiniteGradient
+
+
+def check_loss(loss: Tensor, step: int) -> None:
+    """Raise NonFiniteGradient unless the loss is finite; `step` are committed before it."""
+    if not is_finite(loss.detach()):
+        raise loss_not_finite(step, seen=str(loss.detach()))
+
+
+def loss_not_finite(step: int, *, seen: str) -> NonFiniteGradient:
+    """The error of the member that has computed such a loss."""
+    return NonFiniteGradient(
+        f"the loss is not finite at step {step}",
+        seen=seen,
+        expected="a finite number",
+        fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
+        details={"parameter": "", "step": str(step)},
+    )
+
+
+class UnseenLosses:
+    """The losses of a step that lie on a GPU. To look at one before its backward pass would let the
+    GPU run idle, so they are looked at together with the step's gradients.
+
+    Whatever the members say of their gradients includes `excess`: what is computed from the loss
+    need not show it (`cross_entropy` of ignored targets is NaN, and its gradients are 0).
+    """
+
+    def __init__(self) -> None:
+        self.excess: Tensor | None = None
+        """0 if all losses are finite, else NaN; a tensor on their device. None: there are none."""
+
+    def begin(self) -> None:
+        """A new step: there are none."""
+        self.excess = None
+
+    def note(self, loss: Tensor) -> None:
+        """One more; its backward pass has not begun."""
+        own = local_part(loss.detach()).sum()
+        excess = own - own
+        self.excess = excess if self.excess is None else self.excess + excess
+
+    def are_finite(self) -> bool:
+        """True if all of them are. Waits for the GPU, if there are any."""
+        return self.excess is None or math.isfinite(self.excess.item())
+
+    def check(self, step: int) -> None:
+        """Raise as `check_loss` unless all of them are finite."""
+        if not self.are_finite():
+            raise loss_not_finite(step, seen="NaN or Inf")

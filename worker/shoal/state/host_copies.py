@@ -1,0 +1,194 @@
+"""Copies of tensors in host memory, which a GPU writes without the host waiting for it.
+
+A copy from a GPU goes at the bus' full speed, and without the host, only into page-locked memory.
+On a CPU the same functions copy at once, and memory is memory.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+
+log = structlog.get_logger(__name__)
+
+_ALIGNMENT_BYTES = 64
+"""Any dtype can be viewed at a multiple of it."""
+ROOM_BYTES = 64 * 1024 * 1024
+"""Page-locked memory that `copy_staged` goes through, twice. A power of two: torch keeps such rooms
+for the next call."""
+
+
+class CopyUnderWay:
+    """Copies that GPUs have been given to make."""
+
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        # Blocking: a thread that waits for a copy is not to keep a CPU busy.
+        self._events = [
+            torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
+            for device in devices
+        ]
+
+    def wait(self) -> None:
+        """Return once they are made. Any thread, more than once."""
+        for event in self._events:
+            event.synchronize()
+
+
+@torch.no_grad()
+def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
+    """Begin to write each source into the target at its place, which lies on the host.
+
+    The sources may change at once: what the caller's stream does next comes after the copy.
+    """
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source.detach(), non_blocking=source.is_cuda)
+    return work_so_far(sources)
+
+
+def work_so_far(tensors: Sequence[Tensor]) -> CopyUnderWay:
+    """What the caller's streams have been given to do on the GPUs of these tensors."""
+    return CopyUnderWay(_gpus(tensors))
+
+
+def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
+    return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
+
+
+def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
+    """Bytes with nothing in them yet, page-locked if some of these sources lie on a GPU.
+
+    Exactly so many: torch's own pinned memory comes in powers of two, up to twice as much. It is
+    unlocked with the last tensor that views it.
+    """
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if not num_bytes or not (devices := _gpus(sources)):
+        return memory
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    locked = page_locked(memory, cudart)
+    if locked is None:
+        log.warning(
+            "host_memory_not_pinned",
+            num_bytes=num_bytes,
+            hint="copies from the GPU to this memory are slower, and the trainer waits for them",
+        )
+        _take_error(devices[0])
+        return memory
+    return locked
+
+
+def page_locked(memory: Tensor, cudart: Any) -> Tensor | None:
+    """The same memory, locked by the CUDA runtime for as long as a tensor views it; None if the
+    runtime refuses."""
+    pointer, num_bytes = memory.data_ptr(), memory.numel()
+    if int(cudart.cudaHostRegister(pointer, num_bytes, 0)):
+        return None
+    # What torch.frombuffer makes holds the buffer that it was made of, and so do all views of it.
+    buffer = (ctypes.c_char * num_bytes).from_address(pointer)
+    weakref.finalize(buffer, _unlock, memory, cudart).atexit = False
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _unlock(memory: Tensor, cudart: Any) -> None:
+    cudart.cudaHostUnregister(memory.data_ptr())
+
+
+def _take_error(device: torch.device) -> None:
+    """Let the runtime forget a refusal: else the next kernel is taken for the one that failed."""
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError as error:
+        log.debug("cuda_refused_to_pin", reason=str(error))
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, contiguous and on the host: those that are so themselves, others as copies.
+    Those of GPUs come into one piece of page-locked memory, which torch keeps for the next call."""
+    away = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
+    copies = {}
+    if away:
+        pinned = bool(_gpus(list(away.values())))
+        copies = dict(zip(away, side_by_side(list(away.values()), pinned=pinned), strict=True))
+        copy_to_host(list(copies.values()), list(away.values())).wait()
+    return {
+        name: copies[name] if name in copies else tensor.detach().contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
+    """Tensors like these with nothing in them yet, in one piece of memory on the host."""
+    sizes = [-(-each.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for each in tensors]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    return [
+        part[: each.nbytes].view(each.dtype).view(each.shape)
+        for part, each in zip(torch.split(memory, sizes), tensors, strict=True)
+    ]
+
+
+@torch.no_grad()
+def copy_staged(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], *, room_bytes: int = ROOM_BYTES
+) -> None:
+    """Write each source into the target at its place, which is contiguous and on the host; on
+    return all of it is there.
+
+    From a GPU by way of two rooms of page-locked memory: while it writes one, the host empties the
+    other. For memory that is used once, and not worth to be locked.
+    """
+    at_once = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
+    for target, source in at_once:
+        target.copy_(source.detach())
+    for device in _gpus(sources):
+        own = [(t, s) for t, s in zip(targets, sources, strict=True) if s.device == device]
+        copy_by_rooms(own, room_bytes, pinned=True)
+
+
+def copy_by_rooms(pairs: Sequence[tuple[Tensor, Tensor]], room_bytes: int, *, pinned: bool) -> None:
+    """See `copy_staged`; pairs of target and source, the latter all on one device."""
+    rooms = [torch.empty(room_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None = None
+    for number, batch in enumerate(_batches(pairs, room_bytes)):
+        targets, sources = zip(*batch, strict=True)
+        parts = torch.split(rooms[number % 2][: sum(map(len, sources))], list(map(len, sources)))
+        under_way = copy_to_host(parts, sources)
+        _empty(full)
+        full = (targets, parts, under_way)
+    _empty(full)
+
+
+def _empty(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None) -> None:
+    if full is not None:
+        targets, parts, under_way = full
+        under_way.wait()
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(part)
+
+
+def _batches(
+    pairs: Sequence[tuple[Tensor, Tensor]], room_bytes: int
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """All of them as bytes, in runs that fit into a room."""
+    batch: list[tuple[Tensor, Tensor]] = []
+    left = room_bytes
+    for target, source in pairs:
+        written, read = as_bytes(target), as_bytes(source.detach().contiguous())
+        start = 0
+        while start < len(read):
+            stop = min(start + left, len(read))
+            batch.append((written[start:stop], read[start:stop]))
+            left -= stop - start
+            start = stop
+            if not left:
+                yield batch
+                batch, left = [], room_bytes
+    if batch:
+        yield batch
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A view of the bytes of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,68 @@
+"""Of torch's GradScaler: its numbers as the host knows them.
+
+The scaler keeps its scale, and the steps since that last changed, on the GPU, and each look there
+waits for all that was begun. In a session nothing but the session changes them.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+_Marks = tuple[Tensor, int, Tensor, int]
+"""The two tensors, and how often each was written to."""
+
+_known: WeakKeyDictionary[torch.amp.GradScaler, tuple[_Marks, float, int]] = WeakKeyDictionary()
+
+
+def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """What `scaler.state_dict()` returns. Waits for the GPU only if the numbers there were written
+    to since this was last known, or `load_scaler_state` was called."""
+    marks = _marks_of(scaler)
+    if marks is None:
+        return scaler.state_dict()
+    known = _known.get(scaler)
+    if known is None or not _are_same(known[0], marks):
+        state = scaler.state_dict()
+        known = _known[scaler] = (marks, state["scale"], state["_growth_tracker"])
+    return {
+        "scale": known[1],
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": known[2],
+    }
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> float:
+    """What `scaler.get_scale()` returns; waits as seldom as `scaler_state`."""
+    scale: float = scaler_state(scaler)["scale"]
+    return scale
+
+
+def load_scaler_state(scaler: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
+    """As `scaler.load_state_dict(state)`; the host knows the numbers from then on."""
+    scaler.load_state_dict(dict(state))
+    marks = _marks_of(scaler)
+    if marks is not None:
+        # As the scaler's tensor rounds it.
+        scale = ctypes.c_float(state["scale"]).value
+        _known[scaler] = (marks, scale, state["_growth_tracker"])
+
+
+def _marks_of(scaler: torch.amp.GradScaler) -> _Marks | None:
+    """None before the first loss was scaled, when there are no tensors, and for a class that has a
+    state of its own."""
+    if type(scaler).state_dict is not torch.amp.GradScaler.state_dict or not scaler.is_enabled():
+        return None
+    scale, tracker = scaler._scale, scaler._growth_tracker
+    if scale is None or tracker is None:
+        return None
+    return scale, scale._version, tracker, tracker._version
+
+
+def _are_same(one: _Marks, other: _Marks) -> bool:
+    return one[0] is other[0] and one[2] is other[2] and one[1::2] == other[1::2]
