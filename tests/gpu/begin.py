@@ -1,0 +1,19 @@
+"""One case in a process of its own: begin.py NAME SETTINGS.json, once a line comes on stdin.
+
+Until then it imports what it needs, while the case before it runs.
+"""
+
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+from support.processes.forking import forked  # noqa: F401 - what the server is to import
+
+# Beside the imports of this process.
+forkserver.ensure_running()
+
+from gpu.case import run  # noqa: E402
+
+if __name__ == "__main__":
+    if sys.stdin.readline():
+        run(sys.argv[1], Path(sys.argv[2]))
