@@ -122,7 +122,7 @@ locks: $(BIN)/pip ## write deploy/locks from pyproject.toml and constraints.txt 
 wheelhouse: ## fetch the wheels for image builds without a package index
 	for lock in build coordinator server worker; do \
 		$(PYTHON) -m pip download --quiet --require-hashes --no-deps --only-binary :all: --python-version 3.11 \
-			--dest deploy/offline/wheels -r deploy/locks/$$lock.txt || exit; done
+			--dest deploy/offline/wheels -r deploy/locks/$$lock.$$(uname -m).txt || exit; done
 
 browser-test: $(VENV)/.installed ## look at the status page with a real browser (needs Chromium)
 	$(BIN)/python -m pytest -m browser

@@ -9,11 +9,16 @@ from pathlib import Path
 
 from support.processes.forking import forked  # noqa: F401 - what the server is to import
 
-# Beside the imports of this process.
-forkserver.ensure_running()
 
-from gpu.case import run  # noqa: E402
+def main() -> None:
+    # First: it imports beside this process.
+    forkserver.ensure_running()
+    from gpu.case import run  # noqa: PLC0415
 
-if __name__ == "__main__":
     if sys.stdin.readline():
         run(sys.argv[1], Path(sys.argv[2]))
+
+
+# Not in members, which import the module that started them.
+if __name__ == "__main__":
+    main()

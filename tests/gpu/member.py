@@ -171,7 +171,7 @@ class StepsOf:
         if plan.checkpoints and (not self._num_taken or batch.step % 5 == 0):
             self._report("holds", step=batch.step, digest=digest(session.state_dict()))
         self._num_taken += 1
-        begun_s = time.monotonic()
+        begun_s, loss = time.monotonic(), torch.tensor(math.nan)
         if self._fault is not None:
             self._fault.begin(batch.step)
         with session.step() as step:
@@ -182,9 +182,12 @@ class StepsOf:
                 loss = session.forward_backward(batch, plan.task.loss)
             if plan.pace_s:
                 time.sleep(plan.pace_s)
-        told = {"step": batch.step, "begun_s": begun_s, "at_s": time.monotonic()}
-        told |= {"loss": float(loss), **self._place()}
-        self._report("committed" if step.committed else "missed", **told)
+        if not step.committed:
+            self._report("missed", step=batch.step)
+            return
+        ended_s = time.monotonic()
+        told = {"step": batch.step, "begun_s": begun_s, "at_s": ended_s, **self._place()}
+        self._report("committed", loss=float(loss), **told)
         if plan.look_file and Path(plan.look_file).exists():
             Path(plan.look_file).unlink()
             self._report("looks", **held_by_process())

@@ -116,6 +116,11 @@ class Turns:
             torch.cuda.empty_cache()
         self._turns[(self._own + 1) % len(self._turns)].release()
 
+    def give_up(self) -> None:
+        """Let the others come to their end without this process."""
+        for _ in range(BLOCKS):
+            self._turns[(self._own + 1) % len(self._turns)].release()
+
 
 def _mark(device: str) -> Any:
     if device != "cuda":
@@ -135,10 +140,14 @@ def _milliseconds(begun: Any, ended: Any) -> float:
 def _in_blocks(report: Report, plan: Plan, way: str, store: str, turns: Turns) -> None:
     device = use_gpu(plan.machine, plan.index)
     report("ready")
-    if way.startswith("plain"):
-        _plainly(plan, way, store, turns, device)
-    else:
-        _in_session(plan, way, turns, device)
+    try:
+        if way.startswith("plain"):
+            _plainly(plan, way, store, turns, device)
+        else:
+            _in_session(plan, way, turns, device)
+    except BaseException:
+        turns.give_up()
+        raise
     report("timed", ms=turns.milliseconds)
 
 
