@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs report help demo test test-long nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench clean
+.PHONY: docs report help demo test test-long nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -118,6 +118,16 @@ compose-test: $(VENV)/.installed ## bring the compose file up for real (needs a 
 locks: $(BIN)/pip ## write deploy/locks from pyproject.toml and constraints.txt (LOCKS="--torch DIR": wheels of torch)
 	$(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet uv
 	build/uv/bin/python deploy/lock.py $(LOCKS)
+
+GPU ?=
+gpu-test: $(VENV)/.installed ## what only a GPU can show, in 8 minutes (GPU="--only K1,L"; GPU="--device cpu" tries the cases)
+	PYTHONPATH=tests $(BIN)/python -m gpu.campaign $(GPU)
+
+PYTHON_VERSION ?= 3.12
+BUNDLE ?=
+gpu-bundle: $(VENV)/.installed ## a folder .gpu for a GPU machine without a network: there, python3 .gpu/run.py
+	$(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet uv
+	$(BIN)/python deploy/gpu_bundle.py --uv build/uv/bin/python --python-version $(PYTHON_VERSION) $(BUNDLE)
 
 wheelhouse: ## fetch the wheels for image builds without a package index
 	for lock in build coordinator server worker; do \

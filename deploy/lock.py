@@ -49,11 +49,18 @@ def is_without_cuda(name: str, machine: str) -> bool:
     return LOCKS[name][1] and machine == "x86_64"
 
 
-def compile_lock(requirements: Sequence[str], machine: str, further: Sequence[str] = ()) -> str:
-    """The lock's text."""
-    command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--generate-hashes", "--quiet"]
+def compile_lock(
+    requirements: Sequence[str],
+    machine: str,
+    further: Sequence[str] = (),
+    *,
+    python: str = "3.11",
+    uv: Path = Path(sys.executable),
+) -> str:
+    """The lock's text. `uv`: a Python that has it."""
+    command = [str(uv), "-m", "uv", "pip", "compile", "-", "--generate-hashes", "--quiet"]
     command += ["--no-header", "--no-annotate", "--constraints", str(ROOT / "constraints.txt")]
-    command += ["--python-version", "3.11", "--python-platform", f"{machine}-manylinux_2_28"]
+    command += ["--python-version", python, "--python-platform", f"{machine}-manylinux_2_28"]
     command += further
     done = subprocess.run(
         command, input="\n".join(requirements), capture_output=True, text=True, check=False

@@ -139,11 +139,10 @@ def _train(report: Report, plan: Plan) -> None:
         for batch in session.batches(
             on_device(task, device), global_batch_size=task.batch, epochs=task.epochs
         ):
-            steps.take(batch)
-            if session.step_number == plan.num_steps or (
-                plan.stop_file and Path(plan.stop_file).exists()
-            ):
-                session.stop("the case is over")
+            is_last = steps.is_last(batch)
+            steps.take(batch, is_last=is_last)
+            if is_last and not strategy.synchronous:
+                break
         weights = session.state_dict()
         path = Path(plan.directory) / f"{plan.job}-{session.member_id}.pt"
         torch.save(dict(weights), path)
@@ -165,8 +164,14 @@ class StepsOf:
         self._fault = Planted(report, plan.fault) if plan.fault is not None else None
         self._num_taken = 0
 
-    def take(self, batch: Any) -> None:
-        """Train on one batch."""
+    def is_last(self, batch: Any) -> bool:
+        """True if the job ends with this batch's step."""
+        plan = self._plan
+        stops = bool(plan.stop_file) and Path(plan.stop_file).exists()
+        return stops or batch.step + 1 == plan.num_steps
+
+    def take(self, batch: Any, *, is_last: bool = False) -> None:
+        """Train on one batch; the last one ends the job on all members."""
         plan, session = self._plan, self._session
         if plan.checkpoints and (not self._num_taken or batch.step % 5 == 0):
             self._report("holds", step=batch.step, digest=digest(session.state_dict()))
@@ -182,6 +187,8 @@ class StepsOf:
                 loss = session.forward_backward(batch, plan.task.loss)
             if plan.pace_s:
                 time.sleep(plan.pace_s)
+            if is_last and session.strategy.synchronous:
+                session.stop("the case is over")
         if not step.committed:
             self._report("missed", step=batch.step)
             return

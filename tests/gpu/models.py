@@ -46,14 +46,34 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def chain(width: int, depth: int, dropout: float = 0.0) -> nn.Module:
+def chain(width: int, depth: int) -> nn.Module:
     """Layers that can be cut anywhere, of widths that divide by few numbers."""
     layers: list[nn.Module] = [nn.Linear(20, width), nn.Tanh()]
     for _ in range(depth):
         layers += [nn.Linear(width, width + 1), nn.Tanh(), nn.Linear(width + 1, width), nn.Tanh()]
-        if dropout:
-            layers.append(nn.Dropout(dropout))
     return nn.Sequential(*layers, nn.Linear(width, CLASSES))
+
+
+class Residual(nn.Module):
+    """Pairs of layers around which `torch.compile` finds something to compile, whatever wraps
+    them."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(20, width), nn.Linear(width, CLASSES)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        hidden = hidden + self.dropout(self.down(torch.tanh(self.up(hidden))))
+        outputs: Tensor = self.last(hidden)
+        return outputs
+
+
+def residual(width: int, dropout: float) -> Task:
+    """A task for `torch.compile`."""
+    return Task(make=partial(Residual, width, dropout), data=vectors, batch=24)
 
 
 def vectors(num_samples: int = 96) -> tuple[Tensor, Tensor]:
@@ -63,18 +83,14 @@ def vectors(num_samples: int = 96) -> tuple[Tensor, Tensor]:
     return inputs, (inputs[:, :3] > 0).long() @ torch.tensor([4, 2, 1])
 
 
-def chains(
-    width: int, depth: int = 2, *, dropout: float = 0.0, optimizer: str = "momentum"
-) -> Task:
+def chains(width: int, depth: int = 2, *, optimizer: str = "momentum") -> Task:
     """A task of such layers."""
-    return Task(
-        make=partial(chain, width, depth, dropout), data=vectors, batch=24, optimizer=optimizer
-    )
+    return Task(make=partial(chain, width, depth), data=vectors, batch=24, optimizer=optimizer)
 
 
-def chain_of(num_bytes: int, **options: str) -> Task:
+def chain_of(num_bytes: int, *, optimizer: str = "momentum") -> Task:
     """A task whose parameters have about so many bytes."""
-    return chains(max(16, round((num_bytes / 4 / 2) ** 0.5)), depth=1, **options)  # type: ignore[arg-type]
+    return chains(max(16, round((num_bytes / 4 / 2) ** 0.5)), depth=1, optimizer=optimizer)
 
 
 class Tied(nn.Sequential):

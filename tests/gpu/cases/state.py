@@ -19,12 +19,13 @@ def checkpoints(case: Case) -> None:
         chain_of(150_000_000 if case.machine.full else 4_000_000, optimizer="adamw"),
         checkpoints=str(folder),
         pace_s=0.02,
-        num_steps=10_000,
     )
     with crew_of(case, plan) as crew:
-        crew.start_all(2)
         for name in ("m0", "m1"):
-            crew.trains(name, after_step=16)
+            crew.start(name)
+        reached = crew.trains("m0", world_size=2)["step"]
+        for name in ("m0", "m1"):
+            crew.trains(name, after_step=reached + 16)
         amid = _kill_amid_a_write(case, crew, folder)
         held = {each["step"]: each["digest"] for each in crew.steps("m0", "holds")}
         by_due: dict[bool, list[float]] = {True: [], False: []}
@@ -33,7 +34,7 @@ def checkpoints(case: Case) -> None:
         case.figures["killed_amid_a_write"] = amid
         stall_ms = 1e3 * (median(by_due[True]) - median(by_due[False]))
         case.on_gpu_only("stall_of_a_checkpoint_ms", lambda: round(stall_ms, 1))
-        crew.start("m2", desired_members=1, num_steps=0, stop_file=str(folder))
+        crew.start("m2", stop_file=str(folder))
         resumed = crew.expect("m2", "holds")
         case.figures["resumed_step"] = resumed["step"]
         assert resumed["step"] > 0, "it began anew"

@@ -194,6 +194,6 @@ def _in_session(plan: Plan, way: str, turns: Turns, device: str) -> None:
                 with _computing(device):
                     loss = task.loss(model(batch.inputs), batch.targets)
                 session.backward(loss)
+                if batch.step + 1 == turns.num_steps:
+                    session.stop("all is timed")
             turns.after(device)
-            if batch.step + 1 == turns.num_steps:
-                session.stop("all is timed")
