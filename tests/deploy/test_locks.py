@@ -8,7 +8,6 @@ import pytest
 from deploy.scripts import lock
 
 ROOT = Path(__file__).parents[2]
-LOCKS = ROOT / "deploy" / "locks"
 CUDA = re.compile("nvidia-|triton$|cuda-")
 """What torch for GPUs requires besides: constraints.txt is of the one without."""
 FREE = {"setuptools"}
@@ -19,10 +18,10 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def locked(name: str) -> dict[str, tuple[str, list[str]]]:
+def locked(name: str, machine: str = "x86_64") -> dict[str, tuple[str, list[str]]]:
     """Version and hashes by package."""
     found = {}
-    text = (LOCKS / f"{name}.txt").read_text().replace("\\\n", " ")
+    text = lock.path_of(name, machine).read_text().replace("\\\n", " ")
     for line in text.splitlines():
         if not line.strip() or line.startswith("#"):
             continue
@@ -38,11 +37,12 @@ def constraints() -> dict[str, str]:
     return {normal(name): version for name, version in pairs}
 
 
+@pytest.mark.parametrize("machine", lock.MACHINES)
 @pytest.mark.parametrize("name", lock.LOCKS)
-def test_a_lock_agrees_with_the_constraints(name: str) -> None:
+def test_a_lock_agrees_with_the_constraints(name: str, machine: str) -> None:
     """The same versions, each with a hash. `make locks` writes them anew."""
-    found, wanted = locked(name), constraints()
-    is_cuda = name == "worker-cuda"
+    found, wanted = locked(name, machine), constraints()
+    is_cuda = "torch" in found and not lock.is_without_cuda(name, machine)
     for package, (version, hashes) in found.items():
         assert hashes, f"{package} has no hash"
         if package in FREE or (is_cuda and CUDA.match(package)):
@@ -51,22 +51,35 @@ def test_a_lock_agrees_with_the_constraints(name: str) -> None:
     assert any(CUDA.match(package) for package in found) is is_cuda
 
 
+@pytest.mark.parametrize("machine", lock.MACHINES)
 @pytest.mark.parametrize("name", lock.LOCKS)
-def test_a_lock_has_what_its_extra_asks_for(name: str) -> None:
+def test_a_lock_has_what_its_extra_asks_for(name: str, machine: str) -> None:
     extra, _ = lock.LOCKS[name]
     direct = {normal(re.split(r"[\s<>=!~;\[]", each)[0]) for each in lock.wanted(extra)}
-    assert direct <= set(locked(name)), "run `make locks`"
+    assert direct <= set(locked(name, machine)), "run `make locks`"
 
 
-def test_a_coordinator_has_no_torch_and_a_worker_no_server() -> None:
-    assert not {"torch", "numpy"} & set(locked("coordinator"))
-    assert not {"fastapi", "uvicorn"} & set(locked("worker"))
+@pytest.mark.parametrize("machine", lock.MACHINES)
+def test_a_coordinator_has_no_torch_and_a_worker_no_server(machine: str) -> None:
+    assert not {"torch", "numpy"} & set(locked("coordinator", machine))
+    assert not {"fastapi", "uvicorn"} & set(locked("worker", machine))
+
+
+def test_torch_is_the_one_without_cuda_where_there_is_one() -> None:
     assert locked("worker")["torch"][0].endswith("+cpu")
+    assert "+" not in locked("worker", "aarch64")["torch"][0]
 
 
-def test_what_builds_is_locked_too() -> None:
+def test_no_lock_is_for_a_machine_or_an_image_that_nothing_names() -> None:
+    names = [*lock.LOCKS, "build"]
+    known = {lock.path_of(name, machine) for name in names for machine in lock.MACHINES}
+    assert set((ROOT / "deploy" / "locks").iterdir()) == known
+
+
+@pytest.mark.parametrize("machine", lock.MACHINES)
+def test_what_builds_is_locked_too(machine: str) -> None:
     """The build's own tools, of which none ends in an image."""
-    found = locked("build")
+    found = locked("build", machine)
     assert {"hatchling", "cyclonedx-bom", "pip"} <= set(found)
     assert all(hashes for _, hashes in found.values())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

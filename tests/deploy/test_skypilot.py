@@ -80,6 +80,29 @@ def test_a_node_has_the_keys_that_it_uses(
     assert tasks[workers[0]]["envs"]["SHOAL_MAX_MEMBERS"] == str(len(workers))
 
 
+@pytest.mark.parametrize(("machine", "named"), [("x86_64", "amd64"), ("aarch64", "arm64")])
+def test_a_node_gets_the_etcd_of_its_machine(
+    group: tuple[dict[str, Any], dict[str, dict[str, Any]]],
+    tmp_path: Path,
+    machine: str,
+    named: str,
+) -> None:
+    _, tasks = group
+    told = tmp_path / "told"
+    for program in ("pip", "curl", "tar", "sudo"):
+        (tmp_path / program).write_text(f'#!/bin/sh\necho {program} "$@" >> {told}\n')
+    (tmp_path / "uname").write_text(f"#!/bin/sh\necho {machine}\n")
+    for path in tmp_path.iterdir():
+        path.chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", tasks["cluster"]["setup"]], env=given, check=True)
+    lines = told.read_text().splitlines()
+    fetched = next(line.split()[-1] for line in lines if line.startswith("curl"))
+    assert fetched.endswith(f"/v3.5.21/etcd-v3.5.21-linux-{named}.tar.gz")
+    installed = f"sudo install etcd-v3.5.21-linux-{named}/etcd /usr/local/bin/etcd"
+    assert installed in lines
+
+
 def test_shellcheck_finds_nothing() -> None:
     program = shutil.which("shellcheck")
     if program is None:

@@ -2,16 +2,14 @@
 
 import os
 import re
-import secrets
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
+from support.processes.marked import Mark
 
 DEADLINE_S = 240.0
 ANY_PORTS = ("--port", "0", "--http-port", "0")
@@ -23,14 +21,13 @@ class Shoal:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._mark = f"SHOAL_TEST_MARK={secrets.token_hex(8)}"
+        self._mark = Mark()
         self._started: list[subprocess.Popen[str]] = []
 
     def start(
         self, *arguments: str, environment: Mapping[str, str] | None = None, typed: str = ""
     ) -> "subprocess.Popen[str]":
         """`shoal ARGUMENTS`, stdout and stderr in one pipe; `typed` is what it reads."""
-        name, _, value = self._mark.partition("=")
         own = {key: text for key, text in os.environ.items() if not key.startswith("SHOAL_")}
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "shoal_client", *arguments],
@@ -39,7 +36,7 @@ class Shoal:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=self._directory,
-            env={**own, **(environment or {}), name: value, "COLUMNS": "200"},
+            env={**own, **(environment or {}), **self._mark.environment, "COLUMNS": "200"},
         )
         self._started.append(process)
         if process.stdin is not None:
@@ -49,27 +46,12 @@ class Shoal:
         return process
 
     def processes(self) -> dict[int, str]:
-        """Every living process with the mark: pid and command line."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                marked = self._mark.encode() in (entry / "environ").read_bytes().split(b"\0")
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue  # ended while we looked, or somebody else's
-            if marked and state not in "ZX":
-                found[int(entry.name)] = command.strip()
-        return found
+        """Every living process that these commands caused: pid and command line."""
+        return self._mark.processes()
 
     def await_none(self, within_s: float) -> dict[int, str]:
         """What is still there after that time; empty as soon as nothing is."""
-        deadline_s = time.monotonic() + within_s
-        while (left := self.processes()) and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        return left
+        return self._mark.await_none(within_s)
 
     def end(self) -> None:
         """Kill what a failed test left."""
@@ -78,8 +60,7 @@ class Shoal:
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
-        for pid in self.await_none(5.0):
-            os.kill(pid, signal.SIGKILL)
+        self._mark.kill()
 
 
 @pytest.fixture

@@ -1,0 +1,166 @@
+"""Run the cases of `make gpu-test` from this folder, on a machine without a network.
+
+    python3 .gpu/run.py                    # looks at the machine, unpacks, runs all cases
+    python3 .gpu/run.py --only K1,L        # what is not for this script goes to the cases
+    python3 .gpu/run.py --check            # looks only
+
+It needs nothing but Python and pip, and writes below `--into` alone.
+"""
+
+import argparse
+import ctypes
+import json
+import lzma
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+NCCL = "libnccl.so.2"
+SHARES_A_GPU = (2, 30)
+"""The first NCCL that lets several ranks use one GPU."""
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """A version as numbers, without what stands behind them: 2.11.0+cu130 is 2, 11, 0."""
+    matched = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, matched[0].split("."))) if matched else ()
+
+
+def fits(seen: str, wanted: str) -> bool:
+    """True if a version is within a range such as ">=6.31,<8"."""
+    for part in filter(None, (each.strip() for each in wanted.split(","))):
+        matched = re.fullmatch(r"(>=|<)\s*([\d.]+)", part)
+        assert matched is not None, part
+        is_least, bound = matched[1] == ">=", numbers(matched[2])
+        if (numbers(seen)[: len(bound)] >= bound) is not is_least:
+            return False
+    return True
+
+
+def seen_version(name: str) -> str:
+    """The installed version; empty: it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def look(told: Mapping[str, object]) -> tuple[list[str], list[str]]:
+    """What there is, and what is wrong with it, a line each."""
+    seen, wrong = [], []
+    python = platform.python_version()
+    seen.append(f"python {python} on {platform.machine()}")
+    if ".".join(python.split(".")[:2]) != told["python"]:
+        wrong.append(
+            f"this is Python {python}, and the wheels are for {told['python']}:"
+            f" make gpu-bundle PYTHON_VERSION={'.'.join(python.split('.')[:2])}"
+        )
+    if platform.machine() != told["machine"]:
+        wrong.append(
+            f"this is {platform.machine()}, and the wheels are for {told['machine']}:"
+            f' make gpu-bundle BUNDLE="--machine {platform.machine()}"'
+        )
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        found = subprocess.run(asked, capture_output=True, text=True, check=False)
+        seen.append(f"GPU and driver: {found.stdout.strip() or found.stderr.strip()}")
+    ranges, carried = told["ranges"], told["carried"]
+    assert isinstance(ranges, dict) and isinstance(carried, list)
+    for name, wanted in ranges.items():
+        own = seen_version(name)
+        if name in carried:
+            seen.append(f"{name} {own or 'missing'} here; the folder's is used")
+            continue
+        seen.append(f"{name} {own or 'missing'}")
+        if not own or not fits(own, wanted):
+            fix = "" if name == "torch" else f': make gpu-bundle BUNDLE="--with {name}"'
+            wrong.append(f"{name} is {own or 'missing'}, and Shoal needs {name}{wanted}{fix}")
+    if not seen_version("pip"):
+        wrong.append(f"no pip: {sys.executable} -m ensurepip")
+    return seen, wrong
+
+
+def unpack(into: Path) -> None:
+    """The wheels' packages in SITE, the cases in CASES."""
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    for name in ("wheels", "cases"):
+        with tarfile.open(HERE / f"{name}.tar.xz") as archive:
+            archive.extractall(into / name, filter="data")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    command += ["--disable-pip-version-check", "--no-warn-script-location"]
+    command += ["--target", str(into / "site"), *map(str, (into / "wheels").iterdir())]
+    subprocess.run(command, check=True)
+
+
+def nccl_of_torch() -> tuple[int, ...]:
+    """The NCCL that torch comes with; empty: none, or no torch that can be imported."""
+    code = "import torch; print(*torch.cuda.nccl.version()) if torch.cuda.is_available() else None"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return tuple(map(int, done.stdout.split())) if not done.returncode else ()
+
+
+def own_nccl(into: Path) -> Path:
+    """The folder's NCCL, unpacked; it answers to being asked for its version."""
+    target = into / NCCL
+    with lzma.open(HERE / f"{NCCL}.xz") as packed, target.open("wb") as file:
+        shutil.copyfileobj(packed, file)
+    number = ctypes.c_int()
+    library = ctypes.CDLL(str(target))
+    assert library.ncclGetVersion(ctypes.byref(number)) == 0, "it does not tell its version"
+    print(f"NCCL {number.value} of this folder is used", flush=True)
+    return target
+
+
+def environment(into: Path, *, device: str) -> dict[str, str]:
+    """The environment of the cases. NCCL is this folder's if torch's lets no ranks share a GPU."""
+    paths = [into / "site", into / "cases"]
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    own["PATH"] = f"{into / 'site' / 'bin'}{os.pathsep}{own.get('PATH', '')}"
+    if device == "cpu":
+        return own
+    present = nccl_of_torch()
+    print(f"NCCL {'.'.join(map(str, present)) or 'missing'} of torch", flush=True)
+    if present and present < SHARES_A_GPU:
+        if (HERE / f"{NCCL}.xz").exists():
+            own["LD_PRELOAD"] = str(own_nccl(into))
+        else:
+            print(
+                "several ranks on one GPU need NCCL 2.30: with fewer than 4 GPUs most cases fail."
+                f" deploy/small_nccl.py makes {NCCL}.xz for this folder.",
+                flush=True,
+            )
+    return own
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--into", type=Path, default=Path("build/gpu-bundle"), metavar="DIRECTORY")
+    parser.add_argument("--check", action="store_true", help="look at the machine, and no more")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    given, further = parser.parse_known_args(arguments)
+    told = json.loads((HERE / "bundle.json").read_text())
+    seen, wrong = look(told)
+    print(*seen, sep="\n", flush=True)
+    if wrong:
+        print("this machine cannot run the cases:", *(f"  {each}" for each in wrong), sep="\n")
+        return 1
+    if given.check:
+        return 0
+    into = given.into.resolve()
+    unpack(into)
+    own = environment(into, device=given.device)
+    command = [sys.executable, "-m", "gpu.campaign", "--device", given.device, *further]
+    return subprocess.run(command, env=own, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

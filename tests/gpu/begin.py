@@ -1,0 +1,24 @@
+"""One case in a process of its own: begin.py NAME SETTINGS.json, once a line comes on stdin.
+
+Until then it imports what it needs, while the case before it runs.
+"""
+
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+from support.processes.forking import forked  # noqa: F401 - what the server is to import
+
+
+def main() -> None:
+    # First: it imports beside this process.
+    forkserver.ensure_running()
+    from gpu.case import run  # noqa: PLC0415
+
+    if sys.stdin.readline():
+        run(sys.argv[1], Path(sys.argv[2]))
+
+
+# Not in members, which import the module that started them.
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Everything that needs a GPU to be known, case by case, with the case that matters most first.
+
+    make gpu-test                                   # 8 minutes at most, on one GPU or more
+    make gpu-test GPU="--only K1,L --out /tmp/gpu"  # some of it
+    make gpu-test GPU="--device cpu"                # a trial of the cases, over Gloo
+
+Each case has processes of its own and a limit; one that fails does not keep the others from being
+run. It prints a line of JSON a case, and writes the same to DIRECTORY/results.jsonl at once;
+DIRECTORY/gpu.json holds all of them in the end, with the versions of what ran.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu.cases import CASES, Entry
+from gpu.machine import Machine, shared_by_time, versions
+from support.processes.marked import Mark
+
+TESTS = Path(__file__).parents[1]
+SECONDS = 480.0
+ON_CPU_SECONDS = 1500.0
+ON_CPU = 3.0
+"""Cases get so many times their limits there: two cores do what a GPU and its host do."""
+LEAST_S = 5.0
+"""A case is not begun with less time left."""
+ERROR_BYTES = 4000
+
+
+class Running:
+    """The process of one case: it imports what it needs, and waits to be let go."""
+
+    def __init__(self, name: str, folder: Path, environment: Mapping[str, str]) -> None:
+        self._mark = Mark()
+        self._log = folder / "output.log"
+        settings = folder / "settings.json"
+        paths = [str(TESTS), *filter(None, [environment.get("PYTHONPATH", "")])]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gpu.begin", name, str(settings)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={
+                    **environment,
+                    **self._mark.environment,
+                    "PYTHONPATH": os.pathsep.join(paths),
+                },
+                start_new_session=True,
+            )
+
+    def finish(self, limit_s: float) -> str:
+        """Let it run the case; what went wrong, or nothing. No process of it is left then."""
+        try:
+            self._process.communicate(b"go\n", timeout=limit_s)
+            code = self._process.returncode
+            error = f"exit code {code}: {self._printed()}" if code else ""
+        except subprocess.TimeoutExpired:
+            error = f"not over after {limit_s:g} s: {self._printed()}"
+        left = self.end(0.0 if error else 10.0)
+        return error or (f"processes were left: {sorted(left.values())}" if left else "")
+
+    def end(self, within_s: float = 0.0) -> dict[int, str]:
+        """Kill what is left of it after that time; what that was."""
+        left = self._mark.kill(within_s)
+        self._process.wait()
+        return left
+
+    def _printed(self) -> str:
+        return self._log.read_text()[-ERROR_BYTES:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Campaign:
+    """One run over cases."""
+
+    machine: Machine
+    out: Path
+    seconds: float
+    """For all of them together."""
+    patience: float
+    """Limits of cases are multiplied by it."""
+    cases: Mapping[str, Entry]
+
+    def run(self) -> list[dict[str, Any]]:
+        """The lines of all cases."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        results = self.out / "results.jsonl"
+        results.write_text("")
+        until_s = time.monotonic() + self.seconds
+        ran = versions()
+        print(json.dumps({"versions": ran, **asdict(self.machine)}), flush=True)
+        lines = []
+        with shared_by_time(self.machine, self.out.resolve()) as shared:
+            names = list(self.cases)
+            running = self._start(names[0], shared) if names else None
+            for name, following in zip(names, [*names[1:], None], strict=True):
+                assert running is not None
+                current, running = running, self._start(following, shared) if following else None
+                line = self._line(name, current, until_s - time.monotonic())
+                lines.append(line)
+                with results.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(json.dumps(line), flush=True)
+        whole = {"versions": ran, "machine": asdict(self.machine), "cases": lines}
+        (self.out / "gpu.json").write_text(json.dumps(whole, indent=2) + "\n")
+        return lines
+
+    def _folder(self, name: str) -> Path:
+        return (self.out / name).resolve()
+
+    def _start(self, name: str, shared: Mapping[str, str]) -> Running:
+        """Begin with the imports of a case, in a folder that nothing of an earlier run is in."""
+        folder = self._folder(name)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "settings.json").write_text(json.dumps({"machine": asdict(self.machine)}))
+        variables = {} if self.cases[name].kills else shared
+        return Running(name, folder, {**self.machine.environment(os.environ), **variables})
+
+    def _line(self, name: str, running: Running, left_s: float) -> dict[str, Any]:
+        """Run one case; its line."""
+        entry, folder = self.cases[name], self._folder(name)
+        line: dict[str, Any] = {"name": name, "title": entry.title, "passed": False}
+        if left_s < LEAST_S:
+            running.end()
+            return {**line, "seconds": 0.0, "error": f"not run: the {self.seconds:g} s are over"}
+        begun_s = time.monotonic()
+        error = running.finish(min(entry.limit_s * self.patience, left_s))
+        if error and (told := folder / "error.txt").exists():
+            error = told.read_text()[-ERROR_BYTES:]
+        line |= {"passed": not error, "seconds": round(time.monotonic() - begun_s, 1)}
+        return line | _outcome(folder) | ({"error": error} if error else {})
+
+
+def _outcome(folder: Path) -> dict[str, Any]:
+    """The figures that the case has come to."""
+    path = folder / "outcome.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return {key: value for key, value in found.items() if value}
+
+
+def chosen(only: str) -> dict[str, Entry]:
+    """The cases of a list of names, in the order of their value. Raises SystemExit."""
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    unknown = sorted(set(names) - set(CASES))
+    if unknown:
+        raise SystemExit(f"no such case: {', '.join(unknown)}; there are: {', '.join(CASES)}")
+    return {name: entry for name, entry in CASES.items() if not names or name in names}
+
+
+def machine_of(device: str, backend: str, sizes: str) -> Machine:
+    """The machine as it is, unless the options say otherwise. Raises SystemExit."""
+    num_gpus = torch.cuda.device_count()
+    device = device or "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        built = f"with CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        raise SystemExit(
+            f"no GPU that torch {torch.__version__} can use: it is built {built} and sees"
+            f" {num_gpus} GPUs. Look at nvidia-smi; `--device cpu` tries the cases without a GPU."
+        )
+    return Machine(
+        device=device,
+        backend=backend or ("nccl" if device == "cuda" else "gloo"),
+        num_gpus=num_gpus if device == "cuda" else 0,
+        full=(sizes or ("full" if device == "cuda" else "small")) == "full",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
+    cases = "\n".join(f"  {name:3} {entry.title}" for name, entry in CASES.items())
+    parser.add_argument("--only", default="", help=f"names with commas between them, of\n{cases}")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="by itself cuda")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], help="by itself that of the device")
+    parser.add_argument("--sizes", choices=["full", "small"], help="by itself small on a CPU")
+    parser.add_argument(
+        "--seconds", type=float, help="for all cases, by itself 480, or 1500 on a CPU"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-test"), metavar="DIRECTORY")
+    given = parser.parse_args(arguments)
+    machine = machine_of(given.device, given.backend, given.sizes)
+    is_cpu = machine.device == "cpu"
+    campaign = Campaign(
+        machine=machine,
+        out=given.out,
+        seconds=given.seconds or (ON_CPU_SECONDS if is_cpu else SECONDS),
+        patience=ON_CPU if is_cpu else 1.0,
+        cases=chosen(given.only),
+    )
+    lines = campaign.run()
+    failed = [line["name"] for line in lines if not line["passed"]]
+    print(f"{len(lines) - len(failed)} of {len(lines)} cases passed", *failed, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The device, the sizes and the environment that all cases of a run have in common."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_RANKS = 4
+"""Of any case."""
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a run's cases run on."""
+
+    device: str
+    """"cuda" or "cpu"."""
+    backend: str
+    """"nccl" or "gloo"."""
+    num_gpus: int
+    """Ranks take them in turn: several ranks share one if there are fewer GPUs than ranks."""
+    full: bool
+    """Models as large as those of users; otherwise small ones, for a trial of the cases."""
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True if some case has more ranks than there are GPUs."""
+        return self.device == "cuda" and self.num_gpus < MOST_RANKS
+
+    def visible_gpu(self, rank: int, visible: str) -> str:
+        """The value of CUDA_VISIBLE_DEVICES for a rank, from that of the whole run."""
+        every = visible.split(",") if visible else [str(gpu) for gpu in range(self.num_gpus)]
+        return every[rank % len(every)]
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The environment of each case's processes. What Shoal itself has to set is not in it."""
+        own = {name: value for name, value in given.items() if not name.startswith("SHOAL_")}
+        own |= {
+            "SHOAL_BACKEND": self.backend,
+            "OMP_NUM_THREADS": "2" if self.device == "cuda" else "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
+        if self.shares_gpus:
+            own |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "1"}
+            own |= {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": own.get("NCCL_DEBUG", "WARN")}
+            # With it, several ranks on one GPU abort.
+            own.pop("NCCL_NVLS_ENABLE", None)
+        return own
+
+
+@contextmanager
+def shared_by_time(machine: Machine, folder: Path) -> Iterator[Mapping[str, str]]:
+    """The variable by which processes share a GPU through MPS, while the block runs; empty if there
+    is no MPS, or nothing to share.
+
+    Without MPS the processes of one GPU take turns of about 2 ms, and a kernel that waits for a
+    peer burns its turn: collectives work, their times mean nothing.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or not machine.shares_gpus:
+        yield {}
+        return
+    pipes = folder / "mps"
+    pipes.mkdir(parents=True, exist_ok=True)
+    variables = {PIPES: str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
+    environment = {**os.environ, **variables}
+    started = subprocess.run(
+        [control, "-d"], env=environment, capture_output=True, text=True, timeout=20, check=False
+    )
+    if started.returncode:
+        print(f"no MPS: {started.stderr.strip() or started.stdout.strip()}", flush=True)
+        yield {}
+        return
+    try:
+        yield variables
+    finally:
+        subprocess.run(
+            [control], input="quit\n", env=environment, text=True, timeout=20, check=False
+        )
+
+
+def versions() -> dict[str, str]:
+    """What ran: Python, torch, NCCL, driver, GPU. Starts nothing on a GPU."""
+    import platform  # noqa: PLC0415
+    from importlib.metadata import version  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+
+    found = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "shoal": version("shoal"),
+    }
+    if torch.cuda.is_available():
+        found["nccl of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if preloaded := os.environ.get("LD_PRELOAD", ""):
+            found["preloaded"] = preloaded
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        asked = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+        found["gpus"] = "; ".join(told.stdout.strip().splitlines())
+    return found
