@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.torch_private.dtensor import local_of
+from shoal.torch_private.dtensor import gradient_cut_as, local_of
 from shoal.torch_private.tensors import foreach_mul_, foreach_norm
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient
 
@@ -143,9 +143,15 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def _local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """This rank's part of each gradient that there is, in the gradient's own memory."""
     found = {}
     for name, parameter in parameters.items():
         gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            own = gradient_cut_as(parameter, gradient)
+            if own is not gradient:
+                # Each rank would else count all of a gradient that came whole.
+                parameter.grad = gradient = own
         if gradient is not None:
             found[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient
     return {name: gradient for name, gradient in found.items() if gradient.numel()}

@@ -1,22 +1,35 @@
 """Of DTensor: where a rank's part lies, and what is kept of a mesh."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-clear_sharding_cache = _clear_sharding_prop_cache
-"""Forget what was derived for meshes that are gone."""
+try:  # From torch 2.11 on.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+except ImportError:
+
+    def _clear_sharding_prop_cache() -> None:
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache.cache_clear()
+
+
+def clear_sharding_cache() -> None:
+    """Forget what was derived for meshes that are gone."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
 local_shape_and_offset = compute_local_shape_and_global_offset
 """Sizes and offsets of this rank's part of a DTensor."""
 
@@ -52,6 +65,17 @@ def all_local(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list(map(_LOCAL, tensors))
 
 
+def gradient_cut_as(parameter: DTensor, gradient: DTensor) -> DTensor:
+    """The gradient, cut as the parameter is, which is where it comes so from torch 2.13 on.
+
+    Older releases give some gradients whole to each rank: where strides differ, autograd copies a
+    gradient into a new tensor, which is not cut. No message is sent for these.
+    """
+    if gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)
+
+
 def forget_groups(mesh: DeviceMesh) -> None:
     """Let the mesh, and those that it was cut into, hold no process group any more.
 
@@ -73,6 +97,42 @@ def mark_meshes_by(descriptor: Any | None) -> None:
 
 
 def serialise_shape_derivation(on: bool) -> None:
-    """Shapes are worked out in a mode of torch that two threads must not enter at once."""
-    propagator: Any = ShardingPropagator
-    propagator._fake_mode_lock = threading.Lock() if on else contextlib.nullcontext()
+    """Let one thread at a time work out shapes, or as many as like: torch does that in a mode which
+    two threads must not enter at once."""
+    _propagator._fake_mode_lock = threading.Lock() if on else contextlib.nullcontext()
+
+
+def _lock_shape_derivation() -> None:
+    """Take the lock where torch 2.13 takes it. Older releases have none."""
+    derive = _propagator._propagate_tensor_meta_non_cached
+
+    @functools.wraps(derive)
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _propagator._fake_mode_lock:
+            return derive(self, *args, **kwargs)
+
+    _propagator._fake_mode_lock = contextlib.nullcontext()
+    _propagator._propagate_tensor_meta_non_cached = locked
+
+
+_propagator: Any = ShardingPropagator
+if not hasattr(_propagator, "_fake_mode_lock"):
+    _lock_shape_derivation()
+
+
+def keep_device_guard(on: bool) -> None:
+    """Let torch leave its guard of CUDA devices as it is, or do again as it likes.
+
+    A CUDA build on a machine without a GPU puts one that does nothing in its place whenever shapes
+    are worked out (2.9 to 2.15). Meanwhile another thread finds none at all, and the process ends
+    by SIGSEGV. It is put there once, before there are other threads.
+    """
+    if on and not torch.cuda.is_available():
+        _ensure_guard()
+        _native._ensureCUDADeviceGuardSet = lambda: None
+    elif not on:
+        _native._ensureCUDADeviceGuardSet = _ensure_guard
+
+
+_native: Any = torch._C
+_ensure_guard = _native._ensureCUDADeviceGuardSet

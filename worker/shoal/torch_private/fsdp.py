@@ -29,7 +29,10 @@ def state_of(module: nn.Module) -> Any:
 
 def groups_of(state: Any) -> Any:
     """The groups of parameters that are gathered together, of a module's state."""
-    return state._fsdp_param_groups
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    own = state._fsdp_param_group  # one at the most before torch 2.13
+    return [] if own is None else [own]
 
 
 def is_in_backward(state: Any) -> bool:
@@ -58,9 +61,55 @@ def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
     The gradients of these parameters stay: torch 2.15 drops them there, 2.13 does not.
     """
     kept = [(each.sharded_param, each.sharded_param.grad) for each in parameters]
-    root.reset_iter_state()
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_pass(state_of(root))
     for parameter, gradient in kept:
         parameter.grad = gradient
+
+
+def _reset_pass(root: Any) -> None:
+    """What `reset_iter_state` does, which torch has from 2.13 on: wait for what is under way, forget
+    it, cut all parameters again."""
+    stream, under_way, shared = (
+        root._device_handle.current_stream(),
+        root._comm_ctx,
+        root._state_ctx,
+    )
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        collective = getattr(under_way, name)
+        if collective is not None and collective.event is not None:
+            stream.wait_event(collective.event)
+        setattr(under_way, name, None)
+    under_way.post_forward_order.clear()
+    for state in shared.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in groups_of(state):
+            _reset_group(group, stream)
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, stream: Any) -> None:
+    gathered = group._all_gather_result
+    if gathered is not None:
+        if gathered.all_gather_event is not None:
+            stream.wait_event(gathered.all_gather_event)
+        if gathered.all_gather_work is not None:
+            gathered.all_gather_work.wait()
+    if group._post_reduce_event is not None:
+        stream.wait_event(group._post_reduce_event)
+    if group._all_reduce_state is not None and group._all_reduce_state.event is not None:
+        stream.wait_event(group._all_reduce_state.event)
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+    group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+    group._reshard_after_forward_event = group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+    group._to_sharded()
 
 
 def heads_of(module: nn.Module) -> list[Any]:

@@ -139,6 +139,7 @@ def _install() -> None:
     c10d.isolate_threads(True)
     dtensor.mark_meshes_by(_MeshWorld())
     dtensor.serialise_shape_derivation(True)
+    dtensor.keep_device_guard(True)
 
 
 def _uninstall() -> None:
@@ -146,3 +147,4 @@ def _uninstall() -> None:
     c10d.isolate_threads(False)
     dtensor.mark_meshes_by(None)
     dtensor.serialise_shape_derivation(False)
+    dtensor.keep_device_guard(False)

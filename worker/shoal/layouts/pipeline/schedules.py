@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from shoal import randomness
 from shoal.backends.abortable.p2p import AbortableP2P
@@ -19,6 +19,7 @@ from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.shared_messages import MAX_BYTES, StageLanes, bytes_of
 from shoal.layouts.pipeline.stages import Stage
 from shoal.torch_private.modules import buffer_table
+from shoal.torch_private.pipelining import UncheckedStage
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
@@ -195,7 +196,7 @@ class PipelineRunner:
         return given, [_like(output) for output in outputs]
 
 
-class _PlacedStage(PipelineStage):
+class _PlacedStage(UncheckedStage):
     """Computes each backward pass at the place of its samples: by then the forward passes of others
     have begun, and activation checkpointing draws again what its own drew.
     Messages can be aborted."""

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shoal.layouts.tensor.layer_group import LayerGroup
 from shoal.layouts.tensor.plan import part_sizes
 from shoal.randomness.dropout import draw
 from shoal.torch_private.compiling import eager
+from shoal.torch_private.dtensor import cut_as, local_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +113,30 @@ def gathered(part: Tensor, cut: Cut) -> Tensor:
     return whole
 
 
+class _Local(torch.autograd.Function):
+    """This rank's part of a parameter, whose gradient is cut as that is.
+
+    `DTensor.to_local` gives a gradient other strides than its parameter has where that is cut by
+    columns. Autograd then copies it, and before torch 2.13 the copy is whole on every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.parameter = parameter
+        part = local_of(parameter)
+        return part.view_as(part)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        return cut_as(ctx.parameter, gradient.contiguous())
+
+
 def local(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter; gradients flow back into it."""
     if not isinstance(parameter, DTensor):
         return parameter
-    part: Tensor = parameter.to_local()
+    part: Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
     return part
 
 

@@ -144,7 +144,7 @@ class LayoutStrategy(SynchronousStrategy):
             exchanges=self.position.exchanges,
         )
         # What DTensor has derived for the meshes of old generations is of no use any more.
-        clear_sharding_cache()  # type: ignore[no-untyped-call]
+        clear_sharding_cache()
         self._attributes.carry(self._proxy, self._meta_model.model)
         layout = self._lay_out_all(self._meta_model.copy(), world)
         self._generation_group.kept_rooms.clear()
