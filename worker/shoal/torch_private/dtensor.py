@@ -123,9 +123,9 @@ if not hasattr(_propagator, "_fake_mode_lock"):
 def keep_device_guard(on: bool) -> None:
     """Let torch leave its guard of CUDA devices as it is, or replace it as it likes.
 
-    A CUDA build on a machine without a GPU (torch 2.11 to 2.15) does that whenever shapes are worked out,
-    so that they may be those of tensors on a GPU. It ends the process by SIGSEGV if a second thread
-    does so. Shapes of ranks that are threads there are those of tensors on the host.
+    A CUDA build on a machine without a GPU (torch 2.11 to 2.15) does that whenever shapes are
+    worked out, so that they may be those of tensors on a GPU, and ends the process by SIGSEGV if
+    two threads do so. Ranks that are threads work there with tensors on the host only.
     """
     if _replace_guard is not None:
         _native._ensureCUDADeviceGuardSet = (lambda: None) if on else _replace_guard
