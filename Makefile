@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs report help demo test test-long nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle clean
+.PHONY: docs report help demo test test-long torch-table nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,14 @@ test: $(VENV)/.installed ## every capability once, on real parts
 
 test-long: $(VENV)/.installed ## their further combinations
 	$(call run_tests,long)
+
+# What compares each strategy with one process, on time and with collectives that end late.
+OF_STRATEGIES := $(addprefix tests/worker/strategies/,test_equality.py test_late_collectives.py)
+
+torch-table: $(VENV)/.installed ## run the tests of every strategy and write their number to docs/strategies.md (TORCH=2.11.0)
+	mkdir -p build
+	$(PYTEST) -m "$(TESTS) and not long" --junitxml=build/torch-table.xml $(OF_STRATEGIES)
+	PYTHONPATH=tests $(BIN)/python -m support.docs.torch_table build/torch-table.xml
 
 # A distribution's own Python may pickle, or report, otherwise than the one at hand: what writes files and what reads
 # them again is tried on that one too, and a run from end to end.

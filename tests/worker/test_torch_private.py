@@ -1,21 +1,30 @@
 """Which modules may name what torch keeps to itself."""
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
 import shoal
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.layouts.gradients import _local_gradients
+from shoal.layouts.tensor.parts import local
 from shoal.torch_private import c10d
+from shoal.torch_private.dtensor import local_of
 from shoal.torch_private.floor import check_version
 from shoal_proto.errors import InvalidSpec
 
@@ -154,3 +163,64 @@ def test_an_older_torch_is_refused_by_name(version: str) -> None:
         check_version(version)
     assert version in refused.value.seen
     assert refused.value.expected == "torch 2.9 or newer"
+
+
+def test_an_environment_without_numpy_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "import shoal; shoal.join"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "Shoal needs numpy beside torch" in ran.stderr
+    assert "pip install 'numpy>=1.26'" in ran.stderr
+
+
+def whole_and_cut() -> tuple[bool, bool]:
+    """Whether a gradient that came whole is given cut, and in the memory that autograd keeps."""
+    mesh = init_device_mesh("cpu", (2,))
+    rank = mesh.get_local_rank()
+    rows = torch.arange(6.0).view(2, 3)
+    weight = nn.Parameter(distribute_tensor(rows, mesh, [Shard(1)]))
+    weight.grad = distribute_tensor(rows, mesh, [Replicate()])
+    found = _local_gradients({"weight": weight})["weight"]
+    own = rows[:, :2] if rank == 0 else rows[:, 2:]
+    return torch.equal(found, own), found is local_of(weight.grad)
+
+
+def test_a_gradient_that_came_whole_counts_once_on_each_rank() -> None:
+    assert run_in_memory(whole_and_cut, 2) == [(True, True)] * 2
+
+
+def columns() -> bool:
+    """Whether the gradient of a weight that is cut by columns, unevenly, is cut as it is."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(2, 3), mesh, [Shard(1)]))
+    (local(weight) * 2).sum().backward()
+    gradient = weight.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.placements == weight.placements and gradient.stride() == weight.stride()
+
+
+def test_a_gradient_comes_cut_as_its_parameter_is() -> None:
+    assert run_in_memory(columns, 2) == [True, True]
+
+
+def derived() -> int:
+    for _ in range(20):
+        with FakeTensorMode():
+            torch.ones(3) + 1
+    return 1
+
+
+def test_ranks_that_are_threads_leave_the_guard_of_devices_alone() -> None:
+    """Else a second thread ends the process (a CUDA build without a GPU)."""
+    before = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    for _ in range(2):
+        assert run_in_memory(derived, 3) == [1, 1, 1]
+    assert getattr(torch._C, "_ensureCUDADeviceGuardSet", None) is before

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import shoal_proto  # noqa: F401 - before gRPC: see shoal_proto.forks.grpc
+from shoal_proto.errors import InvalidSpec
 
 
 def __getattr__(name: str) -> Any:
@@ -28,8 +29,23 @@ def __getattr__(name: str) -> Any:
         return version("shoal")
     if name not in _homes():
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_homes()[name]), name)
+    found = globals()[name] = getattr(_imported(_homes()[name]), name)
     return found
+
+
+def _imported(module: str) -> Any:
+    """The module. Raises InvalidSpec where numpy is not installed, which torch can do without."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as missing:
+        if missing.name != "numpy":
+            raise
+        raise InvalidSpec(
+            "Shoal needs numpy beside torch",
+            seen="no numpy in this environment",
+            expected="numpy 1.26 or newer",
+            fix="pip install 'numpy>=1.26'",
+        ) from missing
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.torch_private.optimizers import make_first_state
 from shoal_proto.errors import UnsupportedOptimizer
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
@@ -177,6 +178,7 @@ def _state_after_step(optimizer: Optimizer, stand_ins: dict[int, Any]) -> int:
     # Its state, which may be large, is not copied: only what a first step makes of it counts.
     stand_ins[id(optimizer.state)] = type(optimizer.state)(dict)
     trial = copy.deepcopy(optimizer, stand_ins)
+    make_first_state(trial)
     try:
         trial.step()
     except (RuntimeError, NotImplementedError, TypeError) as error:

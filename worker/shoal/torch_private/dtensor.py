@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-try:  # From torch 2.11 on.
+try:  # torch 2.11 and newer
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 except ImportError:
 
@@ -103,7 +103,7 @@ def serialise_shape_derivation(on: bool) -> None:
 
 
 def _lock_shape_derivation() -> None:
-    """Take the lock where torch 2.13 takes it. Older releases have none."""
+    """Take the lock where torch 2.13 takes it. Releases up to 2.11 have none."""
     derive = _propagator._propagate_tensor_meta_non_cached
 
     @functools.wraps(derive)
@@ -121,18 +121,15 @@ if not hasattr(_propagator, "_fake_mode_lock"):
 
 
 def keep_device_guard(on: bool) -> None:
-    """Let torch leave its guard of CUDA devices as it is, or do again as it likes.
+    """Let torch leave its guard of CUDA devices as it is, or replace it as it likes.
 
-    A CUDA build on a machine without a GPU puts one that does nothing in its place whenever shapes
-    are worked out (2.9 to 2.15). Meanwhile another thread finds none at all, and the process ends
-    by SIGSEGV. It is put there once, before there are other threads.
+    A CUDA build on a machine without a GPU (torch 2.11 to 2.15) does that whenever shapes are
+    worked out, so that they may be those of tensors on a GPU, and ends the process by SIGSEGV if
+    two threads do so. Ranks that are threads work there with tensors on the host only.
     """
-    if on and not torch.cuda.is_available():
-        _ensure_guard()
-        _native._ensureCUDADeviceGuardSet = lambda: None
-    elif not on:
-        _native._ensureCUDADeviceGuardSet = _ensure_guard
+    if _replace_guard is not None:
+        _native._ensureCUDADeviceGuardSet = (lambda: None) if on else _replace_guard
 
 
 _native: Any = torch._C
-_ensure_guard = _native._ensureCUDADeviceGuardSet
+_replace_guard: Any = getattr(_native, "_ensureCUDADeviceGuardSet", None)

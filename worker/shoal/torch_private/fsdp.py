@@ -70,13 +70,10 @@ def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
 
 
 def _reset_pass(root: Any) -> None:
-    """What `reset_iter_state` does, which torch has from 2.13 on: wait for what is under way, forget
-    it, cut all parameters again."""
-    stream, under_way, shared = (
-        root._device_handle.current_stream(),
-        root._comm_ctx,
-        root._state_ctx,
-    )
+    """Wait for what is under way and forget it; cut all parameters again. What `reset_iter_state`
+    does, which torch has from 2.13 on."""
+    stream = root._device_handle.current_stream()
+    under_way, shared = root._comm_ctx, root._state_ctx
     for name in ("all_gather_state", "reduce_scatter_state"):
         collective = getattr(under_way, name)
         if collective is not None and collective.event is not None:

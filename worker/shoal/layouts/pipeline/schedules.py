@@ -18,8 +18,8 @@ from shoal.layouts.pipeline.pass_buffers import BACKWARD, FORWARD
 from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.shared_messages import MAX_BYTES, StageLanes, bytes_of
 from shoal.layouts.pipeline.stages import Stage
+from shoal.torch_private import pipelining
 from shoal.torch_private.modules import buffer_table
-from shoal.torch_private.pipelining import UncheckedStage
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
@@ -100,7 +100,9 @@ class PipelineRunner:
         torch_stage.runner, torch_stage.p2p = self, near.p2p
         self._torch_stage: Any = torch_stage
         # The loss is scaled instead: gradients that are there already must stay as they are.
-        self._schedule = kind(torch_stage, count, loss_fn=_as_it_is, scale_grads=False)
+        self._schedule = pipelining.schedule(
+            kind, torch_stage, count, loss_fn=_as_it_is, scale_grads=False
+        )
 
     def forward_backward(self, step_inputs: StepInputs, way: AbortableP2P | StageLanes) -> Tensor:
         """Add this stage's gradients; returns the mean loss, on the last stage only (else 0).
@@ -116,7 +118,7 @@ class PipelineRunner:
         target = rows if self.is_last else None
         wrapped: BaseException | None = None
         try:
-            self._schedule.step(rows=rows, target=target, return_outputs=False)
+            pipelining.run(self._schedule, rows=rows, target=target)
         except RuntimeError as error:
             # torch wraps what a stage raises in a RuntimeError of its own.
             wrapped = error.__cause__
@@ -196,7 +198,7 @@ class PipelineRunner:
         return given, [_like(output) for output in outputs]
 
 
-class _PlacedStage(UncheckedStage):
+class _PlacedStage(pipelining.UncheckedStage):
     """Computes each backward pass at the place of its samples: by then the forward passes of others
     have begun, and activation checkpointing draws again what its own drew.
     Messages can be aborted."""
