@@ -90,6 +90,8 @@ class Campaign:
     patience: float
     """Limits of cases are multiplied by it."""
     cases: Mapping[str, Entry]
+    module: str = "gpu.cases"
+    """Where the cases' processes find them, under CASES."""
 
     def run(self) -> list[dict[str, Any]]:
         """The lines of all cases."""
@@ -123,7 +125,8 @@ class Campaign:
         folder = self._folder(name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        (folder / "settings.json").write_text(json.dumps({"machine": asdict(self.machine)}))
+        given = {"machine": asdict(self.machine), "module": self.module}
+        (folder / "settings.json").write_text(json.dumps(given))
         variables = {} if self.cases[name].kills else shared
         return Running(name, folder, {**self.machine.environment(os.environ), **variables})
 
