@@ -113,7 +113,8 @@ class Campaign:
                 with results.open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 print(json.dumps(line), flush=True)
-        whole = {"versions": ran, "machine": asdict(self.machine), "cases": lines}
+        day = time.strftime("%Y-%m-%d", time.gmtime())
+        whole = {"day": day, "versions": ran, "machine": asdict(self.machine), "cases": lines}
         (self.out / "gpu.json").write_text(json.dumps(whole, indent=2) + "\n")
         return lines
 
