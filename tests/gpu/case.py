@@ -56,10 +56,10 @@ class Case:
         with LocalCluster(config) as running:
             yield running
 
-    def on_gpu_only(self, name: str, value: Callable[[], Any]) -> None:
+    def on_gpu_only(self, name: str, value: Any) -> None:
         """A figure that has a meaning on a GPU alone."""
         if self.machine.device == "cuda":
-            self.figures[name] = value()
+            self.figures[name] = value
         else:
             self.left_out.append(name)
 
