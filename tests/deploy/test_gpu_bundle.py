@@ -62,7 +62,7 @@ def test_a_version_is_compared_by_its_numbers(seen: str, wanted: str, expected: 
 
 
 def own_machine(**changes: object) -> dict[str, object]:
-    """What a folder says that is made for this very machine."""
+    """The description of a folder that is made for this very machine."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     told: dict[str, object] = {"python": python, "machine": os.uname().machine}
     return told | {"ranges": {"grpcio": ">=1.76"}, "carried": ["rich"], "left_out": []} | changes
@@ -83,7 +83,7 @@ def own_machine(**changes: object) -> dict[str, object]:
     ],
 )
 def test_it_says_what_the_machine_lacks(changes: Mapping[str, object], expected: str) -> None:
-    """What it carries itself need not be there."""
+    """Packages that it carries itself need not be there."""
     seen, wrong = gpu_run.look(own_machine(**changes))
     assert seen[0].startswith("python ")
     assert len(wrong) == (1 if expected else 0)
@@ -110,7 +110,7 @@ def test_wheels_are_packed_as_they_are(tmp_path: Path) -> None:
 
 
 def test_the_cases_are_whole(tmp_path: Path) -> None:
-    """All that they import of the tests is packed with them."""
+    """Modules of the tests that they import are packed with them."""
     gpu_bundle.pack_cases(tmp_path / "cases.tar.xz")
     with tarfile.open(tmp_path / "cases.tar.xz") as archive:
         archive.extractall(tmp_path / "cases", filter="data")
@@ -172,7 +172,7 @@ def test_an_nccl_keeps_the_code_of_one_architecture_and_every_offset() -> None:
 def test_the_folder_s_nccl_is_used_where_torch_s_is_too_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a library that answers as NCCL does, made on the spot."""
+    """A library made on the spot answers as NCCL does."""
     source = tmp_path / "nccl.c"
     source.write_text("int ncclGetVersion(int *v) { *v = 23203; return 0; }\n")
     compiled = tmp_path / "nccl.so"
@@ -195,7 +195,7 @@ def test_the_folder_s_nccl_is_used_where_torch_s_is_too_old(
 
 
 def test_a_folder_that_says_no_runs_nothing(tmp_path: Path) -> None:
-    """As the script that is carried, by itself."""
+    """Run as the script that is carried, by itself."""
     told = own_machine(ranges={"torch": ">=999"})
     (tmp_path / "bundle.json").write_text(json.dumps(told))
     script = tmp_path / "run.py"

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU to be known, case by case, with the case that matters most first.
+"""Runs the cases that need a GPU, the one that matters most first.
 
     make gpu-test                                   # 8 minutes at most, on one GPU or more
     make gpu-test GPU="--only K1,L --out /tmp/gpu"  # some of it
@@ -86,12 +86,12 @@ class Campaign:
     machine: Machine
     out: Path
     seconds: float
-    """For all of them together."""
+    """Limit of all cases together."""
     patience: float
     """Limits of cases are multiplied by it."""
     cases: Mapping[str, Entry]
     module: str = "gpu.cases"
-    """Where the cases' processes find them, under CASES."""
+    """The module in which the cases' processes find them, under CASES."""
 
     def run(self) -> list[dict[str, Any]]:
         """The lines of all cases."""

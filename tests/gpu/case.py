@@ -1,4 +1,4 @@
-"""What the cases have in common: a cluster, members in it, and what they report."""
+"""Parts that the cases have in common: a cluster, members in it, and their reports."""
 
 import json
 import traceback
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def patience_s(self) -> float:
-        """For any single event."""
+        """Seconds to wait for any single event."""
         return 40.0 if self.machine.device == "cuda" else 90.0
 
     def plan(self, job: str, task: Task, **options: Any) -> Plan:
@@ -108,7 +108,7 @@ class Crew:
                 return step
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
-        """What these members reported at their end; each has ended well."""
+        """Reports of these members at their end; each has ended well."""
         ends = [self.expect(name, "finished") for name in names]
         for name in names:
             code = self.members[name].join(self._case.patience_s)
@@ -116,7 +116,7 @@ class Crew:
         return ends
 
     def steps(self, name: str, kind: str = "committed") -> list[dict[str, Any]]:
-        """All that the member has reported of this kind."""
+        """Reports of this kind from the member, the oldest first."""
         return [data for each, data in self.members[name].seen if each == kind]
 
     def resumed_s(self, names: Sequence[str], struck: Mapping[str, Any]) -> float:

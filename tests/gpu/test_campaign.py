@@ -79,7 +79,7 @@ def test_a_case_that_fails_or_hangs_does_not_keep_the_others_from_being_run(
 
 @pytest.mark.long
 def test_a_campaign_ends_in_time(tmp_path: Path, own_cases: Mapping[str, Entry]) -> None:
-    """What is left then is told as not run."""
+    """Cases that are left then are told as not run."""
     lines = run_of(tmp_path / "out", {"hangs": own_cases["hangs"], **own_cases}, 6.0)
     assert [line["passed"] for line in lines] == [False] * 4
     assert lines[-1]["error"] == "not run: the 6 s are over"
@@ -109,7 +109,7 @@ def test_ranks_take_gpus_in_turn() -> None:
 
 
 def test_nccl_is_told_of_shared_gpus_and_of_nothing_else() -> None:
-    """What Shoal has to set whatever an image exports is not set here."""
+    """Variables that Shoal has to set, whatever an image exports, are not set here."""
     image = {"NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "SHOAL_JOB": "x"}
     one = Machine(device="cuda", backend="nccl", num_gpus=1, full=True).environment(image)
     assert one["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" and "NCCL_NVLS_ENABLE" not in one
@@ -121,7 +121,7 @@ def test_nccl_is_told_of_shared_gpus_and_of_nothing_else() -> None:
 def test_a_gpu_is_shared_through_mps_while_the_cases_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a stand-in for its control program, which writes down what it is told."""
+    """A stand-in for its control program writes down what it is told."""
     program = tmp_path / "nvidia-cuda-mps-control"
     told = tmp_path / "told"
     program.write_text(

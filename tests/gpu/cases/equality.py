@@ -1,4 +1,4 @@
-"""Each strategy trains to the weights of one process, with what users have beside it."""
+"""Strategies train to the weights of one process, also with a scaler, compiled, or offloaded."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,7 +38,7 @@ STRATEGIES: Mapping[str, tuple[str, Mapping[str, Any], str, float]] = {
     "ddp-powersgd": ("ddp", {"compression": "powersgd"}, "momentum", COMPRESSED),
 }
 STRATEGY_S = 25.0
-"""For one strategy; behind it the others go on without it."""
+"""Limit of one strategy; after it the others go on without it."""
 
 
 def of_one(case: Case) -> None:

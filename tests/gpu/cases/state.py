@@ -11,8 +11,8 @@ from gpu.models import chain_of, chains
 
 
 def checkpoints(case: Case) -> None:
-    """All are killed while a checkpoint is written: one resumes the newest complete one, bit for
-    bit."""
+    """Members are killed while a checkpoint is written: a new one resumes the newest complete one,
+    bit for bit."""
     folder = case.directory / "kept"
     plan = case.plan(
         "checkpoints",

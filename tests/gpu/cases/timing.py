@@ -21,7 +21,7 @@ import shoal
 WAYS = ("plain", "plain ddp", "ddp", "zero1", "fsdp")
 BLOCKS = 3
 MOST_OVERHEAD = 1.03
-"""Of a ddp step, times plain DDP's."""
+"""Limit of a ddp step, times plain DDP's."""
 
 
 def overhead(case: Case) -> None:
@@ -91,7 +91,7 @@ class Turns:
         self.milliseconds: list[float] = []
 
     def run(self, step: Callable[[], None], device: str) -> None:
-        """All blocks, of steps that need nothing else in between."""
+        """Run all blocks, of steps that need nothing else in between."""
         for _ in range(self.num_steps):
             self.before(device)
             step()
