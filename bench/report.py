@@ -2,7 +2,8 @@
 
     make report
 
-What the page has of others, with the day on which they were measured, stays.
+What the page has of others, with the day on which they were measured, stays. The section `gpu` is
+that of docs/benchmarks/results/gpu.json, which `make gpu-test` writes on a machine with a GPU.
 """
 
 import json
@@ -18,6 +19,7 @@ from xml.sax.saxutils import escape
 from rows import RESULTS
 
 DOCS = Path(__file__).parents[1] / "docs"
+ON_GPU = DOCS / "benchmarks" / "results" / "gpu.json"
 WIDTH, BAR, LABEL, FIGURE = 720, 18, 250, 110
 SHOAL, PEER = "#00796b", "#9e9e9e"
 
@@ -27,7 +29,7 @@ Rows = Sequence[Mapping[str, Any]]
 def main() -> None:
     """Write the page, and a plot for each benchmark that has figures of others beside Shoal's."""
     found = {path.stem: path for path in sorted(RESULTS.glob("*.json"))}
-    if not found:
+    if not found and not ON_GPU.exists():
         raise SystemExit(f"no results in {RESULTS}; run one first: make bench NAME=recovery")
     page = DOCS / "benchmarks.md"
     sections = sections_of(page.read_text()) if page.exists() else {}
@@ -39,8 +41,12 @@ def main() -> None:
             target.parent.mkdir(exist_ok=True)
             target.write_text(plot(compared))
         sections[name] = section(name, rows, path.stat().st_mtime, plotted=bool(compared))
+    if ON_GPU.exists():
+        sections["gpu"] = gpu_section(json.loads(ON_GPU.read_text()))
     page.write_text("\n".join([introduction(), *(sections[name] for name in sorted(sections))]))
-    print(f"written to {page}: {', '.join(found)}")
+    print(
+        f"written to {page}: {', '.join(sorted({*found, *(['gpu'] if ON_GPU.exists() else [])}))}"
+    )
 
 
 def sections_of(page: str) -> dict[str, str]:
@@ -81,6 +87,37 @@ def section(name: str, rows: Rows, measured_unix_s: float, *, plotted: bool) -> 
             f"| {' | '.join([row['metric'], own, row['unit'], str(row['runs']), *theirs])} |"
         )
     return "\n".join([*parts, ""])
+
+
+def gpu_section(ran: Mapping[str, Any]) -> str:
+    """What ran on which GPU, and each case with its figures; a fault is told by its last line."""
+    versions = {name.replace("_", " "): text for name, text in ran["versions"].items()}
+    passed = sum(case["passed"] for case in ran["cases"])
+    parts = [
+        "## gpu\n",
+        f"`make gpu-test` ([what the cases are](gpu.md)), {ran['day']}: {passed} of"
+        f" {len(ran['cases'])} cases passed. The machine: {versions.pop('gpus', 'no GPU')};"
+        f" {', '.join(f'{name} {text}' for name, text in versions.items())};"
+        f" backend {ran['machine']['backend']}.\n",
+        "| case | passed | seconds | figures |",
+        "|---|---|---|---|",
+    ]
+    for case in ran["cases"]:
+        figures = ", ".join(
+            f"{name} {told(value)}" for name, value in case.get("figures", {}).items()
+        )
+        fault = case.get("error", "").strip().splitlines()[-1:]
+        cells = (f"{case['name']}: {case['title']}", "yes" if case["passed"] else "no")
+        shown = "; ".join([*filter(None, [figures]), *fault]).replace("|", "\\|")
+        parts.append(f"| {' | '.join(cells)} | {case['seconds']:g} | {shown} |")
+    return "\n".join([*parts, ""])
+
+
+def told(value: object) -> str:
+    """A figure in few digits; of several, each."""
+    if isinstance(value, list):
+        return " / ".join(map(told, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def plot(rows: Rows) -> str:

@@ -28,9 +28,9 @@ from lock import ROOT, compile_lock
 from requirements import requirements_of
 
 EXTRA = "server"
-"""Of pyproject.toml: a worker's requirements are among its."""
+"""An extra of pyproject.toml; a worker's requirements are among its."""
 FOR_GPUS = ("torch",)
-"""On each such machine, with what it requires."""
+"""Packages on each such machine, with what they require."""
 LARGE = ("grpcio", "numpy", "safetensors")
 """Usually there too, and left out unless `--with` names them."""
 CHECKED = ("torch", "numpy", "grpcio", "safetensors", "protobuf", "fsspec", "httpx", "rich")
@@ -100,7 +100,7 @@ def build_wheel(out: Path) -> None:
 
 
 def pack_wheels(folder: Path, out: Path) -> None:
-    """All wheels in one file, a third smaller than they are: what they hold is compressed at once.
+    """Pack all wheels into one file, a third smaller than they are: compressed together.
 
     Their hashes are checked by then.
     """

@@ -54,7 +54,7 @@ def seen_version(name: str) -> str:
 
 
 def look(told: Mapping[str, object]) -> tuple[list[str], list[str]]:
-    """What there is, and what is wrong with it, a line each."""
+    """Versions that are there, and faults that keep the cases from running, a line each."""
     seen, wrong = [], []
     python = platform.python_version()
     seen.append(f"python {python} on {platform.machine()}")

@@ -5,13 +5,16 @@
 
 The device code of all other architectures becomes zeros, in place, so that no offset changes; so do
 all inputs of device linking (`__nv_relfatbin`), which a driver reads only to link for an
-architecture that the linked code lacks. 90 is that of H100 and H200.
+architecture that the linked code lacks. 90 is that of H100 and H200. Debug sections go, by
+binutils' `strip`.
 """
 
 import argparse
 import lzma
 import struct
+import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,6 +81,18 @@ def reduce(library: bytes, architecture: int) -> bytes:
     return bytes(data)
 
 
+def without_debug_sections(library: bytes) -> bytes:
+    """The library as `strip` leaves it. Raises NotNccl."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(library)
+        file.flush()
+        command = ["strip", "--strip-debug", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise NotNccl(done.stderr.strip())
+        return Path(file.name).read_bytes()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("wheel", type=Path)
@@ -87,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with zipfile.ZipFile(options.wheel) as archive:
         library = archive.read(LIBRARY)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_bytes(lzma.compress(reduce(library, options.architecture), preset=6))
+    reduced = without_debug_sections(reduce(library, options.architecture))
+    options.out.write_bytes(lzma.compress(reduced, preset=6))
     print(f"{options.out}: {options.out.stat().st_size / 2**20:.1f} MiB")
     return 0
 

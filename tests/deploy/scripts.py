@@ -23,3 +23,6 @@ def load(name: str) -> ModuleType:
 
 credentials = load("credentials")
 lock = load("lock")
+gpu_bundle = load("gpu_bundle")
+gpu_run = load("gpu_run")
+small_nccl = load("small_nccl")

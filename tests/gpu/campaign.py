@@ -1,4 +1,4 @@
-"""Everything that needs a GPU to be known, case by case, with the case that matters most first.
+"""Runs the cases that need a GPU, the one that matters most first.
 
     make gpu-test                                   # 8 minutes at most, on one GPU or more
     make gpu-test GPU="--only K1,L --out /tmp/gpu"  # some of it
@@ -86,10 +86,12 @@ class Campaign:
     machine: Machine
     out: Path
     seconds: float
-    """For all of them together."""
+    """Limit of all cases together."""
     patience: float
     """Limits of cases are multiplied by it."""
     cases: Mapping[str, Entry]
+    module: str = "gpu.cases"
+    """The module in which the cases' processes find them, under CASES."""
 
     def run(self) -> list[dict[str, Any]]:
         """The lines of all cases."""
@@ -111,7 +113,8 @@ class Campaign:
                 with results.open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 print(json.dumps(line), flush=True)
-        whole = {"versions": ran, "machine": asdict(self.machine), "cases": lines}
+        day = time.strftime("%Y-%m-%d", time.gmtime())
+        whole = {"day": day, "versions": ran, "machine": asdict(self.machine), "cases": lines}
         (self.out / "gpu.json").write_text(json.dumps(whole, indent=2) + "\n")
         return lines
 
@@ -123,7 +126,8 @@ class Campaign:
         folder = self._folder(name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        (folder / "settings.json").write_text(json.dumps({"machine": asdict(self.machine)}))
+        given = {"machine": asdict(self.machine), "module": self.module}
+        (folder / "settings.json").write_text(json.dumps(given))
         variables = {} if self.cases[name].kills else shared
         return Running(name, folder, {**self.machine.environment(os.environ), **variables})
 

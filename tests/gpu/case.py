@@ -1,10 +1,11 @@
-"""What the cases have in common: a cluster, members in it, and what they report."""
+"""Parts that the cases have in common: a cluster, members in it, and their reports."""
 
 import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Case:
 
     @property
     def patience_s(self) -> float:
-        """For any single event."""
+        """Seconds to wait for any single event."""
         return 40.0 if self.machine.device == "cuda" else 90.0
 
     def plan(self, job: str, task: Task, **options: Any) -> Plan:
@@ -55,10 +56,10 @@ class Case:
         with LocalCluster(config) as running:
             yield running
 
-    def on_gpu_only(self, name: str, value: Callable[[], Any]) -> None:
+    def on_gpu_only(self, name: str, value: Any) -> None:
         """A figure that has a meaning on a GPU alone."""
         if self.machine.device == "cuda":
-            self.figures[name] = value()
+            self.figures[name] = value
         else:
             self.left_out.append(name)
 
@@ -107,7 +108,7 @@ class Crew:
                 return step
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
-        """What these members reported at their end; each has ended well."""
+        """Reports of these members at their end; each has ended well."""
         ends = [self.expect(name, "finished") for name in names]
         for name in names:
             code = self.members[name].join(self._case.patience_s)
@@ -115,7 +116,7 @@ class Crew:
         return ends
 
     def steps(self, name: str, kind: str = "committed") -> list[dict[str, Any]]:
-        """All that the member has reported of this kind."""
+        """Reports of this kind from the member, the oldest first."""
         return [data for each, data in self.members[name].seen if each == kind]
 
     def resumed_s(self, names: Sequence[str], struck: Mapping[str, Any]) -> float:
@@ -167,13 +168,13 @@ def crew_of(case: Case, plan: Plan, *, num_servers: int = 0) -> Iterator[Crew]:
 def run(name: str, settings: Path) -> None:
     """Run one case. Its figures are in outcome.json beside the settings then, and its fault in
     error.txt."""
-    from gpu.cases import CASES  # noqa: PLC0415 - they import this module
-
     directory = settings.parent
     given = json.loads(settings.read_text())
+    # They import this module.
+    entry = import_module(given["module"]).CASES[name]
     case = Case(machine=Machine(**given["machine"]), directory=directory)
     try:
-        CASES[name].run(case)
+        entry.run(case)
     except BaseException:
         (directory / "error.txt").write_text(traceback.format_exc())
         raise

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOST_RANKS = 4
-"""Of any case."""
+"""The most ranks of any case."""
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a run's cases run on."""
+    """The machine of a run."""
 
     device: str
     """"cuda" or "cpu"."""
@@ -84,7 +84,7 @@ def shared_by_time(machine: Machine, folder: Path) -> Iterator[Mapping[str, str]
 
 
 def versions() -> dict[str, str]:
-    """What ran: Python, torch, NCCL, driver, GPU. Starts nothing on a GPU."""
+    """Versions of Python, torch, NCCL and the driver, and the GPUs. Starts nothing on a GPU."""
     import platform  # noqa: PLC0415
     from importlib.metadata import version  # noqa: PLC0415
 

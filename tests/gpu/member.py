@@ -45,12 +45,12 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one member does."""
+    """The part of one member."""
 
     machine: Machine
     task: Task
     directory: str
-    """Of the weights, one file a member."""
+    """The folder of the weights, one file a member."""
     job: str
     member_id: str | None = None
     """None: the launcher names it."""
@@ -60,7 +60,7 @@ class Plan:
     """Which GPU is this member's, of a launcher's none: that one chooses."""
     strategy: str = "ddp"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the strategy."""
+    """Options of the strategy."""
     sync_batchnorm: bool = False
     min_members: int | None = None
     desired_members: int | None = None
@@ -200,7 +200,7 @@ class StepsOf:
             self._report("looks", **held_by_process())
 
     def _place(self) -> dict[str, float]:
-        """Where this step stood, and what the case looks at."""
+        """The generation of this step, and the values that the case looks at."""
         session = self._session
         found: dict[str, float] = {"world_size": session.world_size}
         if session.strategy.synchronous:

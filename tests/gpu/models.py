@@ -1,4 +1,4 @@
-"""What the cases train. The same weights and samples in every process."""
+"""Models and samples of the cases: the same weights and samples in every process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

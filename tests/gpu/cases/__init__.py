@@ -15,7 +15,7 @@ class Entry:
     run: Callable[[Case], None]
     """Fails by an exception."""
     limit_s: float
-    """On a GPU. A case that takes longer has failed."""
+    """Limit on a GPU. A case that takes longer has failed."""
     kills: bool = False
     """Ends or stops processes in the midst of their work on a GPU: these share it without MPS,
     which a killed client may take down with it."""

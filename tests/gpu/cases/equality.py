@@ -1,4 +1,4 @@
-"""Each strategy trains to the weights of one process, with what users have beside it."""
+"""Strategies train to the weights of one process, also with a scaler, compiled, or offloaded."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,7 +38,7 @@ STRATEGIES: Mapping[str, tuple[str, Mapping[str, Any], str, float]] = {
     "ddp-powersgd": ("ddp", {"compression": "powersgd"}, "momentum", COMPRESSED),
 }
 STRATEGY_S = 25.0
-"""For one strategy; behind it the others go on without it."""
+"""Limit of one strategy; after it the others go on without it."""
 
 
 def of_one(case: Case) -> None:
@@ -113,7 +113,7 @@ def tied(case: Case) -> None:
         crew.finish("m0", "m1")
         case.figures["difference"] = float(f"{crew.check_as_alone(['m0', 'm1']):.2g}")
         first, *_, last = crew.steps("m0")
-        case.on_gpu_only("step_s", lambda: round((last["at_s"] - first["at_s"]) / 2, 3))
+        case.on_gpu_only("step_s", round((last["at_s"] - first["at_s"]) / 2, 3))
 
 
 INFINITE_STEP = 5
@@ -189,5 +189,5 @@ def offloaded(case: Case) -> None:
         crew.start_all(3, {"m2": Fault(place="backward", step=8)})
         ends = crew.finish("m0", "m1")
         case.figures["difference"] = float(f"{crew.check_as_alone(['m0', 'm1'], 1e-2):.2g}")
-        case.on_gpu_only("pinned", lambda: all(end["pinned"] for end in ends))
+        case.on_gpu_only("pinned", all(end["pinned"] for end in ends))
         assert case.figures.get("pinned", True), "parameters on the host are not pinned any more"

@@ -1,4 +1,4 @@
-"""What a process holds after many generations."""
+"""Memory, threads and descriptors of a process after many generations."""
 
 import signal
 from pathlib import Path

@@ -95,13 +95,13 @@ def _command(*arguments: str) -> None:
 
 
 class Events:
-    """What the workers have written down, one file a process."""
+    """Events that the workers have written down, one file a process."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self._case, self._folder = case, folder
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """All events of this kind, the oldest first."""
+        """The events of this kind, the oldest first."""
         found: list[Mapping[str, Any]] = []
         for path in self._folder.glob("events-*"):
             text = path.read_text()

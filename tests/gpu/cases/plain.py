@@ -26,8 +26,8 @@ def collectives(case: Case) -> None:
             found = [rank.expect("done", case.patience_s) for rank in started]
         slowest = {key: max(each[key] for each in found) for key in found[0] if key != "nccl"}
         for name, value in slowest.items():
-            case.on_gpu_only(f"{name}_{world_size}", lambda value=value: round(value, 4))  # type: ignore[misc]
-    case.on_gpu_only("nccl", lambda: found[0]["nccl"])
+            case.on_gpu_only(f"{name}_{world_size}", round(value, 4))
+    case.on_gpu_only("nccl", found[0].get("nccl"))
 
 
 def _named(report: Report, body: partial[None], rank: int) -> None:

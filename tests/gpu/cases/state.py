@@ -11,8 +11,8 @@ from gpu.models import chain_of, chains
 
 
 def checkpoints(case: Case) -> None:
-    """All are killed while a checkpoint is written: one resumes the newest complete one, bit for
-    bit."""
+    """Members are killed while a checkpoint is written: a new one resumes the newest complete one,
+    bit for bit."""
     folder = case.directory / "kept"
     plan = case.plan(
         "checkpoints",
@@ -33,7 +33,7 @@ def checkpoints(case: Case) -> None:
             by_due[(step["step"] + 1) % 5 == 0].append(step["at_s"] - step["begun_s"])
         case.figures["killed_amid_a_write"] = amid
         stall_ms = 1e3 * (median(by_due[True]) - median(by_due[False]))
-        case.on_gpu_only("stall_of_a_checkpoint_ms", lambda: round(stall_ms, 1))
+        case.on_gpu_only("stall_of_a_checkpoint_ms", round(stall_ms, 1))
         crew.start("m2", stop_file=str(folder))
         resumed = crew.expect("m2", "holds")
         case.figures["resumed_step"] = resumed["step"]
@@ -79,4 +79,4 @@ def asynchronous(case: Case) -> None:
             assert mean(losses[-5:]) < mean(losses[:5]), f"{strategy}: the loss does not fall"
             times = [step["at_s"] - step["begun_s"] for step in steps]
             milliseconds = round(1e3 * median(times), 2)
-            case.on_gpu_only(f"{strategy}_step_ms", lambda ms=milliseconds: ms)  # type: ignore[misc]
+            case.on_gpu_only(f"{strategy}_step_ms", milliseconds)

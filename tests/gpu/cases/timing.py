@@ -21,7 +21,7 @@ import shoal
 WAYS = ("plain", "plain ddp", "ddp", "zero1", "fsdp")
 BLOCKS = 3
 MOST_OVERHEAD = 1.03
-"""Of a ddp step, times plain DDP's."""
+"""Limit of a ddp step, times plain DDP's."""
 
 
 def overhead(case: Case) -> None:
@@ -49,13 +49,13 @@ def small_layers(case: Case) -> None:
             crew.finish("m0", "m1")
             times = [each["at_s"] - each["begun_s"] for each in crew.steps("m0")][10:]
             milliseconds = round(1e3 * median(times), 3)
-            case.on_gpu_only(name, lambda ms=milliseconds: ms)  # type: ignore[misc]
+            case.on_gpu_only(name, milliseconds)
 
 
 def _tell(case: Case, name: str, found: dict[str, list[float]]) -> None:
     for way, milliseconds in found.items():
         label = f"{name}_{way.replace(' ', '_')}_ms"
-        case.on_gpu_only(label, lambda ms=milliseconds: [round(each, 3) for each in ms])  # type: ignore[misc]
+        case.on_gpu_only(label, [round(each, 3) for each in milliseconds])
 
 
 def _by_turns(
@@ -91,7 +91,7 @@ class Turns:
         self.milliseconds: list[float] = []
 
     def run(self, step: Callable[[], None], device: str) -> None:
-        """All blocks, of steps that need nothing else in between."""
+        """Run all blocks, of steps that need nothing else in between."""
         for _ in range(self.num_steps):
             self.before(device)
             step()

@@ -38,14 +38,14 @@ class Mark:
         return found
 
     def await_none(self, within_s: float) -> dict[int, str]:
-        """What is still there after that time; empty as soon as nothing is."""
+        """Processes that are still there after that time; empty as soon as none is."""
         deadline_s = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return left
 
     def kill(self, within_s: float = 5.0) -> dict[int, str]:
-        """Kill what is still there after that time; what that was."""
+        """Kill the processes that are still there after that time; which those were."""
         left = self.await_none(within_s)
         for pid in left:
             try:

@@ -1,0 +1,73 @@
+"""The page of benchmarks as `make report` writes it."""
+
+import json
+import sys
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+RAN = {
+    "day": "2026-11-28",
+    "versions": {"python": "3.12.3", "torch": "2.11.0+cu130", "gpus": "NVIDIA H100, 580.159"},
+    "machine": {"device": "cuda", "backend": "nccl", "num_gpus": 1, "full": True},
+    "cases": [
+        {
+            "name": "O1",
+            "title": "a step beside plain DDP's",
+            "passed": True,
+            "seconds": 61.5,
+            "figures": {"gpt_ddp_ms": [50.12345, 50.2], "resumed": 1},
+        },
+        {
+            "name": "K1",
+            "title": "kills in backward",
+            "passed": False,
+            "seconds": 9.0,
+            "error": "Traceback (most recent call last):\nAssertionError: 3 s | to the next step",
+        },
+    ],
+}
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """bench/report.py, for a folder of pages of the test's own."""
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    spec = util.spec_from_file_location("bench_report", BENCH / "report.py")
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, value in {
+        "DOCS": tmp_path,
+        "RESULTS": tmp_path / "results",
+        "ON_GPU": tmp_path / "benchmarks" / "results" / "gpu.json",
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+def test_a_run_on_a_gpu_is_told_with_its_device_and_versions(
+    report: ModuleType, tmp_path: Path
+) -> None:
+    """Beside what the page has already; a case that failed is told, too."""
+    (tmp_path / "benchmarks.md").write_text("# Benchmarks\n\n## recovery\n\nkept\n")
+    report.ON_GPU.parent.mkdir(parents=True)
+    report.ON_GPU.write_text(json.dumps(RAN))
+    report.main()
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert page.index("## gpu") < page.index("## recovery") < page.index("kept")
+    assert "2026-11-28: 1 of 2 cases passed. The machine: NVIDIA H100, 580.159;" in page
+    assert "torch 2.11.0+cu130; backend nccl." in page
+    ddp = "gpt_ddp_ms 50.12 / 50.2, resumed 1"
+    assert f"| O1: a step beside plain DDP's | yes | 61.5 | {ddp} |" in page
+    fault = r"AssertionError: 3 s \| to the next step"
+    assert f"| K1: kills in backward | no | 9 | {fault} |" in page
+
+
+def test_without_any_result_there_is_no_page(report: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no results in"):
+        report.main()
+    assert not (tmp_path / "benchmarks.md").exists()
