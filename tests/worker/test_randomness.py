@@ -447,3 +447,34 @@ def test_a_copy_of_a_layer_counts_for_itself() -> None:
         assert torch.equal(module(value), other(value))
     again = pickle.loads(pickle.dumps(module))
     assert torch.equal(whole(again, value), whole(keyed(nn.Dropout()), value))
+
+
+def test_a_graph_for_batches_of_any_size_draws_what_the_layer_draws() -> None:
+    plain = keyed(nn.Dropout(0.3))
+    model = keyed(nn.Dropout(0.3))
+    graphs: list[object] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    run: Any = torch.compile(
+        lambda value: model(value) + 1, backend=counting, dynamic=True, fullgraph=True
+    )
+    for size in (4, 6, 10):
+        value = torch.randn(size * 3, 7)
+        with at(seed=3, step=5, first=8, count=size):
+            expected = plain(value) + 1
+        with at(seed=3, step=5, first=8, count=size):
+            assert torch.equal(run(value), expected)
+    assert len(graphs) == 1
+
+
+def test_the_masks_are_those_of_earlier_releases() -> None:
+    """Checkpoints and members of an earlier release go on with the same numbers."""
+    with at(seed=7, step=41, first=96, count=4):
+        kept = draw(keyed(nn.Dropout()), torch.Size([4, 8]), CPU, p=0.5)
+    assert kept is not None
+    assert ["".join(map(str, row)) for row in kept.int().tolist()] == [
+        *("11010100", "00010111", "01011100", "00100101")
+    ]
