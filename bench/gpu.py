@@ -97,7 +97,8 @@ class Profiled:
         return self._begun <= WARM_STEPS + STEPS
 
     def per_step(self) -> Counter[str]:
-        events: list[Any] = list(self._profiler.events() or ())
+        seen: Any = self._profiler
+        events = list(seen.events() or ())
         return Counter(
             {
                 figure: sum(each.name.startswith(names) for each in events)
@@ -126,15 +127,16 @@ def train(coordinator: str, variant: str, is_seen: bool) -> Profiled:
         f"gpu-{variant}",
         coordinator=coordinator,
         desired_members=NUM_MEMBERS,
-        **({} if HAS_GPU else {"backend": "in-memory"}),
+        backend=None if HAS_GPU else "in-memory",
     ) as session:
         model: Any = Model(normed=way == "batchnorm").to(device)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
         scaler = torch.amp.GradScaler(device.type) if way == "amp" else None
         if scaler is not None:
             session.register("scaler", scaler)
-        options = {"sync_batchnorm": True} if way == "batchnorm" else {}
-        model, optimizer = session.distribute(model, optimizer, new_strategy(strategy), **options)
+        model, optimizer = session.distribute(
+            model, optimizer, new_strategy(strategy), sync_batchnorm=way == "batchnorm"
+        )
         # On the device beforehand: what a script copies there is its own.
         inputs, targets = (each[:GLOBAL_BATCH].to(device) for each in samples())
         epochs = -(-(WARM_STEPS + STEPS + 1) * GLOBAL_BATCH // NUM_SAMPLES)

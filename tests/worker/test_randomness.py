@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -361,3 +362,119 @@ def test_training_with_dropout_does_not_depend_on_the_number_of_ranks() -> None:
     for weights in run_in_memory(train, 3, model, inputs, targets):
         for own, expected in zip(weights, alone, strict=True):
             assert float((own - expected).abs().max()) < TOLERANCE
+
+
+ODD: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int | None]] = {
+    **{name: (make, shape, 0) for name, (make, shape) in SHAPED.items()},
+    "words first": (lambda: nn.Dropout(0.3), (5, NUM_SAMPLES, 7), 1),
+    "no samples": (lambda: nn.Dropout(0.3), (5, 7), None),
+    "samples that do not divide": (lambda: nn.Dropout(0.3), (NUM_SAMPLES + 1, 3, 7), 0),
+    "all dropped": (lambda: nn.Dropout(1.0), (NUM_SAMPLES, 7), 0),
+    "all but all dropped": (lambda: nn.Dropout(0.999), (NUM_SAMPLES, 700), 0),
+}
+
+
+def compiled_twice(backend: str, make: Callable[[], nn.Module], dim: int | None) -> nn.Module:
+    """A layer that is called twice, as one graph; and once more as that is run anew."""
+    module = keyed(make())
+    samples_along(module, dim)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = module
+
+        def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(value), self.layer(value * 2)
+
+    twice = Twice()
+    twice.compile(backend=backend, fullgraph=True)
+    return twice
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_compiled_graph_draws_what_the_layer_draws(case: str) -> None:
+    """Without a break, and without being compiled anew for another step or share."""
+    make, shape, dim = ODD[case]
+    graphs: list[object] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    plain = keyed(make())
+    samples_along(plain, dim)
+    compiled: Any = compiled_twice(counting, make, dim)  # type: ignore[arg-type]
+    value = torch.randn(shape)
+    for step, first in ((1, 0), (2, 0), (2, 24)):
+        with at(seed=3, step=step, first=first, count=NUM_SAMPLES):
+            expected = plain(value), plain(value * 2)
+        with at(seed=3, step=step, first=first, count=NUM_SAMPLES):
+            found = compiled(value)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+    assert len(graphs) == 1
+    del graphs[:]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_dropout_has_the_gradients_of_the_layer(backend: str) -> None:
+    plain, compiled = keyed(nn.Dropout(0.3)), compiled_twice(backend, lambda: nn.Dropout(0.3), 0)
+    gradients = []
+    for run in (lambda v: (plain(v), plain(v * 2)), compiled):
+        value = torch.randn(NUM_SAMPLES, 50, generator=torch.Generator().manual_seed(1))
+        value.requires_grad_()
+        with at(seed=3, step=5, first=0, count=NUM_SAMPLES):
+            one, other = run(value)
+            (one.square().sum() + other.sum()).backward()
+        gradients.append(value.grad)
+    assert torch.allclose(*gradients)
+
+
+def test_compiled_dropout_drops_outside_of_steps_too() -> None:
+    compiled = compiled_twice("eager", lambda: nn.Dropout(0.5), 0)
+    one, other = compiled(torch.ones(1000))
+    assert 400 < int(one.count_nonzero()) < 600
+    assert not torch.equal(one * 2, other)
+
+
+def test_a_copy_of_a_layer_counts_for_itself() -> None:
+    module = keyed(nn.Dropout(0.5))
+    other = copy.deepcopy(module)
+    value = torch.ones(NUM_SAMPLES, 50)
+    with at(seed=3, step=5, first=0, count=NUM_SAMPLES):
+        assert torch.equal(module(value), other(value))
+    again = pickle.loads(pickle.dumps(module))
+    assert torch.equal(whole(again, value), whole(keyed(nn.Dropout()), value))
+
+
+def test_a_graph_for_batches_of_any_size_draws_what_the_layer_draws() -> None:
+    plain = keyed(nn.Dropout(0.3))
+    model = keyed(nn.Dropout(0.3))
+    graphs: list[object] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    run: Any = torch.compile(
+        lambda value: model(value) + 1, backend=counting, dynamic=True, fullgraph=True
+    )
+    for size in (4, 6, 10):
+        value = torch.randn(size * 3, 7)
+        with at(seed=3, step=5, first=8, count=size):
+            expected = plain(value) + 1
+        with at(seed=3, step=5, first=8, count=size):
+            assert torch.equal(run(value), expected)
+    assert len(graphs) == 1
+
+
+def test_the_masks_are_those_of_earlier_releases() -> None:
+    """Checkpoints and members of an earlier release go on with the same numbers."""
+    with at(seed=7, step=41, first=96, count=4):
+        kept = draw(keyed(nn.Dropout()), torch.Size([4, 8]), CPU, p=0.5)
+    assert kept is not None
+    assert ["".join(map(str, row)) for row in kept.int().tolist()] == [
+        *("11010100", "00010111", "01011100", "00100101")
+    ]

@@ -5,9 +5,15 @@ sample's position in the global batch, the element in the sample), see `shoal.ra
 that is no slower than drawing it (0.2 ms to 2.8 ms for 32 x 4096 elements), a generator for each
 sample takes as long as drawing, and on a GPU a loop; so all samples are hashed at once.
 
+Under torch.compile a mask is plain tensor code of the graph, which a compiler fuses with what it is
+multiplied with. Only its key, four numbers, comes from an operator of Shoal's when the graph runs,
+so nothing is compiled anew for another step, place or generation.
+
 The dropout modules of torch.nn are covered, functions (`F.dropout`, attention's own) are not.
 """
 
+import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -74,21 +80,29 @@ def samples_along(dropout: nn.Module, dim: int | None) -> None:
     dropout.__dict__["_samples_along"] = dim
 
 
-@eager
 def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: float) -> Tensor | None:
     """Which elements of a value of this shape are kept (bool), each with probability 1 - p.
 
-    None where the module was not keyed, or no place is set. Each call within a place draws anew.
+    None where the module was not keyed, or no place is set: a compiled graph, which does not know
+    of places, then draws a key from torch's generator. Each call within a place draws anew.
     """
-    layer: _Layer | None = dropout.__dict__.get("_layer")
+    layer: _Layer | None = getattr(dropout, "_layer", None)
     if layer is None:
         return None
-    # A backward pass may run on another thread than the forward pass that it computes again.
-    place = present() or (layer.place if in_backward() else None)
+    dim: int | None = getattr(dropout, "_samples_along", 0)
+    if torch.compiler.is_compiling():
+        return _traced(layer.handle, dim, shape, device, p)
+    return _drawn(layer, dim, shape, device, p=p)
+
+
+@eager
+def _drawn(
+    layer: "_Layer", dim: int | None, shape: torch.Size, device: torch.device, *, p: float
+) -> Tensor | None:
+    place = layer.present_place()
     if place is None:
         return None
-    key = mix(place.seed, place.step, layer.key, layer.next_call(place))
-    dim: int | None = dropout.__dict__.get("_samples_along", 0)
+    key = layer.next_key(place)
     if dim is None or dim >= len(shape) or not place.count or shape[dim] % place.count:
         return _kept((1, shape.numel()), key, first=-1, p=p, device=device).view(shape)
     sizes = [shape[dim], *shape[:dim], *shape[dim + 1 :]]
@@ -105,6 +119,26 @@ class _Layer:
         self.place: Place | None = None
         self._calls = 0
         self._again = 0
+        number = next(_numbers)
+        _layers[number] = self
+        self.handle = torch.tensor([number, 0], dtype=torch.int64, device="cpu")
+        """What a compiled graph is given of the layer: by which it is found when the graph runs,
+        and how often it was asked for a key. A tensor, as a graph is compiled for other numbers
+        anew."""
+
+    def __getstate__(self) -> int:
+        return self.key
+
+    def __setstate__(self, key: int) -> None:
+        # A copy is a layer of its own, of the same key.
+        self.__init__(key)  # type: ignore[misc]
+
+    def present_place(self) -> Place | None:
+        # A backward pass may run on another thread than the forward pass that it computes again.
+        return present() or (self.place if in_backward() else None)
+
+    def next_key(self, place: Place) -> int:
+        return mix(place.seed, place.step, self.key, self.next_call(place))
 
     def next_call(self, place: Place) -> int:
         """0 for the first call at a place, 1 for the second ..."""
@@ -119,6 +153,66 @@ class _Layer:
         self._again = 0
         self._calls += 1
         return self._calls - 1
+
+
+_numbers = itertools.count()
+_layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary()
+
+
+# Asked anew for each call, in the order of the calls: no result serves for two of them.
+@torch.library.custom_op(
+    "shoal::dropout_key", mutates_args=("layer",), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def _key_of(layer: Tensor, device: torch.device) -> Tensor:
+    """On the device: the two words of the key, the first sample's position, and how many there are;
+    none where no place is set."""
+    own = _layers[int(layer[0])]
+    layer[1] += 1
+    place = own.present_place()
+    if place is None:
+        numbers = [*torch.randint(-(1 << 31), 1 << 31, (2,)).tolist(), 0, 0]
+    else:
+        key = own.next_key(place)
+        numbers = [_signed(key & _WORD), _signed(key >> 32), place.first, place.count]
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+
+
+@_key_of.register_fake
+def _(layer: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(4, dtype=torch.int32, device=device)
+
+
+def _traced(
+    layer: Tensor, dim: int | None, shape: torch.Size, device: torch.device, p: float
+) -> Tensor:
+    """What `_drawn` returns, as a graph computes it from the layer's handle: the same elements."""
+    low, high, first, count = _key_of(layer, device).unbind()
+    if p >= 1:
+        return torch.zeros(shape, dtype=torch.bool, device=device)
+    each = torch.arange(shape.numel(), dtype=torch.int32, device=device).view(shape)
+    sample = torch.full((), -1, dtype=torch.int32, device=device)
+    if dim is not None and dim < len(shape):
+        others = shape.numel() // max(shape[dim], 1)
+        along = torch.arange(shape[dim], dtype=torch.int32, device=device)
+        rest = torch.arange(others, dtype=torch.int32, device=device)
+        # Rows of a sample; there are none where the samples do not divide the rows.
+        size = shape[dim] // count.clamp(min=1)
+        are_samples = (count > 0) & (size * count == shape[dim])
+        size = size.clamp(min=1)
+        sizes = [shape[dim], *shape[:dim], *shape[dim + 1 :]]
+        within = ((along % size) * others)[:, None] + rest
+        each = torch.where(are_samples, within.view(sizes).movedim(0, dim), each)
+        column = [1] * len(shape)
+        column[dim] = shape[dim]
+        sample = torch.where(are_samples, first + along // size, sample).view(column)
+    samples = _hashed(_hashed(sample + low) ^ high)
+    return _hashed(samples + _hashed(each)) >= round(p * 2**32) - 2**31
+
+
+def _hashed(numbers: Tensor) -> Tensor:
+    """`_hash`, in no place."""
+    numbers = (numbers ^ ((numbers >> 16) & 0xFFFF)) * _signed(0x7FEB352D)
+    return (numbers ^ ((numbers >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
 
 
 def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torch.device) -> Tensor:

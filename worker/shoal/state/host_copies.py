@@ -28,7 +28,9 @@ class CopyUnderWay:
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         # Blocking: a thread that waits for a copy is not to keep a CPU busy.
         self._events = [
-            torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
+            torch.cuda.current_stream(device).record_event(
+                torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            )
             for device in devices
         ]
 

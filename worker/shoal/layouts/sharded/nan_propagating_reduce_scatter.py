@@ -131,4 +131,5 @@ def _largest(numbers: Tensor) -> Tensor:
     in which finite numbers do not overflow, as their sum may."""
     if not numbers.numel():
         return numbers.new_zeros(())
-    return torch.linalg.vector_norm(numbers, math.inf)
+    largest: Tensor = torch.linalg.vector_norm(numbers, math.inf)
+    return largest

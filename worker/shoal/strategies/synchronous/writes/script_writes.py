@@ -78,7 +78,11 @@ class ScriptWrites:
             for name, own in zip(held, self._own.all(), strict=True)
             if name in self._written or self._num_steps.get(name, 0) < FIRST_STEPS
         }
-        fresh = [own for name, own in copied.items() if name not in kept]
+        fresh = [
+            own
+            for name, own in copied.items()
+            if (copy := kept.get(name)) is None or copy.device != own.device
+        ]
         has_room = all(has_room_for(fresh, device) for device in {own.device for own in fresh})
         for name, own in copied.items():
             is_beside = name in self._written or has_room
