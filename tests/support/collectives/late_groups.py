@@ -42,8 +42,8 @@ class LateWork(Pending):
         arrivals, self._arrivals = self._arrivals, ()
         for result, arrived in arrivals:
             if self._group.aborted:
-                half = result.numel() // 2
-                result.view(-1)[:half].fill_(self._group.left)
+                half = result.view(-1)[: result.numel() // 2]
+                half.fill_(self._group.left if half.is_floating_point() else 0)
             else:
                 result.copy_(arrived)
 

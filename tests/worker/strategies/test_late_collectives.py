@@ -57,6 +57,9 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "fsdp": partial(shoal.FSDP, min_group_bytes=100, copies=0),
     "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
     "pipeline": partial(shoal.Pipeline, copies=0),
+    "local-sgd": partial(shoal.LocalSGD, every_steps=2),
+    "local-sgd with int8": partial(shoal.LocalSGD, every_steps=2, compression="int8"),
+    "diloco": partial(shoal.DiLoCo, every_steps=2),
     **{
         f"ddp with {name}": partial(shoal.DDP, bucket_mb=1e-4, compression=name)
         for name in ("fp16", "int8", "one-bit", "top-k", "powersgd")
@@ -64,8 +67,13 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
 }
 
 
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clipping"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+CLIPPED = [name for name in STRATEGIES if not name.startswith(("local-sgd", "diloco"))]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "clips"),
+    [*((name, False) for name in STRATEGIES), *((name, True) for name in CLIPPED)],
+)
 def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> None:
     """So the weights are bit for bit those of a group whose collectives end when they are done."""
     run = Run(
@@ -136,3 +144,39 @@ def test_half_of_an_update_is_nobodys_state() -> None:
         )
     assert cut == (1, False)
     assert other == (2, True)
+
+
+def round_of_a_cut_member(made: Callable[[], Strategy]) -> tuple[int, str, bool]:
+    """Of a rank in a round of two steps, with the group cut in the second one, on rank 0: the step
+    agreed on last, the error of the round's end, and True if the rank has then the weights that it
+    began with."""
+    run = Run(build=build, loader=loader, loss=loss)
+    group, armed, strategy, raised = LateRunGroup(), [False], made(), ""
+    assert isinstance(strategy, shoal.LocalSGD)
+
+    def loss_function(outputs: Tensor, targets: Tensor) -> Tensor:
+        if armed[0] and dist.get_rank() == 0:
+            group.cut("the test said so")
+        return loss(outputs, targets)
+
+    share, batches = entered(run, strategy, group), loader()
+    first = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    take_step(strategy, batches.synchronous(0, *share), loss_function)
+    armed[0] = True
+    try:
+        take_step(strategy, batches.synchronous(1, *share), loss_function)
+    except (GenerationBroken, dist.DistError) as error:
+        raised = type(error).__name__
+        strategy.abandon()
+    weights = dict(strategy.module.state_dict())
+    return strategy.step, raised, difference(weights, first) == 0
+
+
+@pytest.mark.parametrize("left", [0.0, float("nan")], ids=["numbers", "nan"])
+@pytest.mark.parametrize("strategy", ["local-sgd", "local-sgd with int8", "diloco"])
+def test_no_round_is_agreed_on_with_half_of_a_mean(strategy: str, left: float) -> None:
+    """Members of one agreed step send each other nothing: they would differ for good."""
+    with late_groups(left):
+        cut, other = run_in_memory(lambda: round_of_a_cut_member(STRATEGIES[strategy]), 2)
+    assert cut == (0, "GenerationBroken", True)
+    assert other == (2, "", False)

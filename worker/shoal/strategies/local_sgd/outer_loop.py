@@ -4,7 +4,7 @@ Each has moved from the same parameters, by its own steps on its own samples. Th
 averaged, and an outer step takes all of them from where they all were to where they all go on.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -131,11 +131,18 @@ class OuterLoop:
     # --- where they go on ---
 
     @torch.no_grad()
-    def synchronise(self, step: int, weight: float, group: dist.ProcessGroup) -> None:
+    def synchronise(
+        self,
+        step: int,
+        weight: float,
+        group: dist.ProcessGroup,
+        check: Callable[[], None],
+    ) -> None:
         """End a round at `step`: all members of the group call this, and have one state after it.
 
-        `weight` is this member's part in the mean, times the number of members. What fails before
-        the last collective is through leaves a state to go back from. Raises NonFiniteGradient,
+        `weight` is this member's part in the mean, times the number of members. `check` raises
+        GenerationBroken if a collective that ended well may have brought only a part of its
+        result. Any failure up to then leaves a state to go back from. Raises NonFiniteGradient,
         on the member at fault or, where only the sum is not finite, on all.
         """
         if self._compressor is not None:
@@ -150,6 +157,9 @@ class OuterLoop:
             **self._means(self._changes(others, step, weight), wire, None),
         }
         self._share_counters(group)
+        # Nothing is agreed on before: half of a mean would differ from the mean of the others,
+        # for good, as members of one agreed step send each other nothing.
+        check()
         for name, mean in means.items():
             if not is_finite(mean):
                 raise _not_finite(name, step, "the mean of all members' changes")
