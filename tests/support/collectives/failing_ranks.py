@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from support.processes.gpu_ranks import gpu_of
 from support.processes.load import unhurried
 from support.processes.ranks import Report
 from support.training.rank_bodies import AbortableFileStore
@@ -60,7 +61,7 @@ def over_gloo(report: Report, path: str, rank: int, world_size: int, how: str) -
 
 def over_nccl(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
     """As a session has it, within the deadline of its collectives: 2 s."""
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu_of(rank))
     seat = Seat(
         generation=1,
         rank=rank,
