@@ -108,6 +108,7 @@ class SynchronousStrategy(Strategy):
                     held_until_s=context.held_until_s,
                     does=context.does,
                     hung=self.cut,
+                    device_stands_since_s=self._backend.stands_since_s,
                     stands=self._stands,
                 )
             )
