@@ -5,6 +5,7 @@ there before.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -20,6 +21,7 @@ from support.collectives.strategy_runs import (
     entered,
     take_step,
 )
+from support.models import tensor_models, tied_models
 from torch import Tensor, nn
 
 import shoal
@@ -67,6 +69,14 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
 }
 
 
+OF_FOUR: Mapping[str, Callable[[], Strategy]] = {
+    "hsdp": partial(shoal.HSDP, shard=2, min_group_bytes=100, copies=0),
+    "fsdp-tensor": partial(
+        shoal.FSDPTensor, tensor=2, min_split_bytes=0, min_group_bytes=100, copies=0
+    ),
+    "hybrid": partial(shoal.Hybrid, tensor=2, pipeline=2, min_split_bytes=0, copies=0),
+    "diloco": partial(shoal.DiLoCo, every_steps=2),
+}
 CLIPPED = [name for name in STRATEGIES if not name.startswith(("local-sgd", "diloco"))]
 
 
@@ -86,6 +96,44 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
     expected = run_in_memory(by_a_rank, 2, run, STRATEGIES[strategy])
     with late_groups():
         late = run_in_memory(by_a_rank, 2, run, STRATEGIES[strategy])
+    for ours, theirs in zip(late, expected, strict=True):
+        assert difference(ours, theirs) == 0
+
+
+@pytest.mark.parametrize("strategy", OF_FOUR)
+def test_nothing_is_read_too_early_where_some_ranks_meet(strategy: str) -> None:
+    """Ranks of a copy, of the same rows, of a layer, and stages next to each other."""
+    run = Run(build=build, loader=loader, loss=loss, num_steps=4)
+    expected = run_in_memory(by_a_rank, 4, run, OF_FOUR[strategy])
+    with late_groups():
+        late = run_in_memory(by_a_rank, 4, run, OF_FOUR[strategy], timeout_s=20.0)
+    for ours, theirs in zip(late, expected, strict=True):
+        assert difference(ours, theirs) == 0
+
+
+_making = threading.Lock()
+
+
+def _tied(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Of one rank after the other: it draws from torch's one generator."""
+    with _making:
+        return tied_models.knotted(seed)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_that_share_a_weight_do_not_wait_for_each_other(schedule: str) -> None:
+    """Both send their part of its gradient, and neither takes the other's before its own is
+    taken."""
+    run = Run(
+        build=_tied,
+        loader=tied_models.loader,
+        loss=tensor_models.next_token,
+        num_steps=2,
+    )
+    made = partial(shoal.Pipeline, microbatches=2, schedule=schedule, copies=0)
+    expected = run_in_memory(by_a_rank, 2, run, made)
+    with late_groups():
+        late = run_in_memory(by_a_rank, 2, run, made, timeout_s=10.0)
     for ours, theirs in zip(late, expected, strict=True):
         assert difference(ours, theirs) == 0
 
