@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader, Order
+from shoal.membership.generation import Generation
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import GenerationBroken
@@ -228,3 +229,25 @@ def test_no_round_is_agreed_on_with_half_of_a_mean(strategy: str, left: float) -
         cut, other = run_in_memory(lambda: round_of_a_cut_member(STRATEGIES[strategy]), 2)
     assert cut == (0, "GenerationBroken", True)
     assert other == (2, "", False)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "diloco"])
+def test_a_bring_up_that_was_cut_on_the_device_brings_no_state(strategy: str) -> None:
+    """Its last message goes over the host, and may arrive before what is on the device has."""
+
+    def body() -> bool:
+        made, group = STRATEGIES[strategy](), LateRunGroup()
+        assert isinstance(made, SynchronousStrategy)
+        plain = made._bring_up
+
+        def bring_up(generation: Generation, process_group: dist.ProcessGroup) -> None:
+            plain(generation, process_group)
+            group.cut("the test said so")
+
+        made._bring_up = bring_up  # type: ignore[method-assign]
+        with pytest.raises(GenerationBroken):
+            entered(Run(build=build, loader=loader, loss=loss), made, group)
+        return made._has_state
+
+    with late_groups():
+        assert run_in_memory(body, 2) == [False, False]
