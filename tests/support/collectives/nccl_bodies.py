@@ -42,6 +42,9 @@ class StandIn:
     def synchronise(self) -> None:
         """Nothing runs."""
 
+    def fault(self) -> str:
+        return ""
+
 
 class CountedAborts(Aborts):
     """Gloo has no abort: it is noted which backends are aborted."""

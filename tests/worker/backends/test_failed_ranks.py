@@ -88,3 +88,14 @@ def test_over_nccl_the_survivor_is_told(tmp_path: Path, how: str) -> None:
         crew = [ranks.start(failing_ranks.over_nccl, path, rank, 2, how) for rank in range(2)]
         assert crew[0].expect("told")["recognised"]
         assert crew[0].join() == 0
+
+
+@pytest.mark.skipif(bool(lacks_gpus(2)), reason=lacks_gpus(2))
+def test_over_nccl_a_cut_ends_what_hangs_in_two_groups(tmp_path: Path) -> None:
+    """Within seconds, where a collective may take 60 s."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(failing_ranks.cut_over_nccl, path, rank) for rank in range(2)]
+        assert crew[0].expect("checked")["seconds"] < unhurried(2.0)
+        assert crew[0].expect("retired")["seconds"] < unhurried(4.0)
+        assert crew[0].join() == 0

@@ -24,6 +24,7 @@ from shoal.backends.abortable.communicators import connect
 from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.backends.network.aborts import Aborts
 from shoal.backends.network.cuda_progress import DeviceProgress, cuda_progress
+from shoal.backends.network.nccl import Cuda
 from shoal.backends.network.nccl_environment import REQUIRED, require_survival
 from shoal.backends.network.own_gpu import LocalPlace, check_unshared
 from shoal.model.gradients import are_finite, is_finite
@@ -254,6 +255,18 @@ def test_a_capture_of_a_graph_is_not_spoiled() -> None:
         looks.join()
     graph.replay()
     assert static.sum().item() == 8
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_check_waits_for_every_stream_of_the_device() -> None:
+    """A script may have a collective on a stream of its own."""
+    done, side = torch.cuda.Event(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        done.record()
+    assert not done.query()
+    Cuda().synchronise()
+    assert done.query()
 
 
 # --- GPUs of workers ---

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.communicators import connect
 from shoal.backends.abortable.last_word import let_all_hear
-from shoal.backends.abortable.waiter import AbortableWaiter, wait_abortable
+from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.backends.network import retired
 from shoal.backends.network.aborts import Aborts
 from shoal.backends.network.cuda_progress import DeviceProgress, cuda_progress
@@ -50,6 +50,9 @@ class StreamedDevice(Protocol):
     def synchronise(self) -> None:
         """Return once all that was given to the device has ended."""
 
+    def fault(self) -> str:
+        """An error that torch has aborted a group for; empty: none."""
+
 
 class Cuda:
     """The CUDA device that is current for the thread that calls."""
@@ -65,6 +68,9 @@ class Cuda:
     def synchronise(self) -> None:
         # All streams: a script may have had a collective on one of its own.
         torch.cuda.synchronize()
+
+    def fault(self) -> str:
+        return fault_on(torch.device(self.kind))
 
 
 class NcclBackend:
@@ -137,16 +143,16 @@ class NcclGroup:
         """An abort ends a collective well, with the half of what it was to bring (torchft, pull
         request 147). Each abort, of `cut` or of torch's watchdog, is known before it does that."""
         self._device.synchronise()
-        if fault := self._reason or fault_on(self._kind):
+        if fault := self._reason or self._device.fault():
             raise GenerationBroken(
                 f"a collective of generation {self._seat.generation} was aborted", seen=fault
             )
 
     def retire(self) -> None:
-        if not self._reason:
+        if not (self._reason or self._device.fault()):
             self._host.let_go(dist.destroy_process_group, list(all_groups()))
             return
-        # Also groups that were made behind the cut.
+        # Also groups that were made behind the cut, or that torch's watchdog has aborted one of.
         self._aborts.begin(backends_on(self._kind))
         if not self._aborts.wait(ABORTED_S):
             log.warning(
@@ -168,7 +174,7 @@ class NcclGroup:
             return
         own = torch.tensor(list(self._device.identity().encode().ljust(_ID_BYTES, b"\0")))
         found = [torch.empty_like(own) for _ in range(group.size())]
-        wait_abortable(dist.all_gather(found, own, group=group, async_op=True), group)
+        self._connecting.wait(dist.all_gather(found, own, group=group, async_op=True))
         gpus = [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
         if len(set(gpus)) < len(gpus):
             let_all_hear(group)
