@@ -2,16 +2,20 @@
 
 import os
 import signal
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from support.processes.gpu_ranks import gpu_of
 from support.processes.load import unhurried
 from support.processes.ranks import Report
 from support.training.rank_bodies import AbortableFileStore
 
+from shoal.backends.abortable.communicators import add_subgroups
 from shoal.backends.network.nccl import NcclBackend
 from shoal.backends.process_group.interface import Seat
+from shoal_proto.errors import GenerationBroken
 
 FAILING = 1
 MAX_ROUNDS = 10_000
@@ -60,7 +64,7 @@ def over_gloo(report: Report, path: str, rank: int, world_size: int, how: str) -
 
 def over_nccl(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
     """As a session has it, within the deadline of its collectives: 2 s."""
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu_of(rank))
     seat = Seat(
         generation=1,
         rank=rank,
@@ -78,3 +82,27 @@ def over_nccl(report: Report, path: str, rank: int, world_size: int, how: str) -
         report("told", recognised=backend.is_failure(error))
         group.cut("a rank failed")
         group.retire()
+
+
+def cut_over_nccl(report: Report, path: str, rank: int) -> None:
+    """Rank 1 stands still; rank 0 has a collective under way in two groups, and is cut."""
+    torch.cuda.set_device(gpu_of(rank))
+    seat = Seat(
+        generation=1, rank=rank, world_size=2, address="127.0.0.1", bring_up_s=30, collective_s=60
+    )
+    group = NcclBackend().group(seat, AbortableFileStore(path, 2))
+    whole = group.open()
+    subgroup = dist.new_group([0, 1])
+    add_subgroups([subgroup], whole, torch.device("cuda", torch.cuda.current_device()))
+    if rank == FAILING:
+        signal.pause()
+    for within in (whole, subgroup):
+        dist.all_reduce(torch.ones(1 << 22, device="cuda"), group=within, async_op=True)
+    started_s = time.perf_counter()
+    group.cut("the test said so")
+    try:
+        group.check()
+    except GenerationBroken:
+        report("checked", seconds=time.perf_counter() - started_s)
+    group.retire()
+    report("retired", seconds=time.perf_counter() - started_s)

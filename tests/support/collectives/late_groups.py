@@ -5,24 +5,38 @@
 - What it brings is there for whoever waits for the work, and for nobody else. On a GPU that is the
   stream of the thread that waits; here it is the thread.
 - What is aborted ends well, with half of what it was to bring.
+- A message waits on its stream until its receiver has come to it there, without the buffers in
+  which NCCL keeps the first few megabytes. Two ranks that both send first, one by one, wait for
+  good; messages that are given as one batch go together. A batch has the stream of the group, each
+  other message that of its pair of ranks.
 
-Only `int64` travels as on the host, as the small messages do by which members agree.
+The behaviour is that of torch's ProcessGroupNCCL.cpp: `WorkNCCL` (complete once begun, `wait` as an
+order on the stream), `abortComms`, and `pointToPoint`, which makes a communicator for each pair of
+ranks, but in a batch takes the group's.
+
+`int64` travels as on the host, as the small messages do by which members agree, and `uint8` that is
+sent outside of a batch, as states are.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.collectives.strategy_runs import TheRunsOwn
 from torch import Tensor
 
 from shoal.backends.in_memory import group as in_memory
 from shoal.backends.in_memory.group import InMemoryGroup
-from shoal.backends.in_memory.meeting import Complete
+from shoal.backends.in_memory.meeting import Complete, Meeting
+from shoal.backends.network.aborts import Aborts
 from shoal.backends.process_group.pending import Pending
-from shoal.torch_private.c10d import abort_on
+from shoal.torch_private.c10d import backends_on, batched
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import GenerationBroken
 
@@ -30,20 +44,24 @@ LEFT = [0.0]
 """What is in the half that an aborted collective did not bring: the last one counts."""
 
 
-class LateWork(Pending):
-    """A collective whose results arrive when it is waited for."""
+class Late(Pending):
+    """Work whose results arrive when it is waited for."""
 
-    def __init__(self, inner: Pending, arrivals: Sequence[tuple[Tensor, Tensor]], group: Any):
+    def __init__(self, arrivals: Sequence[tuple[Tensor, Tensor]], group: Any) -> None:
         super().__init__([result for result, _ in arrivals], group.timeout_s)
-        self._inner, self._arrivals, self._group = inner, arrivals, group
+        self._arrivals, self._group = arrivals, group
+
+    def come(self, timeout_s: float) -> None:
+        """Return once the results are there, or an abort is."""
+        raise NotImplementedError
 
     def finish(self, timeout_s: float) -> None:
-        self._inner.finish(timeout_s)
+        self.come(timeout_s)
         arrivals, self._arrivals = self._arrivals, ()
         for result, arrived in arrivals:
             if self._group.aborted:
-                half = result.numel() // 2
-                result.view(-1)[:half].fill_(self._group.left)
+                half = result.view(-1)[: result.numel() // 2]
+                half.fill_(self._group.left if half.is_floating_point() else 0)
             else:
                 result.copy_(arrived)
 
@@ -60,6 +78,78 @@ class LateWork(Pending):
         return not self._arrivals
 
 
+class LateWork(Late):
+    """A collective."""
+
+    def __init__(self, inner: Pending, arrivals: Sequence[tuple[Tensor, Tensor]], group: Any):
+        super().__init__(arrivals, group)
+        self._inner = inner
+
+    def come(self, timeout_s: float) -> None:
+        self._inner.finish(timeout_s)
+
+
+class Message:
+    """One side of a message, on the stream of its rank."""
+
+    def __init__(self, tensor: Tensor, source: int, to: int, tag: int, *, is_send: bool) -> None:
+        self.tensor, self.is_send = tensor, is_send
+        self.route = (source, to, tag)
+        self.is_through = False
+
+
+class LateMessages(Late):
+    """What one rank gave its group as one: messages that go together."""
+
+    def __init__(self, messages: Sequence[Message], group: "LateGroup") -> None:
+        received = [each for each in messages if not each.is_send]
+        arrived = [each.tensor.detach().clone() for each in received]
+        results = [each.tensor for each in received]
+        super().__init__(list(zip(results, arrived, strict=True)), group)
+        for each, into in zip(received, arrived, strict=True):
+            each.tensor = into
+        self.messages = messages
+
+    def come(self, timeout_s: float) -> None:
+        group = self._group
+        group._meeting.hub.wait(self._has_ended, list, "a message", timeout_s)
+
+    def _has_ended(self) -> bool:
+        return self._group.aborted or all(each.is_through for each in self.messages)
+
+
+class Streams:
+    """The messages of the ranks of one communicator, each rank's in order."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, deque[LateMessages]] = {}
+
+    def begin(self, rank: int, work: LateMessages) -> None:
+        self._by_rank.setdefault(rank, deque()).append(work)
+        while self._get_on():
+            pass
+
+    def _get_on(self) -> bool:
+        """Let what is at the head of two streams meet; True if anything did."""
+        for stream in self._by_rank.values():
+            while stream and all(each.is_through for each in stream[0].messages):
+                stream.popleft()
+        heads = [stream[0] for stream in self._by_rank.values() if stream]
+        waiting = [each for head in heads for each in head.messages if not each.is_through]
+        for send in (each for each in waiting if each.is_send):
+            for receive in waiting:
+                if not receive.is_send and receive.route == send.route:
+                    with torch.no_grad():
+                        receive.tensor.copy_(send.tensor.view(receive.tensor.shape))
+                    send.is_through = receive.is_through = True
+                    return True
+        return False
+
+
+_streams: weakref.WeakKeyDictionary[Meeting, dict[object, Streams]] = weakref.WeakKeyDictionary()
+_HOST = (torch.int64, torch.uint8)
+
+
 class LateGroup(InMemoryGroup):
     """See the module."""
 
@@ -67,9 +157,50 @@ class LateGroup(InMemoryGroup):
         super().__init__(*arguments)
         self.aborted = False
         self.left = LEFT[-1]
+        self._batch: list[Message] | None = None
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
 
     def abort(self) -> None:
-        self.aborted = True
+        with self._meeting.hub.changed:
+            self.aborted = True
+            self._meeting.hub.changed.notify_all()
+
+    def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
+        if self._batch is None and tensor.dtype in _HOST:
+            return super().send_one(tensor, to, tag)
+        return self._begin(Message(tensor, self.rank(), to, tag, is_send=True), to)
+
+    def receive_one(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
+        if self._batch is None and tensor.dtype in _HOST:
+            return super().receive_one(tensor, source, tag)
+        assert source is not None, "NCCL receives from a rank that it knows"
+        return self._begin(Message(tensor, source, self.rank(), tag, is_send=False), source)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        batch, self._batch = self._batch, None
+        assert batch is not None, "begun"
+        return self._put_on_stream("all", batch)
+
+    def _begin(self, message: Message, peer: int) -> Any:
+        if self._batch is not None:
+            self._batch.append(message)
+            return None
+        return self._put_on_stream(frozenset((self.rank(), peer)), [message])
+
+    def _put_on_stream(self, communicator: object, messages: Sequence[Message]) -> LateMessages:
+        work = LateMessages(messages, self)
+        changed = self._meeting.hub.changed
+        with changed:
+            streams = _streams.setdefault(self._meeting, {})
+            streams.setdefault(communicator, Streams()).begin(self.rank(), work)
+            changed.notify_all()
+        return work
 
     def _post(
         self, kind: str, results: Sequence[Tensor], given: Any, complete: Complete
@@ -96,11 +227,30 @@ class LateRunGroup(TheRunsOwn):
 
     def cut(self, reason: str) -> None:
         self._reason = reason
-        abort_on(torch.device("cpu"))
+        aborts = Aborts()
+        aborts.begin(backends_on(torch.device("cpu")))
+        assert aborts.wait(30.0)
 
     def check(self) -> None:
         if self._reason:
             raise GenerationBroken("a collective was aborted", seen=self._reason)
+
+
+def _batched(plain: Callable[..., Any], ops: list[dist.P2POp]) -> Any:
+    """As torch gives a batch to the groups of its own that take one."""
+    group: Any = ops[0].group
+    if not isinstance(group, LateGroup):
+        return plain(ops)
+
+    def begin() -> None:
+        for op in ops:
+            op.op(op.tensor, group=group, tag=op.tag, **_peer(op))
+
+    return [batched(group, torch.device("cpu"), begin)]
+
+
+def _peer(op: dist.P2POp) -> dict[str, Any]:
+    return {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
 
 
 @contextmanager
@@ -108,9 +258,12 @@ def late_groups(left: float = 0.0) -> Iterator[None]:
     """Within, every in-memory group is a late one. `left`: what an aborted one leaves."""
     module: Any = in_memory
     module.InMemoryGroup = LateGroup
+    plain = dist.batch_isend_irecv
+    dist.batch_isend_irecv = functools.partial(_batched, plain)
     LEFT.append(left)
     try:
         yield
     finally:
         LEFT.pop()
+        dist.batch_isend_irecv = plain
         module.InMemoryGroup = InMemoryGroup

@@ -54,13 +54,18 @@ def passes(
     stage's gradients. Ranks that do not share memory send over the group."""
     layout = _layout(schedule, shares=shares)
     sent: list[Tensor] = []
-    plain = layout._near.p2p.send
+    p2p = layout._near.p2p
+    send, begin = p2p.send, p2p.begin
 
     def counted(tensors: list[Tensor], to: int, tag: int = 0) -> Any:
         sent.extend(tensors)
-        return plain(tensors, to, tag)
+        return send(tensors, to, tag)
 
-    layout._near.p2p.send = counted  # type: ignore[method-assign]
+    def counted_batch(sends: Sequence[tuple[Tensor, int]], *receives: Any) -> Any:
+        sent.extend(tensor for tensor, _ in sends)
+        return begin(sends, *receives)
+
+    p2p.send, p2p.begin = counted, counted_batch  # type: ignore[method-assign,assignment]
     found = []
     for size in sizes:
         sent.clear()

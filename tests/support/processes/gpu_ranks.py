@@ -1,4 +1,5 @@
-"""Ranks over NCCL in processes of their own, each with a GPU."""
+"""Ranks over NCCL in processes of their own, each with a GPU, or all with one that NCCL lets them
+share."""
 
 import os
 import tempfile
@@ -9,9 +10,27 @@ import torch
 import torch.distributed as dist
 from support.processes.ranks import Ranks, Report
 
+from shoal.backends.network.own_gpu import SHARES_GPU, shares_gpu
+
+
+def lacks_gpus(world_size: int) -> str:
+    """A reason to skip a test that takes so many ranks over NCCL; empty: none."""
+    count = torch.cuda.device_count()
+    if dist.is_nccl_available() and count and (count >= world_size or shares_gpu(os.environ)):
+        return ""
+    return (
+        f"{world_size} ranks over NCCL need as many CUDA devices, or one and {SHARES_GPU}=1 with"
+        f" NCCL 2.30; here are {count}"
+    )
+
+
+def gpu_of(rank: int) -> int:
+    """The index of the GPU of this rank."""
+    return rank % torch.cuda.device_count()
+
 
 def run_on_nccl(world_size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `body(*arguments)` returns on each rank; rank r has GPU r."""
+    """What `body(*arguments)` returns on each rank; rank r has GPU r, counted round."""
     with tempfile.TemporaryDirectory() as directory, Ranks() as ranks:
         path = os.path.join(directory, "store")  # noqa: PTH118 - what FileStore takes
         started = [
@@ -29,7 +48,7 @@ def _on_gpu(
     arguments: tuple[Any, ...],
 ) -> None:
     rank, world_size = place
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu_of(rank))
     store = dist.FileStore(path, world_size)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
     report("returned", value=body(*arguments))

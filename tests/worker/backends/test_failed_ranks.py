@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from support.collectives import failing_ranks
 from support.collectives.failing_ranks import FAILING, Broken
+from support.processes.gpu_ranks import lacks_gpus
 from support.processes.load import unhurried
 from support.processes.mpi_runs import MPIEXEC, run_under_mpiexec
 from support.processes.ranks import Ranks
@@ -80,14 +80,22 @@ def test_under_mpiexec_a_rank_that_is_killed_ends_the_job() -> None:
     assert FAILING not in ended.reports
 
 
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or not dist.is_nccl_available(),
-    reason=f"nccl needs 2 CUDA devices and torch with NCCL; here are {torch.cuda.device_count()}",
-)
+@pytest.mark.skipif(bool(lacks_gpus(2)), reason=lacks_gpus(2))
 @pytest.mark.parametrize("how", ["raise", "kill", "stop"])
 def test_over_nccl_the_survivor_is_told(tmp_path: Path, how: str) -> None:
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(failing_ranks.over_nccl, path, rank, 2, how) for rank in range(2)]
         assert crew[0].expect("told")["recognised"]
+        assert crew[0].join() == 0
+
+
+@pytest.mark.skipif(bool(lacks_gpus(2)), reason=lacks_gpus(2))
+def test_over_nccl_a_cut_ends_what_hangs_in_two_groups(tmp_path: Path) -> None:
+    """Within seconds, where a collective may take 60 s."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(failing_ranks.cut_over_nccl, path, rank) for rank in range(2)]
+        assert crew[0].expect("checked")["seconds"] < unhurried(2.0)
+        assert crew[0].expect("retired")["seconds"] < unhurried(4.0)
         assert crew[0].join() == 0

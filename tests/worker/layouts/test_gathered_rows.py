@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from support.collectives.late_groups import late_groups
 from torch import Tensor
 
 from shoal.backends.in_memory.run import run_in_memory
@@ -157,3 +158,9 @@ def by_torch(same: bool) -> None:
 def test_torchs_own_gathering_is_refused_where_sizes_differ(same: bool) -> None:
     """Not where a script pads its tensors."""
     run_in_memory(by_torch, 2, same)
+
+
+def test_rows_are_waited_for_where_messages_are_done_before_they_come() -> None:
+    """As NCCL's are; and no two ranks wait for each other to receive."""
+    with late_groups():
+        run_in_memory(gathered, 3, torch.float32, timeout_s=10.0)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from support.collectives.late_groups import late_groups
 from support.collectives.strategy_runs import difference, entered, take_step, take_step_alone
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -141,3 +142,13 @@ def test_it_evaluates_and_trains_outside_of_a_step_as_before() -> None:
     assert torch.equal(plain(inputs), synced(inputs))
     assert torch.equal(plain.running_var, synced.running_var)  # type: ignore[arg-type]
     assert torch.equal(plain.eval()(inputs), synced.eval()(inputs))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_it_waits_for_what_collectives_bring(strategy: str) -> None:
+    """Also where they are done before, as NCCL's are."""
+    expected = run_in_memory(trained, 3, strategy, "2d")
+    with late_groups():
+        late = run_in_memory(trained, 3, strategy, "2d")
+    for ours, theirs in zip(late, expected, strict=True):
+        assert difference(ours, theirs) == 0

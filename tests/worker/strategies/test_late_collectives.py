@@ -5,6 +5,7 @@ there before.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -20,11 +21,13 @@ from support.collectives.strategy_runs import (
     entered,
     take_step,
 )
+from support.models import tensor_models, tied_models
 from torch import Tensor, nn
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader, Order
+from shoal.membership.generation import Generation
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import GenerationBroken
@@ -57,6 +60,9 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "fsdp": partial(shoal.FSDP, min_group_bytes=100, copies=0),
     "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
     "pipeline": partial(shoal.Pipeline, copies=0),
+    "local-sgd": partial(shoal.LocalSGD, every_steps=2),
+    "local-sgd with int8": partial(shoal.LocalSGD, every_steps=2, compression="int8"),
+    "diloco": partial(shoal.DiLoCo, every_steps=2),
     **{
         f"ddp with {name}": partial(shoal.DDP, bucket_mb=1e-4, compression=name)
         for name in ("fp16", "int8", "one-bit", "top-k", "powersgd")
@@ -64,8 +70,21 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
 }
 
 
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clipping"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+OF_FOUR: Mapping[str, Callable[[], Strategy]] = {
+    "hsdp": partial(shoal.HSDP, shard=2, min_group_bytes=100, copies=0),
+    "fsdp-tensor": partial(
+        shoal.FSDPTensor, tensor=2, min_split_bytes=0, min_group_bytes=100, copies=0
+    ),
+    "hybrid": partial(shoal.Hybrid, tensor=2, pipeline=2, min_split_bytes=0, copies=0),
+    "diloco": partial(shoal.DiLoCo, every_steps=2),
+}
+CLIPPED = [name for name in STRATEGIES if not name.startswith(("local-sgd", "diloco"))]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "clips"),
+    [*((name, False) for name in STRATEGIES), *((name, True) for name in CLIPPED)],
+)
 def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> None:
     """So the weights are bit for bit those of a group whose collectives end when they are done."""
     run = Run(
@@ -78,6 +97,44 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
     expected = run_in_memory(by_a_rank, 2, run, STRATEGIES[strategy])
     with late_groups():
         late = run_in_memory(by_a_rank, 2, run, STRATEGIES[strategy])
+    for ours, theirs in zip(late, expected, strict=True):
+        assert difference(ours, theirs) == 0
+
+
+@pytest.mark.parametrize("strategy", OF_FOUR)
+def test_nothing_is_read_too_early_where_some_ranks_meet(strategy: str) -> None:
+    """Ranks of a copy, of the same rows, of a layer, and stages next to each other."""
+    run = Run(build=build, loader=loader, loss=loss, num_steps=4)
+    expected = run_in_memory(by_a_rank, 4, run, OF_FOUR[strategy])
+    with late_groups():
+        late = run_in_memory(by_a_rank, 4, run, OF_FOUR[strategy], timeout_s=20.0)
+    for ours, theirs in zip(late, expected, strict=True):
+        assert difference(ours, theirs) == 0
+
+
+_making = threading.Lock()
+
+
+def _tied(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Of one rank after the other: it draws from torch's one generator."""
+    with _making:
+        return tied_models.knotted(seed)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_that_share_a_weight_do_not_wait_for_each_other(schedule: str) -> None:
+    """Both send their part of its gradient, and neither takes the other's before its own is
+    taken."""
+    run = Run(
+        build=_tied,
+        loader=tied_models.loader,
+        loss=tensor_models.next_token,
+        num_steps=2,
+    )
+    made = partial(shoal.Pipeline, microbatches=2, schedule=schedule, copies=0)
+    expected = run_in_memory(by_a_rank, 2, run, made)
+    with late_groups():
+        late = run_in_memory(by_a_rank, 2, run, made, timeout_s=10.0)
     for ours, theirs in zip(late, expected, strict=True):
         assert difference(ours, theirs) == 0
 
@@ -136,3 +193,61 @@ def test_half_of_an_update_is_nobodys_state() -> None:
         )
     assert cut == (1, False)
     assert other == (2, True)
+
+
+def round_of_a_cut_member(made: Callable[[], Strategy]) -> tuple[int, str, bool]:
+    """Of a rank in a round of two steps, with the group cut in the second one, on rank 0: the step
+    agreed on last, the error of the round's end, and True if the rank has then the weights that it
+    began with."""
+    run = Run(build=build, loader=loader, loss=loss)
+    group, armed, strategy, raised = LateRunGroup(), [False], made(), ""
+    assert isinstance(strategy, shoal.LocalSGD)
+
+    def loss_function(outputs: Tensor, targets: Tensor) -> Tensor:
+        if armed[0] and dist.get_rank() == 0:
+            group.cut("the test said so")
+        return loss(outputs, targets)
+
+    share, batches = entered(run, strategy, group), loader()
+    first = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    take_step(strategy, batches.synchronous(0, *share), loss_function)
+    armed[0] = True
+    try:
+        take_step(strategy, batches.synchronous(1, *share), loss_function)
+    except (GenerationBroken, dist.DistError) as error:
+        raised = type(error).__name__
+        strategy.abandon()
+    weights = dict(strategy.module.state_dict())
+    return strategy.step, raised, difference(weights, first) == 0
+
+
+@pytest.mark.parametrize("left", [0.0, float("nan")], ids=["numbers", "nan"])
+@pytest.mark.parametrize("strategy", ["local-sgd", "local-sgd with int8", "diloco"])
+def test_no_round_is_agreed_on_with_half_of_a_mean(strategy: str, left: float) -> None:
+    """Members of one agreed step send each other nothing: they would differ for good."""
+    with late_groups(left):
+        cut, other = run_in_memory(lambda: round_of_a_cut_member(STRATEGIES[strategy]), 2)
+    assert cut == (0, "GenerationBroken", True)
+    assert other == (2, "", False)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "diloco"])
+def test_a_bring_up_that_was_cut_on_the_device_brings_no_state(strategy: str) -> None:
+    """Its last message goes over the host, and may arrive before what is on the device has."""
+
+    def body() -> bool:
+        made, group = STRATEGIES[strategy](), LateRunGroup()
+        assert isinstance(made, SynchronousStrategy)
+        plain = made._bring_up
+
+        def bring_up(generation: Generation, process_group: dist.ProcessGroup) -> None:
+            plain(generation, process_group)
+            group.cut("the test said so")
+
+        made._bring_up = bring_up  # type: ignore[method-assign]
+        with pytest.raises(GenerationBroken):
+            entered(Run(build=build, loader=loader, loss=loss), made, group)
+        return made._has_state
+
+    with late_groups():
+        assert run_in_memory(body, 2) == [False, False]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.collectives.late_groups import late_groups
 from support.collectives.strategy_runs import difference, generation_of, over_the_run
 from support.members.elastic_schedule import Schedule, check_each_sample_once, lose_all
 from support.models import adversarial_pair as gan_bodies
@@ -92,6 +93,18 @@ def test_both_learn_what_they_learn_in_one_process(
     expected = gan_bodies.one_process(way, NUM_STEPS, BATCH)
     for ours in run_in_memory(trained, world_size, strategy, way):
         assert difference(ours, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_both_learn_the_same_over_collectives_that_are_done_before_they_bring_anything(
+    strategy: str,
+) -> None:
+    """As NCCL's are."""
+    expected = run_in_memory(trained, 2, strategy, WAYS[0])
+    with late_groups():
+        late = run_in_memory(trained, 2, strategy, WAYS[0])
+    for ours, theirs in zip(late, expected, strict=True):
+        assert difference(ours, theirs) == 0
 
 
 NUM_STEPS = FIRST_STEPS + 2

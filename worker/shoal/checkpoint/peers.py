@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shoal.backends.network.gloo import can_be_cut
 from shoal.backends.network.peer_connections import PeerConnections
+from shoal.backends.process_group.transports import can_be_cut
 from shoal_proto.errors import Overloaded
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024

@@ -78,6 +78,8 @@ class LayerExchanges:
 
     def __init__(self) -> None:
         self._names: list[str] = []
+        self._met_for: list[str] = []
+        """What ranks meet for in forward passes, by the number of the layer."""
         self._done: list[int] = []
         self._forgotten, self._digest = 0, 0
         """How many are kept no longer, and what they were."""
@@ -102,9 +104,11 @@ class LayerExchanges:
         differ = self._names and tuple(peers) != self.peers
         self.peers = () if differ else tuple(peers)
 
-    def site(self, name: str) -> Site:
-        """That of the layer of this name; all ranks ask for the same ones in the same order."""
+    def site(self, name: str, *, what: str = "outputs") -> Site:
+        """That of the layer of this name; all ranks ask for the same ones in the same order.
+        `what` of it they meet for in forward passes."""
         self._names.append(name)
+        self._met_for.append(what)
         return Site(self, len(self._names) - 1)
 
     def align(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -113,6 +117,7 @@ class LayerExchanges:
         for name, parameter in parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._names.append(name)
+                self._met_for.append("outputs")
                 self._whole[2 * (len(self._names) - 1)] = parameter
 
     def begin(self) -> None:
@@ -193,7 +198,8 @@ class LayerExchanges:
         name = self._names[number] if number < len(self._names) else str(number)
         if deed in self._whole:
             return f"without a gradient of {name}"[:MAX_WORD_CHARS]
-        where = f"at the {'gradients' if is_gradient else 'outputs'} of {name or 'the model'}"
+        what = "gradients" if is_gradient else "".join(self._met_for[number : number + 1])
+        where = f"at the {what or 'outputs'} of {name or 'the model'}"
         return where[:MAX_WORD_CHARS]
 
 

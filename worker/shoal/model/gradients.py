@@ -19,13 +19,19 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether all elements are finite."""
     # A NaN or Inf anywhere makes the sum one, so the usual case is a single pass; the sum of
     # finite numbers can overflow, so only the exact test condemns.
-    return cmath.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+    return cmath.isfinite(_wide_sum(tensor).item()) or bool(torch.isfinite(tensor).all())
+
+
+def _wide_sum(tensor: Tensor) -> Tensor:
+    is_half = tensor.is_floating_point() and tensor.itemsize < torch.float32.itemsize
+    return tensor.sum(dtype=torch.float32) if is_half else tensor.sum()
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all elements of all of them are; on a GPU this waits once and not for each."""
     if tensors and not is_on_host(tensors[0]):
-        sums = torch.stack([tensor.sum().abs().float() for tensor in tensors])
+        # In the width of a float at least: the sum of fp16 numbers passes 65504 soon.
+        sums = torch.stack([_wide_sum(tensor).abs().float() for tensor in tensors])
         if cmath.isfinite(sums.sum().item()):
             return True
     return all(map(is_finite, tensors))

@@ -1,6 +1,6 @@
 """Of torch.distributed: its stores as types, its table of groups, and what ends a group."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -21,8 +21,6 @@ __all__ = ["GradBucket", "HashStore", "ProcessGroupGloo", "Store", "TCPStore"]
 
 bucket_assignment = _compute_bucket_assignment_by_size
 """How DDP cuts parameters into buckets."""
-abort_process_group = _c10d._abort_process_group
-"""Ends a group without waiting for operations that never end."""
 pg_config_info = _c10d._World.pg_config_info
 """The one property of torch's table of groups that it computes."""
 
@@ -95,6 +93,26 @@ def backend_on(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def takes_batches(group: Any, device: torch.device) -> bool:
+    """True if several operations on the device can be given to the group as one, as to NCCL: one
+    by one, each waits on its stream for the one before, on each rank. Such a backend makes its
+    connections with the first operation of a group."""
+    try:
+        return bool(backend_on(group, device).supports_coalescing)
+    except RuntimeError:
+        return False  # nothing of the group carries tensors of this device
+
+
+def batched(group: Any, device: torch.device, begin: Callable[[], object]) -> Any:
+    """Give the group all that `begin` begins on the device as one operation; its work."""
+    group._start_coalescing(device)
+    try:
+        begin()
+    finally:
+        work = group._end_coalescing(device)
+    return work
+
+
 def timeout_of(group: Any, device: torch.device) -> float:
     """Seconds that an operation on the device may take in the group."""
     return float(backend_on(group, device).options._timeout.total_seconds())
@@ -110,38 +128,31 @@ def replace_groups_table(table: Any) -> None:
     _c10d._world = table
 
 
+def forget_groups() -> None:
+    """Let torch forget all its groups without ending what they do.
+
+    `destroy_process_group` waits for the operations of each group by name, and
+    `_abort_process_group` for each abort in turn.
+    """
+    _c10d._world.pg_names.clear()
+    _c10d.destroy_process_group()
+
+
 def all_groups() -> Mapping[Any, Any]:
     """Every group that torch knows of."""
     groups: Mapping[Any, Any] = _c10d._world.pg_map
     return groups
 
 
-def abort_on(device: torch.device) -> None:
-    """Abort what runs on the device in every group of this process. Any thread.
-
-    All in one region of the backend's, where it has that: one abort would else wait for another
-    (pytorch issue 119797).
-    """
-    backends = _backends(device)
-    grouped = [each for each in backends if hasattr(each, "_group_start")][:1]
-    for each in grouped:
-        each._group_start()
-    try:
-        for each in backends:
-            each.abort()
-    finally:
-        for each in grouped:
-            each._group_end()
-
-
 def fault_on(device: torch.device) -> str:
     """An error on the device that the backend of a group of this process tells of; empty: none."""
     return next(
-        (name for each in _backends(device) if (name := each.get_error().name) != _GOOD), ""
+        (name for each in backends_on(device) if (name := each.get_error().name) != _GOOD), ""
     )
 
 
-def _backends(device: torch.device) -> list[Any]:
+def backends_on(device: torch.device) -> list[Any]:
+    """What carries the operations on the device, of each group of this process. Any thread."""
     found: list[Any] = []
     for group in list(all_groups()):
         try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.backends.choice import init_static_world
-from shoal.backends.network.gloo import is_gloo
+from shoal.backends.process_group.transports import is_gloo
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import clip
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding

@@ -5,10 +5,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from support.collectives.collective_checks import CHECKS, UNTAGGED, run_checks
-from support.processes.gpu_ranks import run_on_nccl
+from support.processes.gpu_ranks import lacks_gpus, run_on_nccl
 from support.processes.mpi_runs import MPIEXEC, run_under_mpiexec
 from support.processes.worlds import run_on_gloo
 
@@ -54,11 +52,8 @@ def missing(backend: str, world_size: int, name: str) -> str:
     if backend == "mpi" and not MPIEXEC.exists():
         return "mpi needs an mpiexec beside the interpreter: pip install mpich"
     if backend == "nccl":
-        count = torch.cuda.device_count() if dist.is_nccl_available() else 0
-        if count < world_size:
-            return f"nccl needs {world_size} CUDA devices and a torch with NCCL; here are {count}"
-        if name in UNTAGGED:
-            return "nccl finds a message by its sender alone"
+        untagged = "nccl finds a message by its sender alone" if name in UNTAGGED else ""
+        return lacks_gpus(world_size) or untagged
     return ""
 
 

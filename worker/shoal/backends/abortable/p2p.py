@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import AbortableWaiter
+from shoal.torch_private.c10d import batched, takes_batches
 
 
 class Message(Protocol):
@@ -36,6 +37,9 @@ class AbortableP2P:
         self._waiter = AbortableWaiter(group)
         # On a GPU a wait is an order on the stream of the thread that waits, and ends at once.
         self._takes_turns = device.type == "cpu"
+        self._device = device
+        self.takes_batches = takes_batches(group, device)
+        """Whether messages of one rank that are not given as one wait for each other."""
         self._orders: _Orders = queue.SimpleQueue()
         self._has_thread = False
         # Whoever forgets to close it leaves no thread behind.
@@ -60,19 +64,29 @@ class AbortableP2P:
 
         Raises RuntimeError if one failed, also because of a cut.
         """
-        under_way = [self.send([_real(tensor)], to) for tensor, to in sends]
-        under_way += [self.recv([_real(tensor)], source) for tensor, source in receives]
-        for message in under_way:
-            message.wait()
+        if sends or receives:
+            self.begin(sends, receives).wait()
 
     def begin(
         self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = (), tag: int = 0
     ) -> Message:
         """Begin to send and receive all of these: one message to wait for, which has failed if one
-        of them has."""
-        works = [self.group.send([_real(tensor)], to, tag) for tensor, to in sends]
-        works += [self.group.recv([_real(tensor)], source, tag) for tensor, source in receives]
-        return self._sent(_All(works))
+        of them has.
+
+        None of them waits for another: two ranks that send to each other at the same time, and one
+        by one, wait for good over NCCL once a message is longer than its buffers.
+        """
+
+        def begin() -> list[Message]:
+            works: list[Message] = [
+                self.group.send([_real(tensor)], to, tag) for tensor, to in sends
+            ]
+            works += [self.group.recv([_real(each)], peer, tag) for each, peer in receives]
+            return works
+
+        if self.takes_batches:
+            return self._sent(batched(self.group, self._device, begin))
+        return self._sent(_All(begin()))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite the tensor with that of the group's rank `source`."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.backends.network.gloo import can_be_cut
+from shoal.backends.process_group.transports import can_be_cut
 
 Completion = torch.futures.Future[str]
 """What a waiting thread is let through: the reason if what it waited for has failed, or ""."""

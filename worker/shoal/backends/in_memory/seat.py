@@ -32,6 +32,9 @@ class InMemoryBackend:
     def group(self, seat: Seat, store: Store) -> "InMemorySeat":
         return InMemorySeat(seat, store)
 
+    def stands_since_s(self, now_s: float) -> float | None:
+        return None
+
     def is_failure(self, error: BaseException) -> bool:
         return isinstance(error, dist.DistError)
 

@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,27 +25,15 @@ from shoal.backends.network.peer_connections import connected_by
 from shoal.backends.network.reconfigured import LiveGloo
 from shoal.backends.network.sockets import listening, shut_connections
 from shoal.backends.network.stores import AddressStore, AnnouncingStore
-from shoal.backends.process_group.collectives import CollectiveGroup
 from shoal.backends.process_group.interface import Seat, refuse_default_group
+from shoal.backends.process_group.transports import PLUGIN
 from shoal.torch_private.c10d import ProcessGroupGloo, Store, gloo_options
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)
 
-PLUGIN = "shoal_gloo"
 # Gloo's errors have no class of their own. Most begin with the place in its source.
 _FAILURE_MARKS = ("gloo", "pair closure", "closed by peer", "connection reset", "timed out waiting")
-
-
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether torch's Gloo carries the group, under whichever name."""
-    # One in Python is not always known to torch.
-    return not isinstance(group, CollectiveGroup) and dist.get_backend(group) in ("gloo", PLUGIN)
-
-
-def can_be_cut(group: dist.ProcessGroup) -> bool:
-    """Whether it is one of a generation of a session, on Gloo."""
-    return not isinstance(group, CollectiveGroup) and dist.get_backend(group) == PLUGIN
 
 
 class GlooBackend:
@@ -61,6 +49,9 @@ class GlooBackend:
     def group(self, seat: Seat, store: Store) -> "GlooGroup":
         return GlooGroup(seat, store, self._live)
 
+    def stands_since_s(self, now_s: float) -> float | None:
+        return None
+
     def is_failure(self, error: BaseException) -> bool:
         if isinstance(error, dist.DistError):
             return True
@@ -71,7 +62,12 @@ class GlooBackend:
 class GlooGroup:
     """See `shoal.backends.process_group.interface.Group`."""
 
-    def __init__(self, seat: Seat, store: Store, live: LiveGloo | None = None) -> None:
+    def __init__(
+        self, seat: Seat, store: Store, live: LiveGloo | None = None, *, beside: str = ""
+    ) -> None:
+        """`beside`: what else torch is to make for the group, such as "cuda:nccl"; whoever asks for
+        it ends what runs there."""
+        self._backend = f"cpu:{PLUGIN},{beside}" if beside else PLUGIN
         self._seat = seat
         self._live = live
         self._store = AnnouncingStore(store)
@@ -91,18 +87,19 @@ class GlooGroup:
             gloo = self._reconnect()
             if gloo is None:
                 gloo = self._connect(seat.rank, seat.world_size, self._store)
+            _ready.append((self, gloo))
             # torch wraps the hook once more at each call, and never takes one off.
             hook = sys.excepthook
             try:
                 dist.init_process_group(
-                    backend=PLUGIN,
+                    backend=self._backend,
                     store=self._store,
                     rank=seat.rank,
                     world_size=seat.world_size,
                     timeout=timedelta(seconds=seat.collective_s),
-                    pg_options=_Ready(self, gloo),
                 )
             finally:
+                _ready.clear()
                 sys.excepthook = hook
                 # Also where torch failed behind that: `retire` lets go of it.
                 self._is_default = dist.is_initialized()
@@ -138,12 +135,16 @@ class GlooGroup:
         """Nothing to look at: an operation that a cut has ended raises."""
 
     def retire(self) -> None:
+        self.let_go(dist.destroy_process_group)
+
+    def let_go(self, forget: Callable[[], None], also: Iterable[dist.ProcessGroup] = ()) -> None:
+        """As `retire`; `forget` has torch forget its groups, `also` is freed with Gloo's part."""
         # Reached while torch still holds the group: DDP's reducer must never be the last to do so,
         # it would wait for Gloo's threads with the interpreter locked.
-        groups, self._groups = self._groups, []
+        groups, self._groups = [*self._groups, *also], []
         if self._is_default:
             self._is_default = False
-            dist.destroy_process_group()
+            forget()
         if groups:
             retired.retire(groups)
 
@@ -218,21 +219,17 @@ class GlooGroup:
                     break
 
 
-class _Ready:
-    """Hands the connected group to `init_process_group`, which would else make one itself."""
-
-    def __init__(self, owner: GlooGroup, gloo: Any) -> None:
-        self.owner, self.gloo = owner, gloo
-
-
+_ready: list[tuple[GlooGroup, Any]] = []
+"""The group that is opened, and Gloo's, connected: `init_process_group` would else make one."""
 _current: list[GlooGroup] = []
 
 
-def _create(options: Any, ready: Any) -> Any:
+def _create(options: Any, unused: Any) -> Any:
     """For torch: the default group, or one more that the user's own `new_group` asked for."""
-    if isinstance(ready, _Ready):
-        _current[:] = [ready.owner]
-        return ready.gloo
+    if _ready:
+        owner, gloo = _ready.pop()
+        _current[:] = [owner]
+        return gloo
     if not _current:
         raise InvalidSpec(f"the backend {PLUGIN} serves generations of a Shoal session only")
     return _current[0]._connect(options.group_rank, options.group_size, options.store)

@@ -1,33 +1,83 @@
 """NCCL groups: collectives between GPUs, cut by aborting their communicators.
 
-Tensors on the host go over Gloo in the same group: state between members, copies at peers, who
-stands at which step. So a cut is both: NCCL's abort, and the end of Gloo's connections.
+Tensors on the host go over Gloo in the same group: state between members, copies at peers, votes.
+That part is a `GlooGroup` as it is on CPUs. So a cut is both: NCCL's aborts, and the end of Gloo's
+connections.
 """
 
 import os
-import sys
-import threading
-from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
+import structlog
 import torch
 import torch.distributed as dist
 
-from shoal.backends.network.sockets import shut_connections
-from shoal.backends.network.stores import AnnouncingStore
-from shoal.backends.process_group.interface import Seat, refuse_default_group
-from shoal.torch_private.c10d import Store, abort_on, abort_process_group, fault_on
+from shoal.backends.abortable.communicators import connect
+from shoal.backends.abortable.last_word import let_all_hear
+from shoal.backends.abortable.waiter import AbortableWaiter
+from shoal.backends.network import retired
+from shoal.backends.network.aborts import Aborts
+from shoal.backends.network.cuda_progress import DeviceProgress, cuda_progress
+from shoal.backends.network.gloo import GlooBackend, GlooGroup
+from shoal.backends.network.nccl_environment import require_survival
+from shoal.backends.network.own_gpu import check_unshared
+from shoal.backends.process_group.interface import Seat
+from shoal.torch_private.c10d import Store, all_groups, backends_on, fault_on, forget_groups
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
-_CUDA = torch.device("cuda")
-_FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog", "gloo", "closed by peer")
+log = structlog.get_logger(__name__)
+
+ABORTED_S = 10.0
+"""The next generation's bring-up waits for so long for the aborts of this one's communicators."""
+_ID_BYTES = 64
+_FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog")
+
+
+class StreamedDevice(Protocol):
+    """A device whose collectives are put on a stream, and can be aborted there."""
+
+    kind: str
+    """As torch names it: "cuda"."""
+    transport: str
+    """torch's backend for it."""
+
+    def identity(self) -> str:
+        """The same for two ranks that have one device, and for no others."""
+
+    def connect(self, group: dist.ProcessGroup, waiter: AbortableWaiter) -> None:
+        """Make the group's communicator; see `communicators.connect`."""
+
+    def synchronise(self) -> None:
+        """Return once all that was given to the device has ended."""
+
+    def fault(self) -> str:
+        """An error that torch has aborted a group for; empty: none."""
+
+
+class Cuda:
+    """The CUDA device that is current for the thread that calls."""
+
+    kind, transport = "cuda", "nccl"
+
+    def identity(self) -> str:
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+    def connect(self, group: dist.ProcessGroup, waiter: AbortableWaiter) -> None:
+        connect(group, torch.device("cuda", torch.cuda.current_device()), waiter)
+
+    def synchronise(self) -> None:
+        # All streams: a script may have had a collective on one of its own.
+        torch.cuda.synchronize()
+
+    def fault(self) -> str:
+        return fault_on(torch.device(self.kind))
 
 
 class NcclBackend:
     """See `shoal.backends.process_group.interface.Backend`."""
 
     name = "nccl"
-    is_watched = False
+    is_watched = True
 
     def __init__(self) -> None:
         if not dist.is_nccl_available() or not torch.cuda.is_available():
@@ -36,55 +86,45 @@ class NcclBackend:
                 seen="no CUDA device" if dist.is_nccl_available() else "a torch without NCCL",
                 fix='Use backend="gloo".',
             )
-        # A collective that fails or runs out of time has its communicator aborted, and no more:
-        # torch would else end the process, which is to go on in the next generation.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        require_survival(os.environ)
+        self._host = GlooBackend()
+        self._progress: DeviceProgress | None = None
 
     def group(self, seat: Seat, store: Store) -> "NcclGroup":
+        # The trainer calls: what is current for it is the device to watch.
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._progress = self._progress or cuda_progress(device)
         return NcclGroup(seat, store)
 
     def is_failure(self, error: BaseException) -> bool:
-        if isinstance(error, dist.DistError):
+        if self._host.is_failure(error):
             return True
         text = str(error).lower()
         return isinstance(error, RuntimeError) and any(mark in text for mark in _FAILURE_MARKS)
+
+    def stands_since_s(self, now_s: float) -> float | None:
+        progress = self._progress
+        return progress.stands_since_s(now_s) if progress is not None else None
 
 
 class NcclGroup:
     """A `process_group.interface.Group` on the CUDA device that is current when it is opened."""
 
-    def __init__(self, seat: Seat, store: Any) -> None:
+    def __init__(self, seat: Seat, store: Any, device: StreamedDevice | None = None) -> None:
         self._seat = seat
-        self._store = AnnouncingStore(store)
-        self._lock = threading.Lock()
+        self._device = device or Cuda()
+        self._kind = torch.device(self._device.kind)
+        beside = f"{self._device.kind}:{self._device.transport}"
+        self._host = GlooGroup(seat, store, beside=beside)
         self._reason = ""
-        self._group: dist.ProcessGroup | None = None
+        self._connecting = AbortableWaiter(for_good=True)
+        self._aborts = Aborts()
 
     def open(self) -> dist.ProcessGroup:
-        refuse_default_group()
-        self._raise_if_cut()
-        seat = self._seat
-        hook = sys.excepthook  # torch wraps it once more at each call, and never takes one off
+        group = self._host.open()
         try:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl",
-                store=self._store,
-                rank=seat.rank,
-                world_size=seat.world_size,
-                timeout=timedelta(seconds=seat.collective_s),
-            )
-        finally:
-            sys.excepthook = hook
-        group = dist.group.WORLD
-        assert group is not None
-        with self._lock:
-            self._group = group
-        self._raise_if_cut()
-        # The communicator is made with the first collective; only now can `cut` abort it.
-        try:
-            work = group.allreduce([torch.zeros(1, device="cuda")])
-            work.wait(timedelta(seconds=seat.bring_up_s))
-            torch.cuda.current_stream().synchronize()
+            self._check_unshared(group)
+            self._device.connect(group, self._connecting)
         except RuntimeError:
             self._raise_if_cut()
             raise
@@ -92,37 +132,53 @@ class NcclGroup:
         return group
 
     def cut(self, reason: str) -> None:
-        with self._lock:
-            self._reason = self._reason or reason or "the group was cut"
-            group = self._group
-        self._store.abort(self._reason)
-        shut_connections(self._store.announced)
-        if group is not None:
-            # Also those of meshes and of copies at peers: whoever waits there is to be let go too.
-            abort_on(_CUDA)
+        # In this order: an abort ends collectives well, and `check` must know of it by then.
+        self._reason = self._reason or reason or "the group was cut"
+        self._connecting.abort(self._reason)
+        self._host.cut(self._reason)
+        # Also those of meshes: whoever waits there is to be let go too.
+        self._aborts.begin(backends_on(self._kind))
 
     def check(self) -> None:
         """An abort ends a collective well, with the half of what it was to bring (torchft, pull
         request 147). Each abort, of `cut` or of torch's watchdog, is known before it does that."""
-        torch.cuda.current_stream().synchronize()
-        if fault := self._reason or fault_on(_CUDA):
+        self._device.synchronise()
+        if fault := self._reason or self._device.fault():
             raise GenerationBroken(
                 f"a collective of generation {self._seat.generation} was aborted", seen=fault
             )
 
     def retire(self) -> None:
-        with self._lock:
-            group, self._group = self._group, None
-        if group is None:
+        if not (self._reason or self._device.fault()):
+            self._host.let_go(dist.destroy_process_group, list(all_groups()))
             return
-        if self._reason:
-            # Destroying would wait for operations that never end.
-            abort_process_group()
-        else:
-            dist.destroy_process_group()
+        # Also groups that were made behind the cut, or that torch's watchdog has aborted one of.
+        self._aborts.begin(backends_on(self._kind))
+        if not self._aborts.wait(ABORTED_S):
+            log.warning(
+                "abort_not_ended",
+                generation=self._seat.generation,
+                waited_s=ABORTED_S,
+                consequence="its communicators keep their memory until the process ends",
+            )
+            retired.keep_for_ever(all_groups())
+        # To destroy them would wait for operations that never end.
+        self._host.let_go(forget_groups, list(all_groups()))
 
     def keep_for_ever(self) -> None:
-        """No operation outlives the abort of its communicator."""
+        self._host.keep_for_ever()
+
+    def _check_unshared(self, group: dist.ProcessGroup) -> None:
+        """Raise InvalidSpec, on all ranks, where NCCL would fail in each generation again."""
+        if group.size() == 1:
+            return
+        own = torch.tensor(list(self._device.identity().encode().ljust(_ID_BYTES, b"\0")))
+        found = [torch.empty_like(own) for _ in range(group.size())]
+        self._connecting.wait(dist.all_gather(found, own, group=group, async_op=True))
+        gpus = [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
+        if len(set(gpus)) < len(gpus):
+            let_all_hear(group)
+        check_unshared(gpus)
 
     def _raise_if_cut(self) -> None:
         if self._reason:

@@ -1,12 +1,17 @@
 """Which GPU is this worker's, where several workers of a host see the same ones."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from shoal_proto.errors import InvalidSpec
+
+SHARES_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""A variable of NCCL 2.30 and newer; 1: several ranks may have one GPU."""
+_HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +30,26 @@ class LocalPlace:
             return 0
         return self.rank if num_visible >= max(self.world_size, self.rank + 1) else None
 
-    def check(self, index: int, num_visible: int) -> None:
-        """Raise InvalidSpec for a model on the GPU of this index, if that is not this worker's."""
+    def check(
+        self, index: int, num_visible: int, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        """Raise InvalidSpec for a model on the GPU of this index, if that is not this worker's.
+
+        Where nothing hides GPUs and the host has one, that is the one of all its workers.
+        """
         own = self.gpu(num_visible)
-        if own is None:
+        is_hidden = any(environment.get(name) for name in _HIDES_GPUS)
+        is_shared = num_visible == 1 < self.world_size and not is_hidden
+        if own is None or (is_shared and not shares_gpu(environment)):
+            gpus = "1 GPU" if num_visible == 1 else f"{num_visible} GPUs"
+            workers = "1 worker" if num_visible == 1 else f"{num_visible} workers"
             raise InvalidSpec(
                 "there is no GPU for each worker of this host",
-                seen=f"{self.world_size} workers, {num_visible} GPUs",
+                seen=f"{self.world_size} workers, {gpus}",
                 expected="a GPU for each worker whose model is on CUDA",
-                fix=f"Start {num_visible} workers on this host: shoal run -n {num_visible} ...",
+                fix=f"Start {workers} on this host: shoal run -n {num_visible} ..."
+                f" Or export {SHARES_GPU}=1, with NCCL 2.30 or newer: then workers may share the"
+                " only GPU of a host, to try something out.",
             )
         if index != own and self.world_size > 1:
             raise InvalidSpec(
@@ -43,6 +59,28 @@ class LocalPlace:
                 fix='Call model.to("cuda") within `with shoal.join()`: there "cuda" is this'
                 " worker's GPU. Before that, $SHOAL_LOCAL_RANK has its number.",
             )
+
+
+def shares_gpu(environment: Mapping[str, str]) -> bool:
+    """True if NCCL is told that several ranks may have one GPU."""
+    return environment.get(SHARES_GPU, "") == "1"
+
+
+def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+    """Raise InvalidSpec if two of the ranks have one GPU, which NCCL does not take. `gpus`: an
+    identity of each rank's, by rank."""
+    by_gpu: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        by_gpu.setdefault(gpu, []).append(rank)
+    shared = next((ranks for ranks in by_gpu.values() if len(ranks) > 1), None)
+    if shared is not None and not shares_gpu(environment):
+        raise InvalidSpec(
+            "several members train on one GPU",
+            seen=f"ranks {', '.join(map(str, shared))} on GPU {gpus[shared[0]]}",
+            expected="a GPU for each member",
+            fix="Start one worker for each GPU of a host: shoal run -n N ..., or give each its own"
+            f" CUDA_VISIBLE_DEVICES. Or export {SHARES_GPU}=1, with NCCL 2.30 or newer.",
+        )
 
 
 @contextmanager

@@ -74,6 +74,11 @@ class Backend(Protocol):
 
     def group(self, seat: Seat, store: Store) -> Group: ...
 
+    def stands_since_s(self, now_s: float) -> float | None:
+        """Time since which the device has stood in what the trainer gave it, by `time.monotonic`;
+        None: it gets on, or is no device beside the host. For the thread of the session's watch,
+        which passes the present time."""
+
     def is_failure(self, error: BaseException) -> bool:
         """Whether the error tells that a collective failed, rather than the user's own code."""
 

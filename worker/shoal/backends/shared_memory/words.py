@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.backends.network.gloo import can_be_cut
+from shoal.backends.process_group.transports import can_be_cut
 from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.torch_private.c10d import timeout_of

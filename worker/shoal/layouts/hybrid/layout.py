@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.waiter import add_subgroup, wait_abortable
+from shoal.backends.abortable.communicators import add_subgroups
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.hybrid.mesh import MeshShape
@@ -54,8 +55,7 @@ class HybridLayout(Layout):
             world.device.type, plan.mesh.sizes, mesh_dim_names=AXES
         )
         self._groups = {axis: mesh.get_group(axis) for axis in AXES}
-        for group in self._groups.values():
-            add_subgroup(group, world.group)
+        add_subgroups(self._groups.values(), world.group, world.device)
         self._at = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
         self.data_index, self.data_count = self._at["data"], plan.mesh.data
         self.elementwise = plan.mesh.tensor > 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shoal.backends.abortable.waiter import add_subgroup
+from shoal.backends.abortable.communicators import add_subgroups
 from shoal.layouts.base import World
 from shoal.layouts.hybrid.layout import buckets
 from shoal.layouts.non_finite_check import NonFiniteCheck
@@ -60,8 +60,7 @@ class SplitShardedLayout(ShardedLayout):
         sizes = (world.world_size // degree, degree)
         mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
         self._groups.update(zip(("rows", "tensor"), map(mesh.get_group, names), strict=True))
-        for group in self._groups.values():
-            add_subgroup(group, world.group)
+        add_subgroups(self._groups.values(), world.group, world.device)
         self._tensor_mesh = mesh[names[1]]
         return mesh[names[0]]
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.backends.abortable.communicators import connect_neighbours
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.shared_memory.words import Words, bits_of, number_of
 from shoal.layouts.base import Layout, LossFunction, World, materialise
@@ -57,6 +58,7 @@ class PipelineLayout(Layout):
         lay the parameters of the stage, still on meta, over further ranks."""
         self.world = world
         self._near = Neighbours(world.group if group is None else group, world.device)
+        connect_neighbours(self._near.group, world.group, world.device)
         self.stage = Stage(model, *cut, self._near.rank)
         if prepare is not None:
             prepare(self.stage.model)

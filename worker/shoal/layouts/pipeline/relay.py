@@ -38,7 +38,9 @@ class Neighbours:
         described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
         length, text = _text(described, self.device)
         contents = [tensor.detach().contiguous() for tensor in tensors] if values else []
-        self.p2p.exchange([(each, to) for each in (length, text, *contents)])
+        # One by one, as they are received: which of them are to come is in those before.
+        for each in (length, text, *contents):
+            self.p2p.exchange([(each, to)])
 
     def receive(self, *, source: int, values: bool) -> list[Tensor]:
         """Tensors like those that rank `source` sends: zeros unless with `values`."""

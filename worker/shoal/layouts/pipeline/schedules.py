@@ -219,9 +219,10 @@ class _PlacedStage(pipelining.UncheckedStage):
         return self._abortable(super().get_bwd_send_ops(*args, **kwargs))
 
     def _abortable(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        # Not on a GPU: NCCL takes a batch as one, which torch does for groups of its own only.
-        for op in ops if self.device.type == "cpu" else ():
-            op.group = cast("dist.ProcessGroup", self.p2p)
+        # NCCL takes a batch as one, which torch gives to groups of its own only.
+        if not self.p2p.takes_batches:
+            for op in ops:
+                op.group = cast("dist.ProcessGroup", self.p2p)
         return ops
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:

@@ -177,6 +177,8 @@ class StageLanes:
 
     group_name = "shared memory"
     """By it torch's pipelining (since 2.14) tells apart where it sends."""
+    takes_batches = False
+    """No message waits for another."""
 
     def __init__(self, sends: dict[int, _Lane], receives: dict[int, _Lane]) -> None:
         """By the rank that it goes to, or comes from."""

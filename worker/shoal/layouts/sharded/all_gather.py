@@ -1,4 +1,4 @@
-"""All-gathers of fully_shard on a CPU: in shared memory or over Gloo, and never for ever."""
+"""All-gathers of fully_shard: in shared memory or as torch has them, and never for ever."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.sharded.layer_order import PASSES_END, LayerOrder, to_gather
+from shoal.layouts.sharded.layer_order import PASSES_END, LayerOrder, NotedOrder, to_gather
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.torch_private.fsdp import DefaultAllGather
 
@@ -19,8 +19,8 @@ class SharedMemoryAllGather(DefaultAllGather):
     def __init__(self, slots: SharedSlots | None, number: int = 0) -> None:
         """`number`: of the group of parameters, among those of the model."""
         self._slots, self._number = slots, number
-        self.order: LayerOrder | None = None
-        """Where ranks gather over Gloo."""
+        self.order: LayerOrder | NotedOrder | None = None
+        """Where ranks gather over Gloo, or on a device."""
 
     def release(self) -> None:
         """Hold the slots no longer: modules keep this in circles, and with it the memory, until

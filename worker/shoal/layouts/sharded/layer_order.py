@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
@@ -59,6 +60,27 @@ class LayerOrder:
             refusal = different_layers(ranks, deeds, self._names)
             self._tell(refusal)
             raise refusal
+
+
+class NotedOrder:
+    """As `LayerOrder` where the ranks meet on a device, whose stream a word before each meeting
+    would hold up: what ranks gather and sum is noted, and compared by whoever has waited for long.
+    """
+
+    def __init__(self, exchanges: LayerExchanges, names: Sequence[str]) -> None:
+        """`names`: of the groups of parameters, by their numbers."""
+        self._sites = [exchanges.site(f"the layer of {name}", what="weights") for name in names]
+
+    def check(self, deed: int) -> None:
+        """Note that the rank is about to do this."""
+        if deed == PASSES_END:
+            return  # noted with the passes
+        number, is_sum = divmod(deed, 2)
+        site = self._sites[number]
+        if is_sum:
+            site.gradient()
+        else:
+            site.value()
 
 
 def different_layers(

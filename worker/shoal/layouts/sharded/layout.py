@@ -19,8 +19,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from shoal.backends.abortable.waiter import add_subgroup, wait_abortable
-from shoal.backends.network.gloo import is_gloo
+from shoal.backends.abortable.communicators import add_subgroups
+from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.layouts.base import Layout, World, move_buffers
 from shoal.layouts.buffers import RunningBuffers
@@ -28,13 +29,13 @@ from shoal.layouts.gradients import gradient_not_finite, name_of_fault
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.grouping import group_modules
-from shoal.layouts.sharded.layer_order import LayerOrder
+from shoal.layouts.sharded.layer_order import LayerOrder, NotedOrder
 from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingReduceScatter
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import refuse_second_derivatives
 from shoal.model.losses import UnseenLosses
 from shoal.state.shards import MODEL
-from shoal.torch_private.c10d import timeout_of
+from shoal.torch_private.c10d import takes_batches, timeout_of
 from shoal.torch_private.dtensor import forget_groups
 from shoal.torch_private.fsdp import (
     REDUCES_AS_STORED,
@@ -144,8 +145,7 @@ class ShardedLayout(Layout):
         names = (world.axis("copy"), world.axis("data"))
         mesh = init_device_mesh(device, (self._num_copies, num_rows), mesh_dim_names=names)
         self._groups.update(zip(("copies", "rows"), map(mesh.get_group, names), strict=True))
-        for group in self.groups():
-            add_subgroup(group, world.group)
+        add_subgroups(self.groups(), world.group, world.device)
         return mesh[names[1]]
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
@@ -175,6 +175,9 @@ class ShardedLayout(Layout):
         """Collective: let the ranks of one machine gather and sum in memory that they share, and
         others over Gloo."""
         device, rows = self.world.device, self._groups.get("rows", self.world.group)
+        if takes_batches(rows, device):
+            self._note_order()
+            return None
         if rows.size() == 1 or device.type != "cpu" or not is_gloo(rows):
             return None
         heads = list(self._reductions)
@@ -200,6 +203,20 @@ class ShardedLayout(Layout):
             if order is not None:
                 reduction.orders.append(order)
         return slots
+
+    def _note_order(self) -> None:
+        """Note what is gathered and summed on a device: ranks that leave out different layers would
+        wait for each other there, in each generation again."""
+        exchanges = self.world.exchanges
+        if not exchanges.peers:
+            exchanges.among(range(self.world.world_size))
+        order = NotedOrder(exchanges, [each.parameter for each in self._reductions.values()])
+        for number, (head, reduction) in enumerate(self._reductions.items()):
+            gathering = SharedMemoryAllGather(None, number)
+            gathering.order = order
+            head.set_custom_all_gather(gathering)
+            self._gatherings.append(gathering)
+            reduction.orders.append(order)
 
     def _check_copies(self) -> None:
         """Let ranks with the same rows tell each other whose gradients they average over Gloo."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.sharded.layer_order import LayerOrder, to_sum
+from shoal.layouts.sharded.layer_order import LayerOrder, NotedOrder, to_sum
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import bare_backward, is_finite, is_on_host
@@ -36,8 +36,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """Where all ranks have memory in common."""
         self.number = 0
         """Of the group of parameters, among those of the model."""
-        self.orders: list[LayerOrder] = []
-        """Of the ranks that it sums over by Gloo."""
+        self.orders: list[LayerOrder | NotedOrder] = []
+        """Of the ranks that it sums over."""
         self.copies: dist.ProcessGroup | None = None
         """The ranks that hold the same rows as this one; None: there are no others."""
         self.losses = UnseenLosses()

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.backends.network.gloo import is_gloo
+from shoal.backends.process_group.transports import is_gloo
 
 
 def sends_each_part_once(whole: Tensor, group: dist.ProcessGroup, op: Any) -> bool:

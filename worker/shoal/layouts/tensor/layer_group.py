@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.backends.network.gloo import is_gloo
+from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.layouts.layer_exchanges import LayerExchanges, Site

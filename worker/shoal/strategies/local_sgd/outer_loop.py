@@ -4,7 +4,7 @@ Each has moved from the same parameters, by its own steps on its own samples. Th
 averaged, and an outer step takes all of them from where they all were to where they all go on.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -131,11 +131,18 @@ class OuterLoop:
     # --- where they go on ---
 
     @torch.no_grad()
-    def synchronise(self, step: int, weight: float, group: dist.ProcessGroup) -> None:
+    def synchronise(
+        self,
+        step: int,
+        weight: float,
+        group: dist.ProcessGroup,
+        check: Callable[[], None],
+    ) -> None:
         """End a round at `step`: all members of the group call this, and have one state after it.
 
-        `weight` is this member's part in the mean, times the number of members. What fails before
-        the last collective is through leaves a state to go back from. Raises NonFiniteGradient,
+        `weight` is this member's part in the mean, times the number of members. `check` raises
+        GenerationBroken if a collective that ended well may have brought only a part of its
+        result. Any failure up to then leaves a state to go back from. Raises NonFiniteGradient,
         on the member at fault or, where only the sum is not finite, on all.
         """
         if self._compressor is not None:
@@ -150,7 +157,10 @@ class OuterLoop:
             **self._means(self._changes(others, step, weight), wire, None),
         }
         self._share_counters(group)
-        _check(means, step, "the mean of all members' changes")
+        # Nothing is agreed on before: half of a mean would differ from the mean of the others,
+        # for good, as members of one agreed step send each other nothing.
+        check()
+        _check_finite(means, step, "the mean of all members' changes")
         self._apply(parameters, others, means)
         self.traffic.end_step()
         self.traffic.begin_step()
@@ -200,7 +210,7 @@ class OuterLoop:
         before = self.agreed.tensors
         for names in buckets(tensors):
             changes = [_change(tensors[name], before[name]) * weight for name in names]
-            _check(dict(zip(names, changes, strict=True)), step, "this member's own change")
+            _check_finite(dict(zip(names, changes, strict=True)), step, "this member's own change")
             flat = torch.cat([change.reshape(-1) for change in changes])
             yield Packed(flat, names, [change.shape for change in changes])
 
@@ -292,7 +302,7 @@ def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield run
 
 
-def _check(changes: Mapping[str, Tensor], step: int, what: str) -> None:
+def _check_finite(changes: Mapping[str, Tensor], step: int, what: str) -> None:
     """Raise NonFiniteGradient unless all of them are finite; waits for a GPU once."""
     if not are_finite(list(changes.values())):
         for name, change in changes.items():

@@ -239,7 +239,12 @@ class LocalSGD(SynchronousStrategy):
         if self._agreement is not None:
             self._agreement.settle_round(self._round.applied, self._round.conflict)
         with self._generation_group.judging():
-            self._outer_loop.synchronise(self._step, self._round.mean_weight(num_steps), group)
+            self._outer_loop.synchronise(
+                self._step,
+                self._round.mean_weight(num_steps),
+                group,
+                self._generation_group.check,
+            )
         self._round.end()
 
     def finish(self) -> None:

@@ -65,6 +65,9 @@ class HangWatchConfig:
     """Takes what the trainer does, for the heartbeats."""
     hung: Callable[[int], None]
     """Cuts the group of the generation."""
+    device_stands_since_s: Callable[[float], float | None] = lambda now_s: None
+    """Time since which the device has stood in what the trainer gave it; None: it has not. Takes
+    the present time. A device stands in a collective, as a rule, and so waits for others."""
     stands: Callable[[float, float], None] = lambda waited_s, stood_s: None
     """The trainer waits for others in a step or between two, and has for so many seconds in which
     a limit ran, and for so many in all; 0: it does not wait. Called at each look."""
@@ -209,7 +212,11 @@ class HangWatch:
             return None
         waiters = waiters_of(place.group)
         self._count(waiters)
-        found = self._oldest_wait_s(waiters, now_s), self._blocked_since_s(place, now_s)
+        found = (
+            self._oldest_wait_s(waiters, now_s),
+            self._blocked_since_s(place, now_s),
+            self._config.device_stands_since_s(now_s),
+        )
         return min((since_s for since_s in found if since_s is not None), default=None)
 
     def _count(self, waiters: Iterable[AbortableWaiter]) -> None:

@@ -109,6 +109,7 @@ class SynchronousStrategy(Strategy):
                     held_until_s=context.held_until_s,
                     does=context.does,
                     hung=self.cut,
+                    device_stands_since_s=self._backend.stands_since_s,
                     stands=self._stands,
                 )
             )
@@ -162,6 +163,8 @@ class SynchronousStrategy(Strategy):
             if self._registered:
                 self._compare_registered(process_group, members)
             self._bring_up(generation, process_group)
+            # What it has put on a device may have been aborted since: half of it is no state.
+            self._generation_group.check()
         except RuntimeError as error:
             if self._generation_group.has_cut(generation.number):
                 raise GenerationBroken(

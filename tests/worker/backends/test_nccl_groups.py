@@ -1,0 +1,326 @@
+"""Parts of NCCL's groups, on machines without a GPU: Gloo stands for what NCCL carries.
+
+How torch's NCCL behaves here is read from its ProcessGroupNCCL.cpp and NCCLUtils.cpp (2.9 to 2.13):
+`abort` starts `abortComms` in a thread and waits for it up to the group's limit, then raises
+DistBackendError; the first operation of a group makes its communicator, in a call that holds until
+all ranks are in it.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+import torch.distributed as dist
+from support.collectives import nccl_bodies
+from support.processes.load import unhurried
+from support.processes.ranks import Ranks
+
+from shoal.backends.abortable.communicators import connect
+from shoal.backends.abortable.waiter import AbortableWaiter
+from shoal.backends.network.aborts import Aborts
+from shoal.backends.network.cuda_progress import DeviceProgress, cuda_progress
+from shoal.backends.network.nccl import Cuda
+from shoal.backends.network.nccl_environment import REQUIRED, require_survival
+from shoal.backends.network.own_gpu import LocalPlace, check_unshared
+from shoal.model.gradients import are_finite, is_finite
+from shoal_proto.errors import InvalidSpec
+
+# --- the environment ---
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "1"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_NCCL_DESYNC_DEBUG", "1"),
+        ("NCCL_DESYNC_DEBUG", "1"),
+        ("TORCH_NCCL_NAN_CHECK", "1"),
+    ],
+)
+def test_what_an_image_exports_does_not_end_a_member_that_goes_on(name: str, value: str) -> None:
+    """It is replaced, and one warning says what was."""
+    environment = {name: value, "NCCL_DEBUG": "INFO"}
+    with structlog.testing.capture_logs() as logs:
+        require_survival(environment)
+        require_survival(environment)
+    assert environment == {**REQUIRED, "NCCL_DEBUG": "INFO"}
+    (warning,) = logs
+    assert warning["event"] == "nccl_environment_replaced"
+    assert f"{name}={value}" in warning["replaced"]
+
+
+def test_an_environment_that_says_nothing_is_set_without_a_warning() -> None:
+    environment = {"NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+    with structlog.testing.capture_logs() as logs:
+        require_survival(environment)
+    assert not logs
+    assert {name: environment[name] for name in REQUIRED} == REQUIRED
+    assert REQUIRED["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert REQUIRED["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
+@pytest.mark.parametrize("value", ["1", "true", "YES"])
+def test_blocking_waits_are_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(InvalidSpec, match=name) as refused:
+        require_survival({name: value})
+    assert refused.value.seen == f"{name}={value}"
+
+
+# --- a cut ---
+
+
+class Backend:
+    """A backend of a group: its abort does this."""
+
+    def __init__(self, does: Callable[[], Any]) -> None:
+        self._does, self.num_aborts = does, 0
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self._does()
+
+
+def _fails() -> None:
+    raise dist.DistBackendError("ProcessGroup abort timed out")
+
+
+def test_each_group_is_aborted_whatever_becomes_of_the_others() -> None:
+    """One abort hangs, as behind a kernel of a group that waits for a lost peer; one fails."""
+    hang, ended = threading.Event(), threading.Event()
+    stuck, failing, last = Backend(hang.wait), Backend(_fails), Backend(ended.set)
+    aborts = Aborts()
+    with structlog.testing.capture_logs() as logs:
+        aborts.begin([stuck, failing, last])
+        assert ended.wait(30.0)
+        aborts.begin([stuck, failing, last])
+        assert not aborts.wait(0.05)
+        hang.set()
+        assert aborts.wait(30.0)
+    assert [each.num_aborts for each in (stuck, failing, last)] == [1, 1, 1]
+    assert [each["event"] for each in logs] == ["abort_failed"]
+
+
+@pytest.mark.parametrize("body", ["in_a_collective", "in_a_subgroup"])
+def test_a_cut_frees_who_waits_on_the_host(tmp_path: Path, body: str) -> None:
+    """Gloo's part of the group is cut as one on CPUs: a peer that stands still holds nobody up."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(nccl_bodies.cut, path, rank, body) for rank in range(2)]
+        assert crew[0].expect("cut")["seconds"] < unhurried(2.0)
+        assert crew[0].expect("retired") == {"is_initialized": False, "aborted": 2}
+        assert crew[0].join() == 0
+
+
+def test_the_hosts_part_is_a_group_of_the_sessions_own(tmp_path: Path) -> None:
+    """It can be cut, and its ranks share memory for their votes; subgroups are alike."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(nccl_bodies.host_part, path, rank) for rank in range(2)]
+        for rank in crew:
+            found = rank.expect("found")
+            assert found["can_be_cut"] == [True, True]
+            assert found["is_gloo"] == [True, True]
+            assert found["words_are_shared"]
+            assert found["watches_peers"]
+            assert found["heard"] == [[10], [11]]
+            assert rank.join() == 0
+
+
+def test_generations_follow_each_other_without_a_leak(tmp_path: Path) -> None:
+    """Every second one ends by a cut."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(nccl_bodies.generations, path, rank, 20) for rank in range(2)]
+        for rank in crew:
+            done = rank.expect("done")
+            assert done["descriptors"] < 10
+            assert done["threads"] < 10
+            assert rank.join() == 0
+
+
+# --- a bring-up ---
+
+
+class Alone:
+    """A group whose first operation holds until all ranks are in it, and a peer that never comes:
+    `ncclCommInitRank`."""
+
+    def __init__(self) -> None:
+        self.entered, self.left = threading.Event(), threading.Event()
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        self.entered.set()
+        self.left.wait()
+        return self
+
+    def wait(self) -> None: ...
+
+
+def test_a_wait_for_a_communicator_ends_with_an_abort() -> None:
+    group: Any = Alone()
+    waiter = AbortableWaiter(for_good=True)
+    cutter = threading.Thread(target=lambda: (group.entered.wait(), waiter.abort("a peer is lost")))
+    cutter.start()
+    with pytest.raises(dist.DistBackendError, match="a peer is lost"):
+        connect(group, torch.device("cpu"), waiter)
+    with pytest.raises(dist.DistBackendError, match="a peer is lost"):
+        connect(group, torch.device("cpu"), waiter)
+    group.left.set()
+    cutter.join()
+
+
+def test_an_error_in_making_a_communicator_is_raised() -> None:
+    class Broken(Alone):
+        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+            raise RuntimeError("NCCL error: unhandled system error")
+
+    group: Any = Broken()
+    with pytest.raises(dist.DistBackendError, match="unhandled system error"):
+        connect(group, torch.device("cpu"), AbortableWaiter())
+
+
+def test_a_bring_up_within_a_communicators_creation_ends_with_a_cut(tmp_path: Path) -> None:
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(nccl_bodies.cut_in_bring_up, path, rank) for rank in range(2)]
+        told = crew[0].expect("broken")
+        assert told["seconds"] < unhurried(2.0)
+        assert "ended while it was brought up" in told["text"]
+        assert crew[0].join() == 0
+
+
+# --- what the watch of a session sees of a device ---
+
+
+class Event:
+    """A point in the work of a device that comes to it when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+
+def test_a_device_that_gets_on_does_not_stand() -> None:
+    events: list[Event] = []
+
+    def record() -> Event:
+        events.append(Event())
+        return events[-1]
+
+    progress = DeviceProgress(record)
+    for now_s in (1.0, 2.0):
+        assert progress.stands_since_s(now_s) is None
+        events[-1].is_reached = True
+    assert progress.stands_since_s(3.0) is None
+    assert progress.stands_since_s(4.0) == 3.0
+    assert progress.stands_since_s(9.0) == 3.0
+    events[-1].is_reached = True
+    assert progress.stands_since_s(10.0) is None
+    assert len(events) == 4
+
+
+def test_a_device_that_has_failed_is_looked_at_no_more() -> None:
+    def record() -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    progress = DeviceProgress(record)
+    with structlog.testing.capture_logs() as logs:
+        assert progress.stands_since_s(1.0) is None
+        assert progress.stands_since_s(2.0) is None
+    assert [each["event"] for each in logs] == ["device_not_watched"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_capture_of_a_graph_is_not_spoiled() -> None:
+    progress = cuda_progress(torch.device("cuda", 0))
+    static = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static.add_(1)
+        looks = threading.Thread(target=progress.stands_since_s, args=(time.monotonic(),))
+        looks.start()
+        looks.join()
+    graph.replay()
+    assert static.sum().item() == 8
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_check_waits_for_every_stream_of_the_device() -> None:
+    """A script may have a collective on a stream of its own."""
+    done, side = torch.cuda.Event(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        done.record()
+    assert not done.query()
+    Cuda().synchronise()
+    assert done.query()
+
+
+# --- GPUs of workers ---
+
+
+def test_two_workers_on_the_only_gpu_of_a_host_are_refused_by_name() -> None:
+    place = LocalPlace(rank=1, world_size=2)
+    with pytest.raises(InvalidSpec, match="no GPU for each worker") as refused:
+        place.check(0, 1, {})
+    assert refused.value.seen == "2 workers, 1 GPU"
+    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in refused.value.fix
+    with pytest.raises(InvalidSpec, match="no GPU for each worker"):
+        place.check(0, 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "0"})
+    place.check(0, 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    # Whoever started it shows it its own.
+    place.check(0, 1, {"CUDA_VISIBLE_DEVICES": "1"})
+    LocalPlace().check(0, 1, {})
+
+
+def test_ranks_on_one_gpu_are_refused_wherever_each_was_shown_it() -> None:
+    check_unshared(["a", "b"], {})
+    with pytest.raises(InvalidSpec, match="several members train on one GPU") as refused:
+        check_unshared(["a", "b", "a"], {})
+    assert refused.value.seen == "ranks 0, 2 on GPU a"
+    check_unshared(["a", "a"], {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+
+
+def test_members_on_one_gpu_are_refused_on_all_of_them_before_nccl_is(tmp_path: Path) -> None:
+    """NCCL's own error would end each generation in its bring-up, for good."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(nccl_bodies.on_one_gpu, path, rank) for rank in range(2)]
+        for rank in crew:
+            assert rank.expect("refused")["seen"] == "ranks 0, 1 on GPU GPU-0"
+            assert rank.join() == 0
+
+
+# --- numbers of half precision ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_sum_beyond_half_precision_is_no_fault(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it looked at once more: on a GPU that is a wait for each tensor."""
+
+    def exact(*_: Any) -> Any:
+        raise AssertionError("the exact test")
+
+    gradients = torch.full((4096,), 60000.0, dtype=dtype)
+    monkeypatch.setattr("shoal.model.gradients.is_on_host", lambda _: False)
+    monkeypatch.setattr("torch.isfinite", exact)
+    assert are_finite([gradients])
+    assert is_finite(gradients)
+    monkeypatch.undo()
+    gradients[7] = torch.inf
+    assert not is_finite(gradients)

@@ -1,0 +1,58 @@
+"""Aborts of a generation's groups on a device, none of which waits for another.
+
+`ProcessGroupNCCL::abort` waits for its communicators up to the group's limit, and raises then. An
+abort of one group may wait, in cudaFree, for a kernel of another group that waits for a lost peer
+(pytorch issue 119797). So each has a thread, and each group's kernels are told to end at once.
+"""
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+
+class Aborts:
+    """Of one generation. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: list[tuple[Any, threading.Thread]] = []
+        """Each backend is kept, so that no other one is taken for it."""
+
+    def begin(self, backends: Iterable[Any]) -> None:
+        """Abort each of these that is not aborted yet. Waits for none."""
+        with self._lock:
+            known = {id(backend) for backend, _ in self._begun}
+            for backend in backends:
+                if id(backend) in known:
+                    continue
+                known.add(id(backend))
+                thread = threading.Thread(
+                    target=_abort, args=(backend,), name="shoal-abort", daemon=True
+                )
+                self._begun.append((backend, thread))
+                thread.start()
+
+    def wait(self, limit_s: float) -> bool:
+        """True if all that were begun have ended, at the latest after this time."""
+        give_up_s = time.monotonic() + limit_s
+        with self._lock:
+            threads = [thread for _, thread in self._begun]
+        for thread in threads:
+            thread.join(max(give_up_s - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in threads)
+
+
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.warning(
+            "abort_failed",
+            reason=str(error)[:300],
+            consequence="operations of this group may hold their GPU until the process ends",
+        )

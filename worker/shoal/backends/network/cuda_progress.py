@@ -1,0 +1,105 @@
+"""Progress of a GPU, as a thread beside the trainer sees it."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import structlog
+import torch
+
+from shoal.torch_private.watching import after_calls, before_calls
+
+log = structlog.get_logger(__name__)
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """True if the device has come to it. Raises RuntimeError if the device has failed."""
+
+
+class DeviceProgress:
+    """Looks from time to time if a device gets on with what the trainer gave it. For one thread.
+
+    A collective that waits for a lost peer never ends, and a trainer that waits for the device then
+    stands anywhere: in the script's own `loss.item()`, with its processor busy. The device stands
+    still there, whereas it is idle behind a script that stands still.
+    """
+
+    def __init__(self, record: Callable[[], Event | None]) -> None:
+        """`record`: an event behind all that the trainer gave the device so far; None if none can
+        be recorded now."""
+        self._record = record
+        self._event: Event | None = None
+        self._since_s = 0.0
+        self._is_failed = False
+
+    def stands_since_s(self, now_s: float) -> float | None:
+        """Time of the look since which the device has not come to the end of what it had to do
+        then; None: it has."""
+        if self._is_failed:
+            return None
+        try:
+            # Whoever captures a graph must not be disturbed by a query of another thread.
+            with _capturing.excluded() as is_free:
+                if not is_free:
+                    self._event = None
+                    return None
+                if self._event is None or self._event.query():
+                    self._event, self._since_s = self._record(), now_s
+                    return None
+        except RuntimeError as error:
+            # The trainer is told of it by its own next call.
+            self._is_failed, self._event = True, None
+            log.warning("device_not_watched", reason=str(error)[:300])
+            return None
+        return self._since_s
+
+
+class _Capturing:
+    """Keeps captures of CUDA graphs, and what would spoil them, apart."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_captures = 0
+
+    def watch(self) -> None:
+        """Know of each capture that begins from now on. May be called again."""
+        before_calls(torch.cuda.CUDAGraph, "capture_begin", lambda *_, **__: self._count(1))
+        after_calls(torch.cuda.CUDAGraph, "capture_end", lambda: self._count(-1))
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._num_captures = max(self._num_captures + change, 0)
+
+    def excluded(self) -> "_Excluded":
+        """A block in which no capture begins; its value is False if one is under way."""
+        return _Excluded(self)
+
+
+class _Excluded:
+    def __init__(self, owner: _Capturing) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> bool:
+        self._owner._lock.acquire()
+        return not self._owner._num_captures
+
+    def __exit__(self, *_: Any) -> None:
+        self._owner._lock.release()
+
+
+_capturing = _Capturing()
+
+
+def cuda_progress(device: torch.device) -> DeviceProgress:
+    """Progress of the stream on which the trainer of this GPU works by itself."""
+    _capturing.watch()
+
+    def record() -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.default_stream(device))
+        return event
+
+    return DeviceProgress(record)
