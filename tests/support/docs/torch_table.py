@@ -25,7 +25,7 @@ Counts = Mapping[str, Sequence[int]]
 
 def strategy_of(test: ElementTree.Element) -> str | None:
     """The strategy that a test's parameters name."""
-    named = re.search(rf"\[(?:.*[\[-])?({_NAMES})(?![a-z0-9])", test.get("name", ""))
+    named = re.search(rf"\[(?:.*?[\[-])??({_NAMES})(?![a-z0-9])", test.get("name", ""))
     return named[1] if named else None
 
 

@@ -20,9 +20,9 @@ try:  # torch 2.11 and newer
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 except ImportError:
 
-    def _clear_sharding_prop_cache() -> None:
+    def _clear_sharding_prop_cache() -> Any:
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
-        propagator.propagate_op_sharding.cache.cache_clear()
+        return propagator.propagate_op_sharding.cache.cache_clear()
 
 
 def clear_sharding_cache() -> None:

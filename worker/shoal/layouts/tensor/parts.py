@@ -127,7 +127,7 @@ class _Local(torch.autograd.Function):
         return part.view_as(part)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
         return cut_as(ctx.parameter, gradient.contiguous())
 
