@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.abortable.p2p import AbortableP2P
-from shoal.backends.network.gloo import is_gloo
+from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.process_group.uneven import all_to_all_uneven
 from shoal.model.gradients import is_on_host
 from shoal.torch_private.compiling import eager
