@@ -110,7 +110,8 @@ def plain_setting(
 ) -> Json:
     """The value of a setting, without its type if that is a tensor's or a tuple's."""
     if _is_small(value):
-        return value
+        small: Json = value
+        return small
     return take_apart_exactly(value, path, refused, inline=True, taken=taken)[0]
 
 
