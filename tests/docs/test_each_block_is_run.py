@@ -83,6 +83,11 @@ TABLE = {
     ("docs/deploy.md", "etcdctl role add"): "tests/server/etcd/test_etcd_access.py",
     ("docs/deploy.md", "PIP_EXTRA_INDEX_URL"): NOT_RUN
     + "fetches 2 GB; compose-test builds from it",
+    ("docs/gpu.md", "make gpu-test"): "tests/gpu/test_campaign.py::test_every_case_passes_on_a_cpu",
+    ("docs/gpu.md", "make gpu-bundle"): NOT_RUN
+    + "fetches 30 MB; tests/deploy/test_gpu_bundle.py tries its parts",
+    ("docs/gpu.md", "pip download --no-deps"): NOT_RUN
+    + "fetches 300 MB; tests/deploy/test_gpu_bundle.py reduces a library of its own",
     ("docs/hardening.md", "shoal token create"): "tests/server/status/test_http_access.py",
     ("docs/integrations.md", "torchrun --rdzv"): LIGHTNING,
     ("docs/integrations.md", "from shoal.integrations.lightning"): LIGHTNING_SESSION,

@@ -39,6 +39,8 @@ class Task:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
+    # For a loss that has to fall visibly in some tens of steps.
+    "fast sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.3),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
     # A gradient of nothing but rounding makes no steps so.
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5),

@@ -61,7 +61,7 @@ def asynchronous(case: Case) -> None:
     for strategy in ("async-sgd", "ssp"):
         plan = case.plan(
             f"of-{strategy}",
-            chains(1024 if case.machine.full else 24, optimizer="sgd"),
+            chains(1024 if case.machine.full else 24, optimizer="fast sgd"),
             strategy=strategy,
             stop_file=str(stop_file),
         )
@@ -76,7 +76,9 @@ def asynchronous(case: Case) -> None:
             steps = crew.steps("m0")
             losses = [step["loss"] for step in steps]
             case.figures[f"{strategy}_losses"] = [round(losses[0], 3), round(losses[-1], 3)]
-            assert mean(losses[-5:]) < mean(losses[:5]), f"{strategy}: the loss does not fall"
+            assert mean(losses[-10:]) < 0.9 * mean(losses[:5]), (
+                f"{strategy}: the loss does not fall"
+            )
             times = [step["at_s"] - step["begun_s"] for step in steps]
             milliseconds = round(1e3 * median(times), 2)
             case.on_gpu_only(f"{strategy}_step_ms", milliseconds)
