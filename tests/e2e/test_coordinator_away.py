@@ -19,7 +19,7 @@ SCRIPT = counting_script(EPOCHS, STEPS_PER_EPOCH, RATE)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["coordinator", "etcd"])
+@pytest.mark.parametrize("what", ["coordinator", pytest.param("etcd", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "away_s",
     [

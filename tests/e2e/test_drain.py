@@ -145,9 +145,9 @@ def as_one_process(directory: Path) -> dict[str, torch.Tensor]:
     "strategy",
     [
         "fsdp",
-        pytest.param("ddp", marks=pytest.mark.long),
+        pytest.param("ddp", marks=pytest.mark.nightly),
         pytest.param("pipeline", marks=pytest.mark.long),
-        pytest.param("local-sgd", marks=pytest.mark.long),
+        pytest.param("local-sgd", marks=pytest.mark.nightly),
     ],
 )
 def test_a_job_that_is_told_to_end_keeps_its_last_step(

@@ -46,7 +46,9 @@ print("right", (model(images).argmax(dim=1) == labels).float().mean().item())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp", "async-sgd", "ssp"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "async-sgd", pytest.param("ssp", marks=pytest.mark.nightly)]
+)
 def test_the_readmes_script_survives_a_kill(
     shoal_command: Shoal, script: Path, tmp_path: Path, strategy: str
 ) -> None:

@@ -82,7 +82,9 @@ def test_a_few_killed_servers_lose_nothing(cluster: ParameterCluster, tmp_path: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [KINDS[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in KINDS[1:])]
+)
 def test_killed_servers_lose_nothing(cluster: ParameterCluster, kind: str, tmp_path: Path) -> None:
     """30 kills of primaries under load, half of them for each optimizer: every acknowledged push
     is there, once, and every bit of the values says so."""

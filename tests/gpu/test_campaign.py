@@ -58,7 +58,7 @@ def run_of(out: Path, entries: Mapping[str, Entry], seconds: float) -> list[dict
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_case_that_fails_or_hangs_does_not_keep_the_others_from_being_run(
     tmp_path: Path, own_cases: Mapping[str, Entry]
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_case_that_fails_or_hangs_does_not_keep_the_others_from_being_run(
     assert whole["cases"] == lines and whole["versions"]["torch"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_campaign_ends_in_time(tmp_path: Path, own_cases: Mapping[str, Entry]) -> None:
     """Cases that are left then are told as not run."""
     lines = run_of(tmp_path / "out", {"hangs": own_cases["hangs"], **own_cases}, 6.0)

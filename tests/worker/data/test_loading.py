@@ -247,7 +247,7 @@ def test_batches_ahead_of_an_early_stop_hold_nobody_up() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_a_job_of_loaded_batches_is_exact_over_a_kill_and_a_join(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:

@@ -11,11 +11,14 @@ from support.processes.framework_agents import Agents
 from shoal_client.local.cluster import LocalCluster
 
 RUN_S = 120.0
+FIRST, *OTHERS = FRAMEWORKS
 TOLERANCE = 1e-5  # fp32: a sum over two ranks is taken in another order
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "framework", [FIRST, *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)]
+)
 def test_a_lost_node_leaves_the_weights_of_one_process(
     cluster: LocalCluster, tmp_path: Path, framework: str
 ) -> None:
