@@ -2,10 +2,12 @@
 
 import re
 import tomllib
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import pytest
 from deploy.scripts import lock
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 CUDA = re.compile("nvidia-|triton$|cuda-")
@@ -97,3 +99,16 @@ def test_a_dockerfile_takes_nothing_without_a_hash() -> None:
         if "PIP_REQUIRE_HASHES=0" in command:
             assert "--no-deps" in command and ("--no-index" in command or "wheel" in command)
     assert re.search(r"^ARG BASE=\S+:\d+\.\d+\.\d+-", text, re.MULTILINE), "a release, not a line"
+
+
+def test_the_oldest_python_can_install_every_constrained_version() -> None:
+    """Debian 12 has 3.11.2: a version that asks for a later one leaves pip without an answer."""
+    too_new = {}
+    for name in constraints():
+        try:
+            asked = metadata(name)["Requires-Python"] or ""
+        except PackageNotFoundError:  # of an extra, or a system, that is not here
+            continue
+        if "3.11.2" not in SpecifierSet(asked):
+            too_new[name] = asked
+    assert too_new == {}
