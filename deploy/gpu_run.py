@@ -88,13 +88,21 @@ def look(told: Mapping[str, object]) -> tuple[list[str], list[str]]:
     return seen, wrong
 
 
+def extract(archive: tarfile.TarFile, into: Path) -> None:
+    """Unpack it, without what a file cannot be; Python before 3.11.4 has no such filter."""
+    if hasattr(tarfile, "data_filter"):
+        archive.extractall(into, filter="data")
+    else:
+        archive.extractall(into)
+
+
 def unpack(into: Path) -> None:
     """The wheels' packages in SITE, the cases in CASES."""
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
     for name in ("wheels", "cases"):
         with tarfile.open(HERE / f"{name}.tar.xz") as archive:
-            archive.extractall(into / name, filter="data")
+            extract(archive, into / name)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     command += ["--disable-pip-version-check", "--no-warn-script-location"]
     command += ["--target", str(into / "site"), *map(str, (into / "wheels").iterdir())]
