@@ -1,4 +1,4 @@
-"""How often a step waits for the GPU, and what it copies between GPU and host.
+"""Counts of a step's waits for the GPU, and of its copies between GPU and host.
 
     make bench NAME=gpu
     .venv/bin/python bench/gpu.py ddp fsdp       # these only
@@ -60,11 +60,11 @@ ON_HOST = {
     "copies": ("aten::_to_copy",),
 }
 FIGURES = ON_GPU if HAS_GPU else ON_HOST
-"""Each figure, and what the names of the profiler's events begin with that count for it."""
+"""Figures, and what the names of the profiler's events begin with that count for it."""
 
 
 class Model(nn.Module):
-    """That of bench/strategies.py, normalised if need be."""
+    """Variant of bench/strategies.py, normalised if need be."""
 
     def __init__(self, *, normed: bool) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Model(nn.Module):
 
 
 class Profiled:
-    """What the profiler has seen of steps `WARM_STEPS` to `WARM_STEPS + STEPS`."""
+    """Events that the profiler saw in steps `WARM_STEPS` to `WARM_STEPS + STEPS`."""
 
     def __init__(self, *, is_seen: bool = True) -> None:
         # A process has one profiler at a time.
@@ -164,7 +164,7 @@ def autocast(device: torch.device, *, enabled: bool) -> Any:
 
 
 def by_torch() -> Counter[str]:
-    """The same without a session."""
+    """Counts of the plain loop, without a session."""
     device = torch.device("cuda" if HAS_GPU else "cpu")
     model = Model(normed=False).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)

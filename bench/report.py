@@ -90,7 +90,7 @@ def section(name: str, rows: Rows, measured_unix_s: float, *, plotted: bool) -> 
 
 
 def gpu_section(ran: Mapping[str, Any]) -> str:
-    """What ran on which GPU, and each case with its figures; a fault is told by its last line."""
+    """Section on the GPU run: device, versions, and the figures or the error of each case."""
     versions = {name.replace("_", " "): text for name, text in ran["versions"].items()}
     passed = sum(case["passed"] for case in ran["cases"])
     parts = [

@@ -56,7 +56,7 @@ def wanted() -> list[str]:
 
 
 def ranges() -> dict[str, str]:
-    """Which versions of the packages to look at Shoal works with, as pyproject.toml has them."""
+    """Version ranges of the packages that are checked, as pyproject.toml has them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found: dict[str, str] = {}
     for each in requirements_of(project, EXTRA):

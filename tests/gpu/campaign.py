@@ -81,7 +81,7 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """One run over cases."""
+    """A run over cases."""
 
     machine: Machine
     out: Path

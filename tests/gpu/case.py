@@ -25,7 +25,7 @@ EXACT = 1e-5
 
 @dataclass(kw_only=True)
 class Case:
-    """One case as it runs."""
+    """A case while it runs."""
 
     machine: Machine
     directory: Path
@@ -85,7 +85,7 @@ class Crew:
         self.members: dict[str, Rank] = {}
 
     def start(self, name: str, body: Callable[..., None] = train, **changes: Any) -> Rank:
-        """One more member."""
+        """Start another member."""
         plan = replace(self._plan, member_id=name, index=len(self.members), **changes)
         self.members[name] = self._ranks.start(body, plan)
         return self.members[name]

@@ -57,7 +57,7 @@ class Plan:
     coordinator: str | None = None
     """None: the launcher knows it."""
     index: int = 0
-    """Which GPU is this member's, of a launcher's none: that one chooses."""
+    """GPU of this member; none under a launcher, which chooses it."""
     strategy: str = "ddp"
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the strategy."""
@@ -80,7 +80,7 @@ class Plan:
     infinite_step: int = -1
     """The step in which this member's gradients are infinite."""
     look_file: str = ""
-    """While it is there, report once what this process holds."""
+    """Report once what this process holds, while the file exists."""
 
 
 def use_gpu(machine: Machine, rank: int) -> str:
@@ -104,7 +104,7 @@ def train(report: Report, plan: Plan) -> None:
 
 
 def train_each(report: Report, plans: tuple[Plan, ...]) -> None:
-    """One job after the other in this process."""
+    """Run jobs one after the other in this process."""
     for plan in plans:
         _train(report, plan)
 
@@ -353,7 +353,7 @@ def _rss_bytes() -> int:
 
 
 def train_alone(report: Report, plan: Plan, num_steps: int) -> None:
-    """The same steps by one process without Shoal's strategies; the oracle of the weights."""
+    """Weights that one process reaches by the same steps without Shoal's strategies."""
     device, task = use_gpu(plan.machine, plan.index), plan.task
     model, optimizer = task.build(device)
     samples = on_device(task, device)

@@ -21,7 +21,7 @@ class Task:
     data: Callable[[], tuple[Tensor, Tensor]]
     batch: int
     optimizer: str = "momentum"
-    """One of `OPTIMIZERS`."""
+    """Name in `OPTIMIZERS`."""
     epochs: int = 100_000
     """More than any case trains; it ends with its step or with a file."""
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy

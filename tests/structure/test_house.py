@@ -36,7 +36,7 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def walked(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of a module."""
+    """Nodes of a module."""
     return tuple(ast.walk(parsed(path)))
 
 

@@ -9,7 +9,7 @@ from gpu.cases import equality, growth, losses, members, plain, state, timing
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One case."""
+    """A case: its function and its limit."""
 
     title: str
     run: Callable[[Case], None]

@@ -54,7 +54,7 @@ def of_four(case: Case) -> None:
 
 
 def _every_strategy(case: Case, world_size: int) -> None:
-    """One job a strategy in the same processes, and new ones behind a strategy that fails."""
+    """Run a job for each strategy in the same processes; in new ones after one that fails."""
     task = chains(256 if case.machine.full else 24)
     plans = {
         name: case.plan(

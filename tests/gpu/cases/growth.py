@@ -47,7 +47,7 @@ def over_generations(case: Case) -> None:
 
 
 def _come_and_go(crew: Crew, name: str, *, killed: bool) -> int:
-    """One member joins, trains and leaves; the generation in which the first is alone again."""
+    """Let a member join, train and leave; returns the generation of the first one alone."""
     crew.start(name)
     crew.trains("m0", world_size=2)
     crew.members[name].send_signal(signal.SIGKILL if killed else signal.SIGTERM)

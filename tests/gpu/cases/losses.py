@@ -9,7 +9,7 @@ from gpu.models import chain_of, chains
 import shoal_proto.errors
 
 RESUMED_S = 2.0
-"""From a kill to the next step of all survivors."""
+"""Time from a kill to the next step of all survivors."""
 IN_BRING_UP_S = 30.0
 CUT_S = 2.0
 
@@ -38,7 +38,7 @@ def in_backward(case: Case) -> None:
 
 
 def in_bring_up(case: Case) -> None:
-    """One is killed before the group of its generation is made, one while it is."""
+    """Kill a member before the group of its generation is made, and another while it is."""
     plan = case.plan("bring-up", chains(24), num_steps=8)
     faults = {"m3": Fault(place="before the group"), "m2": Fault(place="within the group")}
     with crew_of(case, plan) as crew:
@@ -53,7 +53,7 @@ def in_bring_up(case: Case) -> None:
 
 
 def stopped(case: Case) -> None:
-    """One of three is stopped, and continued later: it comes back, or leaves with a named error."""
+    """Stop one of three members, then continue it: it comes back, or leaves with a named error."""
     stop_file = case.directory / "stop"
     plan = case.plan("stopped", chains(24), stop_file=str(stop_file), pace_s=0.02)
     fault = Fault(place="backward", step=6, number=signal.SIGSTOP)
@@ -125,8 +125,8 @@ def from_copies(case: Case) -> None:
 
 
 def in_exchange(case: Case) -> None:
-    """One of three is killed where a round's weights travel: the round is done again, or was done
-    by all. With a round a step the weights are those of one process."""
+    """Kill one of three members while a round's weights are sent: the round is done again, or
+    was done by all. With a round a step the weights are those of one process."""
     task = chains(256 if case.machine.full else 24, optimizer="sgd")
     plain = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False}
     for strategy, options in (("local-sgd", {}), ("diloco", plain)):

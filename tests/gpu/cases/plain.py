@@ -17,7 +17,7 @@ SMALL_MB = (1, 8)
 
 
 def collectives(case: Case) -> None:
-    """All-reduce, all-gather and messages are exact with 1, 2 and 4 ranks."""
+    """Check that all-reduce, all-gather and messages are exact with 1, 2 and 4 ranks."""
     for world_size in (1, 2, 4):
         path = str(case.directory / f"store-{world_size}")
         body = partial(_rank, case.machine, path, world_size)

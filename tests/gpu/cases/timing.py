@@ -25,7 +25,7 @@ MOST_OVERHEAD = 1.03
 
 
 def overhead(case: Case) -> None:
-    """One rank each: a plain loop, plain DDP, and Shoal's ddp, zero1 and fsdp, by turns."""
+    """Time on one rank a plain loop, plain DDP, and Shoal's ddp, zero1 and fsdp, by turns."""
     found = _by_turns(case, gpt(full=case.machine.full), WAYS, skip=5, count=40)
     _tell(case, "gpt", found)
     if case.machine.device == "cuda":

@@ -20,7 +20,7 @@ RESULTS, PAGE = DOCS / "torch-releases.json", DOCS / "strategies.md"
 BEGIN, END = "<!-- torch-table: written by `make torch-table` -->", "<!-- /torch-table -->"
 _NAMES = "|".join(sorted(map(re.escape, STRATEGIES), key=len, reverse=True))
 Counts = Mapping[str, Sequence[int]]
-"""By strategy: passed and failed."""
+"""Numbers of passed and failed tests by strategy."""
 
 
 def strategy_of(test: ElementTree.Element) -> str | None:
@@ -30,7 +30,7 @@ def strategy_of(test: ElementTree.Element) -> str | None:
 
 
 def counts_of(report: Path) -> Counts:
-    """What a report of pytest's (`--junitxml`) holds; what was skipped does not count."""
+    """Counts in a report of pytest (`--junitxml`), without skipped tests."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for test in ElementTree.parse(report).iter("testcase"):
         strategy = strategy_of(test)

@@ -30,7 +30,7 @@ def gpu_of(rank: int) -> int:
 
 
 def run_on_nccl(world_size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `body(*arguments)` returns on each rank; rank r has GPU r, counted round."""
+    """Run `body(*arguments)` on each rank, on GPU r modulo their number; returns the results."""
     with tempfile.TemporaryDirectory() as directory, Ranks() as ranks:
         path = os.path.join(directory, "store")  # noqa: PTH118 - what FileStore takes
         started = [

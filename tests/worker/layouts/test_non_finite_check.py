@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import tensor_models as models
-from support.processes.worlds import LaidOutTraining, Training
+from support.processes.worlds import LaidOutTraining, Training, this_world
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import shoal
 from shoal.backends.process_group.collectives import counts, reset_counts
-from shoal.layouts.base import Layout, World
+from shoal.layouts.base import Layout
 from shoal.layouts.gradients import clip
 from shoal.strategies.layout.hybrid import Hybrid
 from shoal.strategies.layout.pipeline import Pipeline
@@ -33,14 +33,7 @@ ARRANGEMENTS: dict[str, tuple[int, LayoutStrategy]] = {
 
 def after_backward(strategy: LayoutStrategy, model: Any = models.gpt) -> Layout:
     """The layout of this rank, which has its own gradients of a step."""
-    group = dist.group.WORLD
-    assert group is not None
-    world = World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=torch.device("cpu"),
-        group=group,
-    )
+    world = this_world()
     training = Training(
         model=model, optimizer=models.momentum, data=models.tokens, loss=models.next_token
     )

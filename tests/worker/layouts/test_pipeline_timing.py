@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models import pipeline_models as models
+from support.processes.worlds import this_world
 from torch import nn
 
 import shoal
-from shoal.layouts.base import World
 from shoal.layouts.pipeline.layer_profiler import LayerProfiler, measured
 from shoal.layouts.pipeline.stage_splitter import StageSplitter
 from shoal.strategies.layout.pipeline import Pipeline
@@ -48,14 +47,7 @@ def test_each_layer_has_a_time_and_the_model_stays_as_it_was(make, data):
 
 def test_the_first_ranks_times_hold_for_all_and_are_kept():
     def body() -> list[list[int]]:
-        group = dist.group.WORLD
-        assert group is not None
-        world = World(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            device=torch.device("cpu"),
-            group=group,
-        )
+        world = this_world()
         model = on_meta(lopsided())
         outline = StageSplitter().outline(model, 3)
         profiler = LayerProfiler(torch.randn(2, 4))

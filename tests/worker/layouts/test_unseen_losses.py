@@ -1,16 +1,17 @@
 """A loss on a GPU is looked at with the step's gradients, and stops all ranks in the same step."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.models import tensor_models as models
-from support.processes.worlds import LaidOutTraining, Training
+from support.processes.worlds import LaidOutTraining, Training, this_world
 from torch import Tensor
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.layouts.base import Layout, World
+from shoal.layouts.base import Layout
 from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2
 from shoal.strategies.layout.fsdp_tensor import FSDPTensor
 from shoal.strategies.layout.hybrid import Hybrid
@@ -34,17 +35,9 @@ ARRANGEMENTS: dict[str, tuple[int, LayoutStrategy]] = {
 
 
 def told(strategy: LayoutStrategy, value: float, faulty: frozenset[int]) -> str:
-    """What a rank is told behind a pass whose gradients are finite, and whose loss on the faulty
-    ranks is this value."""
-    group = dist.group.WORLD
-    assert group is not None
-    world = World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=torch.device("cpu"),
-        group=group,
-        makes_passes=True,
-    )
+    """Error that a rank gets after a pass with finite gradients and, on the faulty ranks, a loss
+    of this value."""
+    world = replace(this_world(), makes_passes=True)
     training = Training(
         model=models.gpt, optimizer=models.momentum, data=models.tokens, loss=models.next_token
     )

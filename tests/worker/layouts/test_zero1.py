@@ -13,12 +13,12 @@ from support.processes.worlds import (
     assemble,
     largest_difference,
     one_process,
+    this_world,
     train_rank,
 )
 from torch import Tensor, nn
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.layouts.base import World
 from shoal.layouts.gradients import clip
 from shoal.layouts.replicated import ReplicatedLayout, Zero1Layout, lay_in_one_piece, partition
 from shoal.state.shards import MODEL, OPTIM, StateShard
@@ -184,10 +184,7 @@ def test_a_parameter_without_gradient_stays_if_that_is_meant() -> None:
 
 def on_this_rank(training: Training, num_steps: int) -> LaidOutTraining:
     """The training after so many steps."""
-    group = dist.group.WORLD
-    assert group is not None
-    cpu = torch.device("cpu")
-    world = World(rank=dist.get_rank(), world_size=dist.get_world_size(), device=cpu, group=group)
+    world = this_world()
     rank = LaidOutTraining(training, Zero1Layout, world)
     for step in range(num_steps):
         rank.step(step)

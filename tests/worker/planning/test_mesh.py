@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models import pipeline_models, sharded_models, tensor_models
-from support.processes.worlds import LaidOutTraining, Training
+from support.processes.worlds import LaidOutTraining, Training, this_world
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shoal
 from shoal.backends.process_group.collectives import Count, counts, reset_counts
-from shoal.layouts.base import World
 from shoal.planning.figures import Plan
 from shoal.strategies.layout.hybrid import Hybrid
 from shoal.strategies.layout.pipeline import Pipeline
@@ -56,14 +54,7 @@ def memory(tensors: Iterable[Tensor]) -> int:
 
 def measured(done: Training, strategy: LayoutStrategy) -> dict[str, Any]:
     """Bytes that a rank holds when the optimizer steps, and what that step moves."""
-    group = dist.group.WORLD
-    assert group is not None
-    world = World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=torch.device("cpu"),
-        group=group,
-    )
+    world = this_world()
     trained = LaidOutTraining(done, strategy.lay_out, world)
     trained.step(0)
     held: dict[str, Any] = {}

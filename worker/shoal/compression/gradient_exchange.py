@@ -46,7 +46,7 @@ class GradientExchange:
         self._underway: list[Underway] = []
         """What the backward pass has begun and not waited for yet."""
         self.losses = UnseenLosses()
-        """Of this member: one that is not finite makes an average so."""
+        """Losses of this member: one that is not finite makes the averages so too."""
         self._fault = ""
         self._norms: list[tuple[Tensor, Tensor]] = []
         """Of parameters on a GPU: the largest element of this member's own gradient."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.state.host_copies import as_bytes
 from shoal.torch_private.modules import buffer_table, has_batch_statistics, transient_buffers
 from shoal.torch_private.tensors import foreach_copy_
 
@@ -109,7 +110,7 @@ def broadcast_packed(
 
     Before that, `look` is given both.
     """
-    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    packed = torch.cat([as_bytes(tensor.contiguous()) for tensor in tensors])
     wait_abortable(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)
     parts = torch.split(packed, [tensor.nbytes for tensor in tensors])
     given = list(map(_as, parts, tensors))

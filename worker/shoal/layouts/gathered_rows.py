@@ -31,6 +31,7 @@ from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.process_group.uneven import all_to_all_uneven
 from shoal.model.gradients import is_on_host
+from shoal.state.host_copies import as_bytes
 from shoal.torch_private.compiling import eager
 from shoal_proto.errors import InvalidSpec
 
@@ -275,7 +276,7 @@ class _Way:
         return summed
 
     def _placed(self, rows: Tensor) -> Tensor:
-        """What is sent: dense, and where it is sent from."""
+        """Rows as they are sent: dense, on the device that sends them."""
         device = torch.device("cpu") if self._gathers.go_by_messages(rows) else rows.device
         return rows.detach().to(device).resolve_conj().resolve_neg().contiguous()
 
@@ -353,8 +354,8 @@ def _unpacked(word: Tensor) -> _Word:
 
 
 def _in_bytes(tensors: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-    """Those that hold anything."""
-    return [(each.view(-1).view(torch.uint8), rank) for each, rank in tensors if each.numel()]
+    """Tensors that are not empty, as bytes."""
+    return [(as_bytes(each), rank) for each, rank in tensors if each.numel()]
 
 
 def _all_to_all(

@@ -48,7 +48,7 @@ def clip(layout: "Layout", max_norm: float, among: Collection[str] | None = None
 
 
 def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One number on the device, as exact as the gradients of any model are; 0 of none."""
+    """Sum of squares as one float64 number on the device; 0 of none."""
     found = torch.zeros(1, dtype=torch.float64, device=device)
     # One tensor takes those of one kind: a model's gradients may be of several.
     for kind in dict.fromkeys((norm.device, norm.dtype) for norm in norms):

@@ -27,7 +27,7 @@ class NonFiniteCheck:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self.losses = UnseenLosses()
-        """Of this rank: one that is not finite is a fault of its own."""
+        """Losses of this rank: one that is not finite counts as its own fault."""
         self.begin()
 
     def begin(self) -> None:

@@ -43,7 +43,7 @@ class UnseenLosses:
         self.excess = None
 
     def note(self, loss: Tensor) -> None:
-        """One more; its backward pass has not begun."""
+        """Add a loss whose backward pass has not begun."""
         own = local_part(loss.detach()).sum()
         excess = own - own
         self.excess = excess if self.excess is None else self.excess + excess

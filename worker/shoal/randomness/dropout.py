@@ -122,7 +122,7 @@ class _Layer:
         number = next(_numbers)
         _layers[number] = self
         self.handle = torch.tensor([number, 0], dtype=torch.int64, device="cpu")
-        """What a compiled graph is given of the layer: by which it is found when the graph runs,
+        """Handle of the layer in a compiled graph: by it the layer is found when the graph runs,
         and how often it was asked for a key. A tensor, as a graph is compiled for other numbers
         anew."""
 
@@ -185,7 +185,7 @@ def _(layer: Tensor, device: torch.device) -> Tensor:
 def _traced(
     layer: Tensor, dim: int | None, shape: torch.Size, device: torch.device, p: float
 ) -> Tensor:
-    """What `_drawn` returns, as a graph computes it from the layer's handle: the same elements."""
+    """Elements that `_drawn` returns, as a graph computes them from the layer's handle."""
     low, high, first, count = _key_of(layer, device).unbind()
     if p >= 1:
         return torch.zeros(shape, dtype=torch.bool, device=device)

@@ -52,7 +52,7 @@ def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUn
 
 
 def work_so_far(tensors: Sequence[Tensor]) -> CopyUnderWay:
-    """What the caller's streams have been given to do on the GPUs of these tensors."""
+    """Work that the caller's streams were given so far on the GPUs of these tensors."""
     return CopyUnderWay(_gpus(tensors))
 
 
@@ -83,7 +83,7 @@ def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
 
 
 def page_locked(memory: Tensor, cudart: Any) -> Tensor | None:
-    """The same memory, locked by the CUDA runtime for as long as a tensor views it; None if the
+    """View of this memory, locked by the CUDA runtime for as long as a tensor views it; None if the
     runtime refuses."""
     pointer, num_bytes = memory.data_ptr(), memory.numel()
     if int(cudart.cudaHostRegister(pointer, num_bytes, 0)):
@@ -173,7 +173,7 @@ def _empty(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None)
 def _batches(
     pairs: Sequence[tuple[Tensor, Tensor]], room_bytes: int
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """All of them as bytes, in runs that fit into a room."""
+    """Split the pairs, as bytes, into runs that fit into a room."""
     batch: list[tuple[Tensor, Tensor]] = []
     left = room_bytes
     for target, source in pairs:

@@ -1,4 +1,4 @@
-"""Of torch's GradScaler: its numbers as the host knows them.
+"""Numbers of torch's GradScaler as the host knows them.
 
 The scaler keeps its scale, and the steps since that last changed, on the GPU, and each look there
 waits for all that was begun. In a session nothing but the session changes them.
@@ -19,7 +19,7 @@ _known: WeakKeyDictionary[torch.amp.GradScaler, tuple[_Marks, float, int]] = Wea
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """What `scaler.state_dict()` returns. Waits for the GPU only if the numbers there were written
+    """Return `scaler.state_dict()`. Waits for the GPU only if the numbers there were written
     to since this was last known, or `load_scaler_state` was called."""
     marks = _marks_of(scaler)
     if marks is None:
@@ -38,13 +38,13 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> float:
-    """What `scaler.get_scale()` returns; waits as seldom as `scaler_state`."""
+    """Return `scaler.get_scale()`; waits as seldom as `scaler_state`."""
     scale: float = scaler_state(scaler)["scale"]
     return scale
 
 
 def load_scaler_state(scaler: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
-    """As `scaler.load_state_dict(state)`; the host knows the numbers from then on."""
+    """Call `scaler.load_state_dict(state)`; the host knows the numbers from then on."""
     scaler.load_state_dict(dict(state))
     marks = _marks_of(scaler)
     if marks is not None:

@@ -152,7 +152,7 @@ def fault_on(device: torch.device) -> str:
 
 
 def backends_on(device: torch.device) -> list[Any]:
-    """What carries the operations on the device, of each group of this process. Any thread."""
+    """Backends that carry operations on the device, for each group of this process. Any thread."""
     found: list[Any] = []
     for group in list(all_groups()):
         try:

@@ -1,4 +1,4 @@
-"""Of torch.optim: state that a constructor makes."""
+"""State that constructors in torch.optim make."""
 
 from torch.optim import Adagrad, Optimizer
 

@@ -1,4 +1,4 @@
-"""Of torch's pipelining: stages and schedules without what only older releases do with outputs."""
+"""Torch's pipelining: stages and schedules without what only older releases do with outputs."""
 
 import inspect
 from collections.abc import Callable

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models import pipeline_models
 from support.models import tensor_models as models
 from support.processes.worlds import (
@@ -14,6 +13,7 @@ from support.processes.worlds import (
     largest_difference,
     one_process,
     run_on_gloo,
+    this_world,
     train_rank,
 )
 from torch import nn
@@ -104,22 +104,11 @@ def test_with_one_stage_an_ordinary_loop_works(sizes):
     check_equal(done, shoal.run_in_memory(train_rank, 4, done, lay_out))
 
 
-def world_of_rank() -> World:
-    group = dist.group.WORLD
-    assert group is not None
-    return World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=torch.device("cpu"),
-        group=group,
-    )
-
-
 def laid_out(sizes: tuple[int, int, int], make=models.gpt) -> HybridLayout:
     done = Training(
         model=make, optimizer=models.momentum, data=models.tokens, loss=models.next_token
     )
-    layout = LaidOutTraining(done, functools.partial(on_mesh, sizes=sizes), world_of_rank()).layout
+    layout = LaidOutTraining(done, functools.partial(on_mesh, sizes=sizes), this_world()).layout
     assert isinstance(layout, HybridLayout)
     return layout
 

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models import pipeline_models as models
 from support.processes.worlds import (
     LaidOutTraining,
@@ -15,6 +14,7 @@ from support.processes.worlds import (
     largest_difference,
     one_process,
     run_on_gloo,
+    this_world,
     train_rank,
 )
 from torch import Tensor, nn
@@ -65,17 +65,6 @@ def check_equal(done: Training, state_shards) -> None:
     assert largest_difference(ours, theirs) <= TOLERANCE
 
 
-def world_of_rank() -> World:
-    group = dist.group.WORLD
-    assert group is not None
-    return World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=torch.device("cpu"),
-        group=group,
-    )
-
-
 @pytest.mark.parametrize(
     ("model", "world_size", "schedule", "optimizer"),
     [
@@ -124,7 +113,7 @@ def test_statistics_in_buffers_see_each_microbatch_once():
 
     def body() -> int:
         torch.manual_seed(0)
-        layout = in_stages(models.Counted(), world_of_rank(), microbatches=3)
+        layout = in_stages(models.Counted(), this_world(), microbatches=3)
         inputs, targets = models.numbers()
         for _ in range(2):
             layout.forward_backward(inputs[:12], targets[:12], models.squared, 1.0)
@@ -150,7 +139,7 @@ def test_batches_of_changing_size_give_the_gradients_of_the_whole_batch():
     inputs, targets = models.tokens()
 
     def body() -> list[dict[str, Tensor]]:
-        layout = with_weights(models.tied_transformer, world_of_rank())
+        layout = with_weights(models.tied_transformer, this_world())
         found = []
         for size in (8, 6, 8, 5, *range(10, 10 + MAX_SHAPES), 8):
             for parameter in layout.parameters.values():
@@ -193,7 +182,7 @@ def test_what_is_dropped_does_not_depend_on_stages_and_microbatches():
     weights = [parameter.detach().clone() for parameter in model.parameters()]
 
     def body() -> dict[str, Tensor]:
-        layout = in_stages(copy.deepcopy(model).to("meta"), world_of_rank())
+        layout = in_stages(copy.deepcopy(model).to("meta"), this_world())
         known = dict(zip(dict(model.named_parameters()), weights, strict=True))
         with torch.no_grad():
             for name, parameter in layout.parameters.items():
@@ -214,7 +203,7 @@ def test_every_rank_is_told_the_mean_loss_of_the_batch():
     inputs, targets = models.numbers()
 
     def body() -> float:
-        layout = with_weights(models.perceptron, world_of_rank())
+        layout = with_weights(models.perceptron, this_world())
         # The weight is for gradients, the loss is the samples' own.
         return float(layout.forward_backward(inputs, targets, models.squared, 0.25))
 
@@ -228,7 +217,7 @@ def test_evaluation_gives_every_rank_the_outputs_of_the_whole_model():
     inputs, _ = models.tokens()
 
     def body() -> tuple[Tensor, Tensor]:
-        layout = with_weights(models.transformer, world_of_rank())
+        layout = with_weights(models.transformer, this_world())
         layout.plain.eval()
         with torch.no_grad():
             return layout.plain(inputs[:7]), layout.module(ids=inputs[:3])
@@ -248,7 +237,7 @@ def test_outputs_of_any_shape_come_back_and_go_into_the_loss():
 
     def body():
         torch.manual_seed(1)
-        layout = in_stages(models.ManyOutputs(), world_of_rank())
+        layout = in_stages(models.ManyOutputs(), this_world())
         for parameter in layout.parameters.values():
             nn.init.constant_(parameter, 0.5)
         layout.forward_backward(inputs[:8], targets[:8], loss, 1.0)
@@ -263,7 +252,7 @@ def test_outputs_of_any_shape_come_back_and_go_into_the_loss():
 
 def test_calling_the_model_with_gradients_names_what_to_call_instead():
     def body() -> list[str]:
-        layout = in_stages(models.perceptron(), world_of_rank())
+        layout = in_stages(models.perceptron(), this_world())
         said = []
         for attempt in (
             lambda: layout.module(torch.zeros(2, 5)),
@@ -307,7 +296,7 @@ def test_an_error_of_the_users_code_comes_as_it_was_raised_and_ends_the_others()
     lock = threading.Lock()
 
     def body() -> None:
-        layout = in_stages(Failing(), world_of_rank())
+        layout = in_stages(Failing(), this_world())
         inputs, targets = models.numbers()
         try:
             layout.forward_backward(inputs[:8], targets[:8], models.squared, 1.0)
@@ -337,7 +326,7 @@ def test_a_value_that_is_no_tensor_is_refused_where_it_would_cross():
             return out
 
     def body() -> None:
-        layout = in_stages(Unpacks(), world_of_rank())
+        layout = in_stages(Unpacks(), this_world())
         inputs, targets = models.numbers()
         layout.forward_backward(inputs[:8], targets[:8], models.squared, 1.0)
 

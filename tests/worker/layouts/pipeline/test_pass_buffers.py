@@ -7,7 +7,14 @@ import pytest
 import torch
 from support.collectives.strategy_runs import Run, by_a_rank, by_one_process, difference
 from support.models import pipeline_models as models
-from support.processes.worlds import Training, assemble, largest_difference, one_process, train_rank
+from support.processes.worlds import (
+    Training,
+    assemble,
+    largest_difference,
+    one_process,
+    this_world,
+    train_rank,
+)
 from torch import Tensor, nn
 
 import shoal
@@ -15,7 +22,7 @@ from shoal.data.batches import Loader, Order
 from shoal_proto.errors import InvalidSpec
 
 from ...strategies import test_equality as equality
-from .test_layout import TOLERANCE, in_stages, world_of_rank
+from .test_layout import TOLERANCE, in_stages
 
 _seeded = threading.Lock()
 
@@ -99,7 +106,7 @@ def test_buffers_that_stay_as_they_are_are_copied_once() -> None:
 
     def body() -> list[bool]:
         torch.manual_seed(0)
-        layout = in_stages(models.transformer(), world_of_rank())
+        layout = in_stages(models.transformer(), this_world())
         inputs, targets = models.tokens()
         copies: list[list[Tensor]] = []
         for _ in range(3):

@@ -28,6 +28,7 @@ from support.processes.worlds import (
     largest_difference,
     one_process,
     run_on_gloo,
+    this_world,
     train_rank,
 )
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.backends.process_group.collectives import counts, reset_counts
-from shoal.layouts.base import LayOut, World
+from shoal.layouts.base import LayOut
 from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.layout import ShardedLayout
@@ -44,17 +45,6 @@ TOLERANCE = 1e-5
 """fp32; only the order of additions differs."""
 ZERO2, ZERO3 = {"free_after_forward": False}, {"free_after_forward": True}
 KINDS = pytest.mark.parametrize("kind", [ZERO2, ZERO3], ids=["zero2", "fsdp"])
-
-
-def world() -> World:
-    group = dist.group.WORLD
-    assert group is not None
-    return World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=torch.device("cpu"),
-        group=group,
-    )
 
 
 def difference(training: Training, world_size: int, way: LayOut) -> float:
@@ -117,7 +107,7 @@ def test_mixed_precision_stays_near_full_precision(dtype: torch.dtype) -> None:
 
 
 def buffers_after(training: Training, way: LayOut) -> dict[str, Tensor]:
-    trained = LaidOutTraining(training, way, world())
+    trained = LaidOutTraining(training, way, this_world())
     trained.run()
     return {name: b.clone() for name, b in trained.layout.module.named_buffers()}
 
@@ -139,7 +129,7 @@ def broadcast_once() -> tuple[int, list[Tensor]]:
         torch.empty(0),
     ]
     reset_counts()
-    broadcast_packed(tensors, world().group)
+    broadcast_packed(tensors, this_world().group)
     return counts()["broadcast"].calls, tensors
 
 
@@ -154,7 +144,7 @@ def test_buffers_of_all_dtypes_travel_in_one_broadcast() -> None:
 
 def local_gradients(training: Training, way: LayOut) -> tuple[int, int, int]:
     """Elements of this rank's gradients, of memory that they keep, and of the whole model."""
-    trained = LaidOutTraining(training, way, world())
+    trained = LaidOutTraining(training, way, this_world())
     trained.step(0)
     gradients = [parameter.grad for parameter in trained.layout.parameters.values()]
     assert all(isinstance(gradient, DTensor) for gradient in gradients)
@@ -192,7 +182,7 @@ def test_reduce_scatter_that_crashed_or_scattered_padding(kind: Any) -> None:
 
 def reduced_and_used(training: Training, way: LayOut) -> float:
     """By how much the step that was taken is off from one with the reduced gradients by hand."""
-    trained = LaidOutTraining(training, way, world())
+    trained = LaidOutTraining(training, way, this_world())
     before = {n: p.detach().clone() for n, p in trained.layout.parameters.items()}
     trained.step(0)
     off = 0.0
@@ -219,7 +209,7 @@ def test_reduce_scatter_whose_result_nobody_used(kind: Any) -> None:
 
 def evaluate_within_step(training: Training, way: LayOut) -> bool:
     """Whether a pass behind backward leaves old weights for the next step to compute with."""
-    trained = LaidOutTraining(training, way, world())
+    trained = LaidOutTraining(training, way, this_world())
     layout, inputs = trained.layout, data()[0]
     layout.begin()
     layout.backward(layout.module(inputs).square().mean(), 1.0)
@@ -238,7 +228,7 @@ def test_weights_gathered_to_evaluate_are_not_used_after_the_step(kind: Any) -> 
 
 
 def forgotten_gradient(training: Training, way: LayOut) -> tuple[bool, bool]:
-    trained = LaidOutTraining(training, way, world())
+    trained = LaidOutTraining(training, way, this_world())
     layout = trained.layout
     assert isinstance(layout, ShardedLayout)
     without = layout.synchronised()

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes.worlds import LaidOutTraining, Training
+from support.processes.worlds import LaidOutTraining, Training, this_world
 from support.training.elastic_bodies import Explodes
 from torch import Tensor, nn
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.layouts.base import World
 from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
 from shoal.layouts.sharded.nan_propagating_reduce_scatter import propagate_nan, spread_nan
 from shoal.model.losses import UnseenLosses
@@ -97,12 +96,7 @@ def after_backward(faulty: int, shard: int | None = None) -> ShardedLayout:
         data=lambda: (torch.ones(12, 5), torch.zeros(12, 3)),
         loss=lambda outputs, targets: (outputs - targets).sum(),
     )
-    world = World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=torch.device("cpu"),
-        group=group,
-    )
+    world = this_world()
     options = ShardedOptions(min_group_bytes=1, shard=shard)
     layout = LaidOutTraining(training, lambda m, w: ShardedLayout(m, w, options), world).layout
     assert isinstance(layout, ShardedLayout)

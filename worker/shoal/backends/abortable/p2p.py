@@ -39,7 +39,7 @@ class AbortableP2P:
         self._takes_turns = device.type == "cpu"
         self._device = device
         self.takes_batches = takes_batches(group, device)
-        """Whether messages of one rank that are not given as one wait for each other."""
+        """True if messages of one rank wait for each other unless they are posted as one batch."""
         self._orders: _Orders = queue.SimpleQueue()
         self._has_thread = False
         # Whoever forgets to close it leaves no thread behind.

@@ -16,12 +16,12 @@ log = structlog.get_logger(__name__)
 
 
 class Aborts:
-    """Of one generation. Any thread may call."""
+    """The aborts of one generation. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun: list[tuple[Any, threading.Thread]] = []
-        """Each backend is kept, so that no other one is taken for it."""
+        """Backends are kept, so that no later one has the same `id`."""
 
     def begin(self, backends: Iterable[Any]) -> None:
         """Abort each of these that is not aborted yet. Waits for none."""

@@ -138,7 +138,7 @@ class GlooGroup:
         self.let_go(dist.destroy_process_group)
 
     def let_go(self, forget: Callable[[], None], also: Iterable[dist.ProcessGroup] = ()) -> None:
-        """As `retire`; `forget` has torch forget its groups, `also` is freed with Gloo's part."""
+        """Retire the group: `forget` removes groups from torch, `also` is freed with Gloo's."""
         # Reached while torch still holds the group: DDP's reducer must never be the last to do so,
         # it would wait for Gloo's threads with the interpreter locked.
         groups, self._groups = [*self._groups, *also], []

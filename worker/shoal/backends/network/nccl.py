@@ -37,12 +37,12 @@ class StreamedDevice(Protocol):
     """A device whose collectives are put on a stream, and can be aborted there."""
 
     kind: str
-    """As torch names it: "cuda"."""
+    """Torch's name of the device: "cuda"."""
     transport: str
     """torch's backend for it."""
 
     def identity(self) -> str:
-        """The same for two ranks that have one device, and for no others."""
+        """Identity of the device: two ranks on one device have the same, others do not."""
 
     def connect(self, group: dist.ProcessGroup, waiter: AbortableWaiter) -> None:
         """Make the group's communicator; see `communicators.connect`."""

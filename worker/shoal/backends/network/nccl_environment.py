@@ -28,7 +28,7 @@ REQUIRED: Mapping[str, str] = {
     # that is not finite, as AMP meets them, would be the end of it.
     "TORCH_NCCL_NAN_CHECK": "0",
 }
-"""What each must be where a member survives."""
+"""Values that let a member survive an error of NCCL."""
 _OLD_NAMES: Mapping[str, str] = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",

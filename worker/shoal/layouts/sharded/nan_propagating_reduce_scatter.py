@@ -41,7 +41,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.copies: dist.ProcessGroup | None = None
         """The ranks that hold the same rows as this one; None: there are no others."""
         self.losses = UnseenLosses()
-        """This rank's, of the step: one that is not finite makes all elements NaN too."""
+        """Losses of this rank in the step: one that is not finite makes all elements NaN too."""
         self._filled: weakref.ref[Tensor] | None = None
         self.ours: Callable[[], bool] | None = None
         """Whether gradients that come now are of a pass that they may come of; None: of any."""
@@ -68,7 +68,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """Whether this rank's own gradients were not finite; not known on a GPU, which would have
         to be waited for."""
         self.given_finite: list[Tensor] = []
-        """Of a blind rank: if what it was given is finite, for each pass. On its device, where a
+        """Flags of a blind rank, one a pass: True if its rows are finite. On its device, where a
         look waits for all that was begun."""
 
     def __call__(
@@ -118,7 +118,7 @@ def propagate_nan(gradients: Tensor, losses: UnseenLosses) -> bool:
 
 
 def spread_nan(gradients: Tensor, losses: UnseenLosses) -> None:
-    """The same, but nobody learns of it, or waits for a device."""
+    """Do so on a device, without waiting for it: nobody learns here if one was found."""
     largest = _largest(gradients)
     excess = largest - largest
     if losses.excess is not None:

@@ -23,7 +23,7 @@ class ParameterSlot:
         self._view = memoryview(b"")
 
     def bytes(self) -> memoryview:
-        """Those of the parameter itself, or of `staged`."""
+        """Bytes of the parameter itself, or of `staged`."""
         data = self.parameter.detach()
         # A user may have moved the model since: the storage then is another one.
         if data.data_ptr() != self._pointer or not self._view.nbytes:

@@ -16,6 +16,7 @@ from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.compression.base import Compressor, Packed
 from shoal.compression.wire import Traffic, Wire
 from shoal.model.gradients import are_finite, is_finite
+from shoal.state.host_copies import as_bytes
 from shoal.state.replicated import ReplicatedState, State
 from shoal.state.shards import OPTIM, StateShard, TensorShard
 from shoal.strategies.local_sgd.outer_step import OuterStep
@@ -64,7 +65,7 @@ class OuterLoop:
         return self._agreed
 
     def agree(self, step: int) -> None:
-        """All members have the present state: it takes the place of the last, in its memory."""
+        """Agree on the present state, which all members have, in the memory of the last one."""
         self._agreed = self.state.capture(step, self._agreed)
 
     def go_back(self) -> None:
@@ -187,9 +188,9 @@ class OuterLoop:
         if not others:
             return {}
         before = self.agreed.tensors
-        # Most are frozen: those are not sent.
+        # Most are frozen: those are not sent. Compared as bytes: a NaN is equal to itself.
         flags = torch.tensor(
-            [not _bytes_of(p).equal(_bytes_of(before[name])) for name, p in others.items()]
+            [not as_bytes(p).equal(as_bytes(before[name])) for name, p in others.items()]
         )
         written = flags.to(torch.uint8)
         self.waiter.wait(dist.all_reduce(written, op=dist.ReduceOp.MAX, group=group, async_op=True))
@@ -273,11 +274,6 @@ def _change(now: Tensor, before: Tensor) -> Tensor:
     change = _real(now).to(wide) - _real(before).to(wide)
     # A mask's infinities have not changed.
     return change.masked_fill_(_real(now) == _real(before), 0.0)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Unlike numbers, also equal where they are none."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _move(tensor: Tensor, before: Tensor, change: Tensor) -> None:

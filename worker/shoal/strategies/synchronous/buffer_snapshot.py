@@ -30,7 +30,7 @@ class BufferSnapshot:
         """Names of such buffers in the model, by the buffer's id."""
         self._before: list[_Before] = []
         self._copies: list[_Before] = []
-        """Those of the last step, for the next."""
+        """Copies of the last step, for the next."""
         self._refusal: InvalidSpec | None = None
 
     def keep(self, model: nn.Module) -> None:
@@ -108,7 +108,7 @@ class BufferSnapshot:
 
 
 class _Before:
-    """What a buffer holds that the model's state_dict leaves out: a mask, say, which nobody writes.
+    """Copy of a buffer that the model's state_dict leaves out: a mask, say, which nobody writes.
 
     On a GPU a copy serves until the buffer is written to, by torch's count. On the host copies are
     made anew for each step, which takes little there and sees writes past that count too.

@@ -142,7 +142,7 @@ class ScriptWrites:
 
     @torch.no_grad()
     def _differing(self, names: Sequence[str]) -> set[str]:
-        """Those of the parameters that hold something else than their copies."""
+        """Names of parameters that differ from their copies."""
         pairs = zip((self._copies[name] for name in names), self._own.present(names), strict=True)
         are_same = [own.eq(copy.to(own.device)).all() for copy, own in pairs]
         # Put together, so that one look waits for all.
