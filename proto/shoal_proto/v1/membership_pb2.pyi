@@ -131,7 +131,7 @@ class MemberInfo(_message.Message):
     """
     launch_digest: _builtins.str
     """SHA-256, in hexadecimal digits, of the secret by which its launcher proves that it is that.
-    Empty: any report of this process' exit is believed, as before 0.2.
+    Empty: only an operator's report of this process' exit is believed, or anyone's without TLS.
     """
     step_messages: _builtins.int
     """The newest form of the messages by which the members of a synchronous generation tell each
@@ -353,8 +353,8 @@ class Proposal(_message.Message):
     def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def optional_fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """As `fields`, but compared among those members alone that state the field: members of earlier
-        releases do not.
+        """As `fields`, but compared among those members alone that state the field: a release that adds
+        one trains with members of the release before, which do not.
         """
 
     @_builtins.property
@@ -1550,7 +1550,7 @@ class PauseRequest(_message.Message):
     """Since when it is paused, where that is said again."""
     pause_number: _builtins.int
     """Rises from pause to pause of one process, so that a word of one that is over, which was long on
-    its way, is known as that. 0: an earlier release does not say.
+    its way, is known as that. 0: not stated.
     """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...

@@ -43,9 +43,11 @@ def good_member() -> dict[str, object]:
 
 def good_record(job: str) -> dict[str, object]:
     """The record of generation 1, as JSON types."""
-    entry = {"member_id": "w0", "incarnation": "0001", "state": "STATE_ACTION_INITIAL"}
+    entry = {"member_id": "w0", "state": "STATE_ACTION_INITIAL"}
     roster = {"generation": "1", "entries": [entry], "source_member_id": "w0"}
-    return {"job": job, "roster": roster, "verdict": "VERDICT_COMMITTED", "digest": "d"}
+    incarnations = {"w0": "0001"}
+    decided = {"verdict": "VERDICT_COMMITTED", "digest": "d"}
+    return {"job": job, "roster": roster, "incarnations": incarnations, **decided}
 
 
 def as_json(value: object) -> bytes:

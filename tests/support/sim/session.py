@@ -219,7 +219,6 @@ class SimSession:
             admitted = pb.Admitted(limits=codec.limits_to_pb(self._network.limits))
             return ev.NoticeCame(notice=pb.Notice(reason="admitted", admitted=admitted))
         known = isinstance(notice, events.OutcomeNotice) and notice.record.digest == self._shown
-        known = known and self.release is not Release.EARLIER
         form = RosterForm.LEFT_OUT if known else RosterForm.WHOLE
         message = codec.notice_to_pb(notice, self._last_generation(), form)
         if isinstance(notice, events.PrepareNotice):

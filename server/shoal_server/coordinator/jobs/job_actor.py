@@ -370,7 +370,7 @@ class JobActor:
         """With the end of a job goes what came of it, as far as it is known by then: should this
         leader die at once, the next one has heard of no loss."""
         state = write.state
-        if state is None or not state.finished or state.tally is None or state.tally.result:
+        if state is None or not state.finished or state.tally.result:
             return write
         tally = replace(state.tally, result=self._dependencies.result_of(write.job))
         return replace(write, state=replace(state, tally=tally))

@@ -154,7 +154,7 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
-        # Earlier releases send the incarnation itself.
+        # A member that asks for its own drain names itself by its incarnation.
         process = request.public_id or (request.incarnation and public_id(request.incarnation))
         who = asker(known_caller(context), request.job_secret, is_itself=bool(request.incarnation))
         actor = await self._operations.drain(

@@ -115,7 +115,7 @@ class Registry:
 
     def _add_finished(self, state: StateRecord, now_s: float) -> JobActor:
         read = partial(self._dependencies.stored.records, state.spec.job)
-        job = StoredJob(state=state, records=(), members={}, chunks=StoredChunks(), leased=())
+        job = StoredJob(state=state, records=(), members={}, chunks=StoredChunks())
         return self._add(
             JobActor(job.begun(self.limits, now_s), self._dependencies, read_records=read), state
         )
@@ -126,10 +126,9 @@ class Registry:
             self._add_finished(state, self._dependencies.clock())
 
     async def _read(self, name: str) -> StoredJob | None:
-        """The job, with its members' keys taken from under any lease; None for one quarantined."""
+        """The job; None if it is quarantined."""
         try:
             stored = await self._dependencies.stored.load(self._unread[name])
-            await self._dependencies.jobs.apply_all(stored.leased)
             await self._prepare(name)
         except (RetryError, AccessDenied):
             raise
@@ -154,11 +153,7 @@ class Registry:
     async def _read_on(self) -> None:
         """Read what nobody is there of: interrupted jobs, then what there is of finished ones."""
         await gather_bounded(self._read_late, list(self._unread), READ_ON_AT_ONCE)
-        finished = [
-            state.spec.job
-            for state in self._finished
-            if state.tally is None or not state.tally.is_cleared
-        ]
+        finished = [state.spec.job for state in self._finished if not state.tally.is_cleared]
         await gather_bounded(self._fill, finished, READ_ON_AT_ONCE)
         self._finished = []
 

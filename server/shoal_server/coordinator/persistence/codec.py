@@ -81,8 +81,9 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
+    told = pb.Limits.DESCRIPTOR.fields_by_name
     return pb.Limits(
-        **{each.name: getattr(limits, each.name) for each in pb.Limits.DESCRIPTOR.fields}
+        **{each.name: getattr(limits, each.name) for each in fields(limits) if each.name in told}
     )
 
 
@@ -258,16 +259,11 @@ def record_to_json(record: Record) -> bytes:
 
 
 def record_from_json(data: bytes) -> Record:
-    """What `record_to_json` wrote, in an earlier release too. Raises whatever the bytes give rise
-    to: see `stored_record`."""
+    """What `record_to_json` wrote. Raises whatever the bytes give rise to: see `stored_record`."""
     value = json.loads(data)
     check_format(value)
     message = ParseDict(value, pb.GenerationRecord(), ignore_unknown_fields=True)
-    incarnations = value.get("incarnations")
-    if incarnations is None:
-        # Earlier releases kept each with its entry.
-        entries = value.get("roster", {}).get("entries", ())
-        incarnations = {entry["member_id"]: entry["incarnation"] for entry in entries}
+    incarnations = value["incarnations"]
     if not all(isinstance(each, str) for each in incarnations.values()):
         raise Unreadable("incarnations that are no strings")
     return record_from_pb(message, incarnations)

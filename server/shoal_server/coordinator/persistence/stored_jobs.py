@@ -25,9 +25,7 @@ from shoal_server.coordinator.persistence.stored_chunks import (
 )
 from shoal_server.coordinator.persistence.stored_json import named_under, state_from_json
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import (
-    NO_GENERATION,
     Generation,
     MemberInfo,
     Record,
@@ -38,7 +36,7 @@ from shoal_server.core.job.restore import Saved, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.member import Member, Wait
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import NO_LEASE, Get, Keyspace, KeyValue, Put
+from shoal_server.etcd.api import Get, Keyspace, KeyValue
 from shoal_server.etcd.json_fields import Unreadable
 from shoal_server.serving.tasks import gather_bounded
 
@@ -77,8 +75,6 @@ class StoredJob:
     members: Mapping[str, tuple[str, MemberInfo]]
     chunks: StoredChunks
     """Of the rosters in the records."""
-    leased: Sequence[Put]
-    """Keys of members that are under leases, as a release before this one wrote them; anew."""
 
     def begun(self, limits: Limits, now_s: float) -> Job:
         """The job as a leader takes it up that serves from now on."""
@@ -101,7 +97,7 @@ class StoredJob:
             members=members,
             finished=self.state.finished,
             reason=self.state.reason,
-            progress=self.state.progress or _taken_to_have_run(committed),
+            progress=self.state.progress,
             lost=self.state.lost,
             stopping=self.state.stopping,
             failed=self.state.failed,
@@ -117,12 +113,6 @@ class StoredJob:
             size_problem=record_size.size_problem,
             now_s=now_s,
         )
-
-
-def _taken_to_have_run(committed: Sequence[Record]) -> Progress:
-    """Of a job whose record does not tell: what was agreed is taken to have trained."""
-    numbers = [r.roster.generation for r in committed if r.roster.synchronous]
-    return Progress(trained_in=max(numbers, default=NO_GENERATION))
 
 
 class StoredJobs:
@@ -198,13 +188,11 @@ class StoredJobs:
                 members[name] = codec.member_from_json(item.value)
             except Unreadable as error:
                 raise unreadable(job, item.key, error) from error
-        leased = [Put(item.key, item.value) for item in found.items if item.lease != NO_LEASE]
         return StoredJob(
             state=state,
             records=reading.records[::-1],
             members=members,
             chunks=_stored_chunks(digests_in(job, in_rosters), reading),
-            leased=leased,
         )
 
     async def records(self, job: str) -> list[Record]:

@@ -95,7 +95,7 @@ class Proposal:
     stateless: bool = False
     """The script keeps its own state: no step is committed here that could be lost."""
     optional_fields: Mapping[str, str] = field(default_factory=dict)
-    """Every one must be the same for all who state it: members of earlier releases do not."""
+    """Each must be the same for all members that state it: a release may add fields."""
     listings: Mapping[str, Listing] = field(default_factory=dict, repr=False)
     """By field: what its value is a digest of. Not compared."""
 

@@ -140,7 +140,7 @@ def test_good_records_with_anything_in_one_place_are_read_or_named(
 def test_records_of_holders_are_read_or_named(data: bytes) -> None:
     """Behind a good beginning, so that the message itself often parses."""
     head = JobHoldings(job=JOB, run="run", num_shards=1).SerializeToString()
-    shard = ShardHolding(run="run", shard_id=7, epoch=1).SerializeToString()
+    shard = ShardHolding(run="run", shard_id=7, epoch=1, content=1).SerializeToString()
     is_read(keys.assignments_head(JOB), head + data)
     is_read(keys.shard_assignment(JOB, "run", 7), shard + data)
 

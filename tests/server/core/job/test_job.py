@@ -150,8 +150,8 @@ def test_a_worker_of_a_release_that_steps_otherwise_hears_what_to_do() -> None:
     assert "same script" in odd.refused.fix
 
 
-def test_what_earlier_releases_do_not_state_is_compared_among_those_who_do() -> None:
-    """Whoever states nothing of its data trains with both; those who do need the same."""
+def test_an_optional_field_is_compared_among_the_members_that_state_it() -> None:
+    """A member that does not state it trains with all others."""
     w = world(desired=2)
     w.join("a", optional_fields={"dataset_content": "d1"})
     w.join("old")
