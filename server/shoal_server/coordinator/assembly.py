@@ -72,8 +72,8 @@ class Coordinator:
         self.term = Term()
         self.board = StatusBoard()
         shard_reader = ShardReader(store)
-        self.registry = Registry(self._job_dependencies(store, bounds.max_jobs), limits)
         leading = self._store = LeaderStore(store, self.term.conditions, self.term.depose)
+        self.registry = Registry(self._job_dependencies(leading, bounds.max_jobs), limits)
         self.samples = SamplesService(
             leading,
             self.registry.authorize,
@@ -110,7 +110,7 @@ class Coordinator:
         outputs = OutputsService(self.registry)
         self.resetting = JobReset(
             leading,
-            DurableJobs(store, self.term.conditions),
+            DurableJobs(leading),
             self.registry,
             samples=self.samples,
             clocks=self.clocks,
@@ -130,7 +130,7 @@ class Coordinator:
             limits=(retention or RetentionPolicy()).limits,
         )
 
-    def _job_dependencies(self, store: KeyValueStore, max_jobs: int) -> JobDependencies:
+    def _job_dependencies(self, store: LeaderStore, max_jobs: int) -> JobDependencies:
         # The services are made after the registry that they ask, so these are looked up late.
         def member_lost(job: str, member_id: str, incarnation: str) -> None:
             self.samples.member_lost(job, member_id, incarnation)
@@ -144,7 +144,7 @@ class Coordinator:
             self.retention.changed(job)
 
         return JobDependencies(
-            jobs=DurableJobs(store, self.term.conditions),
+            jobs=DurableJobs(store),
             stored=StoredJobs(store),
             board=self.board,
             clock=steady_unix_clock(),

@@ -160,7 +160,7 @@ class SimEtcd:
             assert not survey.strays, survey.strays
             return None
         if state.finished:
-            return StoredJob(state=state, records=(), members={}, chunks=StoredChunks(), leased=())
+            return StoredJob(state=state, records=(), members={}, chunks=StoredChunks())
         return await jobs.load(state)
 
     # --- what the test looks at ---
@@ -182,7 +182,7 @@ class SimEtcd:
 
 @dataclass(frozen=True)
 class SimConnection:
-    """`durable.Transactions`, for one process."""
+    """The part of a `Keyspace` that writes, for one process."""
 
     etcd: SimEtcd
     process: Process

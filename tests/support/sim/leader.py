@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from support.sim.errors import RefusedCall, Unavailable
 from support.sim.etcd import SimEtcd, awaited
@@ -28,6 +29,8 @@ from shoal_server.core.generations.roster import JobSpec
 from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
+from shoal_server.etcd.api import Keyspace
+from shoal_server.etcd.leader_store import LeaderStore
 
 MAX_TICKS_AT_ONCE = 5
 MAY_BE_REFUSED = (events.Joined, events.Proposed, events.StepReported)
@@ -147,7 +150,9 @@ class Leader:
         """Be elected; then load what is durable, and lead."""
         fence = self.etcd.elect(self)
         store = self.etcd.connected(self.process, self.release)
-        self._jobs = JobsOfRelease(store, lambda: fence)
+        # It reads nothing of the store.
+        keyspace = cast(Keyspace, store)
+        self._jobs = JobsOfRelease(LeaderStore(keyspace, lambda: fence, lambda reason: None))
         self._jobs.release = self.release
         self.process.start(self._begin())
 

@@ -1,14 +1,13 @@
-"""What the coordinator writes to etcd, each write fenced by its own leadership.
+"""Durable writes of jobs: each compares the leader's key, by its `LeaderStore`.
 
-A job's writes compare the revision of the job's own record, too: it is as this coordinator read it
+A job's writes also compare the revision of the job's own record: it is as this coordinator read it
 or wrote it last. So nothing is decided upon what somebody else has written since, and a write of
-unknown outcome that arrives late, behind its repetition, changes nothing.
+unknown outcome that arrives late, after its repetition, changes nothing.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import structlog
 
@@ -20,17 +19,15 @@ from shoal_server.core.driver.job_write import JobWrite, StateRecord
 from shoal_server.core.membership.member import Member
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
-    Compare,
     Delete,
     Get,
     KeyValue,
     Operation,
     Put,
     Revision,
-    TransactionResult,
-    holds,
     unchanged_since,
 )
+from shoal_server.etcd.leader_store import LeaderStore
 
 log = structlog.get_logger(__name__)
 
@@ -39,23 +36,11 @@ MAX_TRANSACTION = 100  # etcd takes 128 operations by default
 MAX_TRANSACTION_BYTES = 1024 * 1024  # and 1.5 MiB
 
 
-class Transactions(Protocol):
-    """The one thing that is asked of the store here."""
-
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult: ...
-
-
 class DurableJobs:
-    """Writes jobs. `leadership` gives what must hold for this coordinator to lead."""
+    """Writer of jobs' records and members."""
 
-    def __init__(self, store: Transactions, leadership: Callable[[], Sequence[Compare]]) -> None:
+    def __init__(self, store: LeaderStore) -> None:
         self._store = store
-        self._leadership = leadership
         self._more: dict[str, Mapping[str, object]] = {}
         self._revisions: dict[str, Revision] = {}
         """Of jobs' own records, as they were read or written last."""
@@ -89,13 +74,12 @@ class DurableJobs:
         """
         while True:
             try:
-                result = await self._store.transact(self._leadership(), operations)
+                await self._store.transact((), operations)
             except RetryError as error:
                 if error.details.get("outcome") != "unknown":
                     raise
-                continue
-            self._require(result)
-            return
+            else:
+                return
 
     async def apply_all(self, operations: Sequence[Operation]) -> None:
         """Make the operations durable, in order, in as many transactions as that takes."""
@@ -136,11 +120,10 @@ class DurableJobs:
         key = keys.job_state(job)
         own = next((o.value for o in operations if isinstance(o, Put) and o.key == key), None)
         while True:
-            leadership, known = self._leadership(), self._revisions.get(job, Revision(0))
-            compares = [*leadership, unchanged_since(key, known)]
-            looks = [Get(each.key) for each in compares]
+            known = self._revisions.get(job, Revision(0))
+            is_known = unchanged_since(key, known)
             try:
-                result = await self._store.transact(compares, operations, looks)
+                result = await self._store.transact([is_known], operations, [Get(key)])
             except RetryError as error:
                 if error.details.get("outcome") != "unknown":
                     raise
@@ -149,29 +132,13 @@ class DurableJobs:
             break
         revision = result.revision
         if not result.succeeded:
-            *leads, found = (items[0] if items else None for items in result.reads)
-            if not all(holds(c, i) for c, i in zip(leadership, leads, strict=True)):
-                raise _not_leader()
+            found = next(iter(result.reads[0]), None)
             if found is None or found.value != own or job not in self._unsure:
                 raise _changed(job, found, known)
             revision = found.mod_revision  # the write of unknown outcome had arrived
         if own is not None:
             self._revisions[job] = revision
             self._unsure.discard(job)
-
-    @staticmethod
-    def _require(result: TransactionResult) -> None:
-        if not result.succeeded:
-            raise _not_leader()
-
-
-def _not_leader() -> NotLeader:
-    return NotLeader(
-        "this coordinator no longer leads",
-        seen="another leader's key in etcd",
-        expected="its own",
-        fix="Ask another coordinator.",
-    )
 
 
 def _changed(job: str, found: KeyValue | None, known: Revision) -> InternalError:

@@ -1,11 +1,12 @@
 """Generations of many members in etcd: what is written to decide them, read back, and let go of."""
 
 import pytest
+from support.clusters.coordinator_world import jobs_in
 
 from shoal_proto.errors import JobQuarantined
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.coordinator.persistence import codec
-from shoal_server.coordinator.persistence.durable import DurableJobs, operations_of
+from shoal_server.coordinator.persistence.durable import operations_of
 from shoal_server.coordinator.persistence.records import MAX_RECORDS
 from shoal_server.coordinator.persistence.stored_chunks import KEPT_RECORDS, StoredChunks
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
@@ -62,7 +63,7 @@ def write(decided: Record) -> JobWrite:
 
 
 async def persist(store: MemoryStore, chunks: StoredChunks, *decided: Record) -> None:
-    jobs = DurableJobs(store, tuple)
+    jobs = jobs_in(store)
     for each in decided:
         jobs.keep("j", await StoredJobs(store).state("j"))
         await jobs.persist(write(each), chunks)
@@ -121,7 +122,7 @@ async def test_chunks_of_a_decision_that_never_came_go_with_the_next_one() -> No
     """A leader died between the two."""
     store = MemoryStore()
     await persist(store, StoredChunks(), record(1))
-    await DurableJobs(store, tuple).apply_all(StoredChunks().missing(record(2, NAMES[9:])))
+    await jobs_in(store).apply_all(StoredChunks().missing(record(2, NAMES[9:])))
     stray = len(await store.keys(keys.roster_chunks("j")))
     _, chunks = await loaded(store)
     await persist(store, chunks, record(2))
@@ -140,8 +141,8 @@ async def test_a_record_whose_chunk_is_gone_sets_its_own_job_aside() -> None:
 
 
 async def test_generations_of_few_members_go_with_time() -> None:
-    """The newest 100 stay, and the newest two that were committed; those that a leader finds
-    beyond them, as an earlier release left them, go with its first decision."""
+    """The newest 100 stay, and the newest two that were committed; others that a leader finds are
+    deleted with its first decision."""
     store, chunks = MemoryStore(), StoredChunks()
     few = NAMES[:2]
     first = [record(1, few), record(2, few)]
@@ -149,7 +150,7 @@ async def test_generations_of_few_members_go_with_time() -> None:
     await persist(store, chunks, *first, *failed)
     numbers = [int(key[-12:]) for key in await store.keys(keys.generations("j"))]
     assert numbers == [1, 2, *range(23, MAX_RECORDS + 23)]
-    jobs = DurableJobs(store, tuple)
+    jobs = jobs_in(store)
     late = [record(200 + n, few) for n in range(20)]
     for each in late:
         await jobs.apply_all(operations_of(write(each), StoredChunks()))
