@@ -8,11 +8,11 @@ from types import TracebackType
 import grpc
 import structlog
 
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import Coordinators, Method, chance
 from shoal_client.connection.first_reply import FirstReplyTimeout
 from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_client.host.output_tail import OutputTail
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import CertificateRefused, RetryError, ShoalError, Unavailable
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.names import COORDINATOR_NAME

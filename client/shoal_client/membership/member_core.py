@@ -10,7 +10,6 @@ what events change.
 """
 
 from shoal_client.connection.admission import ADMISSION_S
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S, CertificateWait
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
@@ -19,7 +18,7 @@ from shoal_client.membership.identity import Identity
 from shoal_client.membership.leaving import Leaving, drained
 from shoal_client.membership.member_calls import MemberCalls
 from shoal_client.membership.own_pause import OwnPause
-from shoal_client.membership.shown_roster import ShownRoster
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
     DeadlineExceeded,
@@ -27,8 +26,8 @@ from shoal_proto.errors import (
     MemberDrained,
     RetryError,
     ShoalError,
-    Unavailable,
 )
+from shoal_proto.rosters import roster_digest
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
@@ -55,7 +54,6 @@ class MemberCore:
         self.closed = False
         self._admitted: pb.Admitted | None = None
         self._calls = MemberCalls(identity.member_id)
-        self._shown = ShownRoster()
         self._back_off = BackOff()
         self._certificate = CertificateWait(certificate_wait_s)
         self._own_pause: OwnPause | None = None
@@ -226,7 +224,7 @@ class MemberCore:
         return [
             ev.Judge(
                 prepare=prepare,
-                digest=self._shown.keep(prepare),
+                digest=roster_digest(prepare.roster),
                 from_checkpoint=pb.STATE_ACTION_CHECKPOINT in states,
             )
         ]
@@ -249,10 +247,6 @@ class MemberCore:
             number = record.roster.generation
             had = self.track.take_aborted(number)
             return self._break(number, record.reason, now_s) if had else []
-        try:
-            record = self._shown.completed(record)
-        except Unavailable as error:
-            return [ev.Raise(error=error)]
         effects: Effects = []
         if self.track.is_superseded_by(record):
             effects = self._break(self.track.generation, record.reason, now_s)

@@ -262,7 +262,6 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "OptionalFieldsEntry.value": SENTENCES,
     "ListingsEntry.key": text(256),
     "ListingsEntry.value": Bound(length=MAX_LISTING_BYTES),
-    "GetRosterChunksRequest.digests": text(32, count=1 << 12),
     "StoreGetRequest.keys": text(4096, count=1 << 16),
     "StoreKeysRequest.keys": text(4096, count=1 << 16),
     "StoreCompareSetRequest.expected": DATA,

@@ -13,7 +13,7 @@ from support.sim.virtual_time import Box, Clock, Process, Steps, Wait
 
 from shoal_proto.errors import NotLeader
 from shoal_server.coordinator.persistence import codec
-from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
+from shoal_server.coordinator.persistence.stored_generations import StoredGenerations
 from shoal_server.core.driver.actions import (
     Action,
     CloseStream,
@@ -115,7 +115,7 @@ class Leader:
         self.process = Process(clock)
         self.release = release
         self.leads = False
-        self._lead(None, StoredChunks())
+        self._lead(None, StoredGenerations())
         self.connections: dict[Connection, None] = {}
         """Streams that it has not ended."""
         self.pending: dict[Box, None] = {}
@@ -137,9 +137,9 @@ class Leader:
         self._num_looked = 0
         self._ticks_at: tuple[float, int] = (-1.0, 0)
 
-    def _lead(self, job: Job | None, chunks: StoredChunks) -> None:
+    def _lead(self, job: Job | None, generations: StoredGenerations) -> None:
         now_s = self.clock.now_s
-        self._chunks = chunks
+        self._generations = generations
         self.job = job or Job(
             spec=self._spec, limits=self._limits, digest_of=codec.digest_of, phase_since_s=now_s
         )
@@ -161,9 +161,9 @@ class Leader:
         stored = self.etcd.load(self._spec)
         self._jobs.keep(self._spec.job, stored.state if stored is not None else None)
         if stored is None:
-            self._lead(None, StoredChunks())
+            self._lead(None, StoredGenerations())
         else:
-            self._lead(stored.begun(self._limits, self.clock.now_s), stored.chunks)
+            self._lead(stored.begun(self._limits, self.clock.now_s), stored.generations)
         self.leads = True
         self._plan()
 
@@ -303,7 +303,7 @@ class Leader:
 
     def _persist(self, write: JobWrite) -> Steps[None]:
         try:
-            yield from awaited(self._jobs.persist(write, self._chunks))
+            yield from awaited(self._jobs.persist(write, self._generations))
         except NotLeader:
             self.end()
         else:

@@ -22,10 +22,13 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.jobs.job_actor import JobActor, JobDependencies
 from shoal_server.coordinator.jobs.known_leader import KnownLeader
 from shoal_server.coordinator.jobs.proofs import check_member
-from shoal_server.coordinator.persistence import codec, record_size
+from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused
 from shoal_server.coordinator.persistence.quarantine import Quarantine
-from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
+from shoal_server.coordinator.persistence.stored_generations import (
+    StoredGenerations,
+    size_problem,
+)
 from shoal_server.coordinator.persistence.stored_jobs import READS_AT_ONCE, StoredJob
 from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.driver.job_write import StateRecord
@@ -115,7 +118,7 @@ class Registry:
 
     def _add_finished(self, state: StateRecord, now_s: float) -> JobActor:
         read = partial(self._dependencies.stored.records, state.spec.job)
-        job = StoredJob(state=state, records=(), members={}, chunks=StoredChunks())
+        job = StoredJob(state=state, records=(), members={}, generations=StoredGenerations())
         return self._add(
             JobActor(job.begun(self.limits, now_s), self._dependencies, read_records=read), state
         )
@@ -146,7 +149,7 @@ class Registry:
             return None
         self._unread.pop(name, None)
         return self._add(
-            JobActor(job, self._dependencies, stored.records, stored_chunks=stored.chunks),
+            JobActor(job, self._dependencies, stored.records, generations=stored.generations),
             stored.state,
         )
 
@@ -281,7 +284,7 @@ class Registry:
                 spec=spec,
                 limits=self.limits,
                 digest_of=codec.digest_of,
-                size_problem=record_size.size_problem,
+                size_problem=size_problem,
                 phase_since_s=self._dependencies.clock(),
             )
             self._add(JobActor(job, self._dependencies))

@@ -12,8 +12,11 @@ from dataclasses import replace
 import structlog
 
 from shoal_proto.errors import AccessDenied, InternalError, NotLeader, RetryError
-from shoal_server.coordinator.persistence import codec, stored_chunks
-from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
+from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence.stored_generations import (
+    StoredGenerations,
+    record_to_json,
+)
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.core.driver.job_write import JobWrite, StateRecord
 from shoal_server.core.membership.member import Member
@@ -86,16 +89,16 @@ class DurableJobs:
         for batch in _batches(operations):
             await self.apply(batch)
 
-    async def persist(self, write: JobWrite, chunks: StoredChunks) -> None:
-        """Make a job's write durable. `chunks`: those of it that etcd holds, which is noted.
+    async def persist(self, write: JobWrite, generations: StoredGenerations) -> None:
+        """Make a job's write durable. `generations`: the job's in etcd, which is noted.
 
         Takes as long as it takes: while etcd is away, or denies access, changes wait, and training
         goes on. Raises NotLeader once another coordinator leads, InternalError if somebody else
         wrote the job's own record, and what etcd refuses it with.
         """
-        await self._until_written(write.job, operations_of(self._with_more(write), chunks))
+        await self._until_written(write.job, operations_of(self._with_more(write)))
         if write.record is not None:
-            await self._until_written(write.job, chunks.decided(write.record))
+            await self._until_written(write.job, generations.decided(write.record))
 
     def _with_more(self, write: JobWrite) -> JobWrite:
         more = self._more.get(write.job)
@@ -152,17 +155,15 @@ def _changed(job: str, found: KeyValue | None, known: Revision) -> InternalError
     )
 
 
-def operations_of(write: JobWrite, chunks: StoredChunks) -> list[Operation]:
-    """What is put and deleted, in order."""
+def operations_of(write: JobWrite) -> list[Operation]:
+    """Puts and deletes of the write, in order."""
     operations = [_member(write.job, name, member) for name, member in write.members.items()]
-    if write.record is not None:
-        operations += chunks.missing(write.record)
     if write.state is not None:
         operations.append(Put(keys.job_state(write.job), state_to_json(write.state)))
     if write.record is not None:
         # It stands last and so is written only once all before it are.
         key = keys.generation(write.job, write.record.roster.generation)
-        operations.append(Put(key, stored_chunks.to_stored(write.record).value))
+        operations.append(Put(key, record_to_json(write.record)))
     return operations
 
 

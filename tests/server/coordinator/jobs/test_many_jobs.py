@@ -15,6 +15,7 @@ from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.v1.membership_pb2 import GetGenerationRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence.stored_generations import record_to_json
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Progress
@@ -85,7 +86,7 @@ def old_job(name: str, *, finished: bool) -> list[Operation]:
             digest=codec.digest_of(roster),
             decided_s=1.0,
         )
-        value = codec.record_to_json(record)
+        value = record_to_json(record)
         operations.append(Put(keys.generation(name, number), value))
     return operations
 
