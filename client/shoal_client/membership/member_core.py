@@ -9,6 +9,8 @@ The trainer's decisions (`begin_step`, `next_generation`, `break_seen`) are meth
 what events change.
 """
 
+from dataclasses import dataclass, replace
+
 from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S, CertificateWait
 from shoal_client.membership import member_events as ev
@@ -17,7 +19,6 @@ from shoal_client.membership.held_clock import HeldClock
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.leaving import Leaving, drained
 from shoal_client.membership.member_calls import MemberCalls
-from shoal_client.membership.own_pause import OwnPause
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
@@ -35,6 +36,33 @@ UNCHANGING = frozenset({"admitted", "pauses", "drain", "closing", "waiting"})
 """Kinds of notice after which who stood by still does."""
 
 Effects = list[ev.Effect]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPause:
+    """A pause of this member: what it said of it, and since when it lasts."""
+
+    reason: str
+    limit_s: float
+    since_s: float
+    number: int
+    """From 1, of this process' pauses."""
+    over: bool = False
+
+    def ended(self) -> "OwnPause":
+        """The same, over."""
+        return replace(self, over=True)
+
+    def request(self, token: Token, now_s: float) -> pb.PauseRequest:
+        """What tells of it now; a new leader learns by it how much of the limit is left."""
+        return pb.PauseRequest(
+            token=token,
+            paused=not self.over,
+            reason=self.reason[:1000],
+            limit_s=self.limit_s,
+            elapsed_s=now_s - self.since_s,
+            pause_number=self.number,
+        )
 
 
 class MemberCore:

@@ -24,12 +24,10 @@ from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack
 from shoal_client.membership.host_files import HostFiles
 from shoal_client.membership.leaving import drained
-from shoal_client.membership.member import Member, MemberHooks
+from shoal_client.membership.member import Member, MemberHooks, OwnJobs
 from shoal_client.membership.member_core import MemberCore
 from shoal_client.membership.rosters import LOCK_WAIT_S, Rosters
-from shoal_client.membership.several_jobs import OwnJobs
-from shoal_client.membership.threads.held_stream import HeldStream
-from shoal_client.membership.threads.session_threads import SessionThreads
+from shoal_client.membership.session_threads import HeldStream, SessionThreads
 from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.status import from_detail
 from shoal_proto.traces import tracing

@@ -423,6 +423,8 @@ Global___RosterEntry: _TypeAlias = RosterEntry  # noqa: Y015
 
 @_typing.final
 class Roster(_message.Message):
+    """Members accept its digest, which covers fields that they do not know."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final

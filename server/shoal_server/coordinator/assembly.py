@@ -23,7 +23,6 @@ from shoal_server.coordinator.jobs.job_actor import JobDependencies
 from shoal_server.coordinator.jobs.membership import MembershipService
 from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
-from shoal_server.coordinator.leadership.term import Term
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.coordinator.rendezvous import RendezvousService
@@ -46,7 +45,7 @@ from shoal_server.core.generations.progress import Result
 from shoal_server.core.generations.roster import Step
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
-from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.leader_store import LeaderStore, Term
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.tasks import keep_on, running
 from shoal_server.status.board import StatusBoard

@@ -12,6 +12,7 @@ import structlog
 from shoal_proto.errors import (
     AccessDenied,
     JobQuarantined,
+    NotLeader,
     Overloaded,
     RetryError,
     ShoalError,
@@ -20,7 +21,6 @@ from shoal_proto.errors import (
 )
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.jobs.job_actor import JobActor, JobDependencies
-from shoal_server.coordinator.jobs.known_leader import KnownLeader
 from shoal_server.coordinator.jobs.proofs import check_member
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused
@@ -59,6 +59,37 @@ def steady_unix_clock() -> Callable[[], float]:
     """Unix seconds that never jump: the wall clock at the start, the monotonic one from there."""
     offset_s = time.time() - time.monotonic()
     return lambda: offset_s + time.monotonic()
+
+
+class KnownLeader:
+    """The other coordinator that leads, as far as this one knows: for callers of the wrong one."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        """host:port; empty while no other coordinator is known to lead."""
+        self.why_nobody = "nobody leads yet: etcd has not answered"
+        """Where none is known: why."""
+        self.num_changes = 0
+        """How often another coordinator was seen to lead than the one before, this one included."""
+        self._newest = ""
+
+    def note(self, address: str) -> None:
+        """That one leads, whichever it is; empty: nobody does."""
+        if address and self._newest and address != self._newest:
+            self.num_changes += 1
+        self._newest = address or self._newest
+
+    def __str__(self) -> str:
+        return f"the coordinator at {self.address} leads" if self.address else self.why_nobody
+
+    def not_leader(self) -> NotLeader:
+        """What a caller is told."""
+        return NotLeader(
+            "this coordinator does not lead",
+            seen=str(self),
+            expected=f"a call to {self.address}" if self.address else "a leader to be elected",
+            details={"leader": self.address},
+        )
 
 
 class Registry:

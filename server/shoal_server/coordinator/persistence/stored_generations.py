@@ -108,7 +108,8 @@ class StoredGenerations:
         # A generation that was committed may be aborted later: it stands last then, too.
         self._kept.pop(record.roster.generation, None)
         self._kept[record.roster.generation] = _weight(record)
-        needed, num_entries = set(), 0
+        needed: set[int] = set()
+        num_entries = 0
         for number in reversed(self._kept):
             if len(needed) == MAX_RECORDS or num_entries >= MAX_ENTRIES:
                 break

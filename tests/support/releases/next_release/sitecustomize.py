@@ -11,6 +11,7 @@ import grpc._channel
 import grpc.aio._channel
 
 from shoal_proto.v1 import identity_pb2
+from shoal_server.coordinator.persistence import codec
 from shoal_server.etcd.remote import wire
 from shoal_server.serving import rpc
 
@@ -40,6 +41,18 @@ def transaction_request(*arguments: Any) -> Any:
     return request
 
 
+plain_roster = codec._roster_to_pb
+
+
+def roster_to_pb(roster: Any) -> Any:
+    """The roster with the new field: its digest, which members of both releases compute, covers
+    it."""
+    message = plain_roster(roster)
+    for part in (message, *message.entries):
+        part.of_the_next_release = "next"
+    return message
+
+
 plain_encoded = rpc._encoded
 
 
@@ -64,6 +77,7 @@ def extending(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 wire.transaction_request = transaction_request
 rpc._encoded = encoded
+codec._roster_to_pb = roster_to_pb
 for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
     for channel in (grpc._channel.Channel, grpc.aio._channel.Channel):
         setattr(channel, kind, extending(getattr(channel, kind)))
