@@ -7,6 +7,15 @@ PROMPT_S = 3.0
 PROMPT_LONGEST_S = 0.2
 
 
+_MOST_DOUBLINGS = 64
+"""Beyond it a float overflows, and every pause has long reached its bound."""
+
+
+def doubled_s(first_s: float, longest_s: float, num_before: int) -> float:
+    """Pause after so many others in a row: each is twice the last one, up to `longest_s`."""
+    return min(first_s * 2.0 ** min(num_before, _MOST_DOUBLINGS), longest_s)
+
+
 class BackOff:
     """Pauses of one caller, each twice the last one, from `first_s` up to `longest_s`.
 

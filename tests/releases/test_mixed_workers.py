@@ -42,5 +42,6 @@ def test_workers_of_two_releases_train_one_model(
 
         for code, output in [finish(each) for each in (run("next"), run("now"))]:
             assert code == 0, output
+            assert "health_report_failed" not in output
             (found,) = re.findall(r"did (\d+) ([0-9.]+) ([0-9.]+)", output)
             assert {float(each) for each in found} == {EPOCHS * STEPS_PER_EPOCH}, output

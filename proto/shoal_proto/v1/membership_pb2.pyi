@@ -115,7 +115,6 @@ class MemberInfo(_message.Message):
     NUM_DEVICES_FIELD_NUMBER: _builtins.int
     PROBE_PORT_FIELD_NUMBER: _builtins.int
     LAUNCH_DIGEST_FIELD_NUMBER: _builtins.int
-    STEP_MESSAGES_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     pid: _builtins.int
     address: _builtins.str
@@ -133,10 +132,6 @@ class MemberInfo(_message.Message):
     """SHA-256, in hexadecimal digits, of the secret by which its launcher proves that it is that.
     Empty: only an operator's report of this process' exit is believed, or anyone's without TLS.
     """
-    step_messages: _builtins.int
-    """The newest form of the messages by which the members of a synchronous generation tell each
-    other of a step that the member knows. 0: that of release 0.1.0, as 1.
-    """
     def __init__(
         self,
         *,
@@ -149,11 +144,10 @@ class MemberInfo(_message.Message):
         num_devices: _builtins.int = ...,
         probe_port: _builtins.int = ...,
         launch_digest: _builtins.str = ...,
-        step_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host", b"host", "launch_digest", b"launch_digest", "num_devices", b"num_devices", "pid", b"pid", "probe_port", b"probe_port", "shoal_version", b"shoal_version", "step_messages", b"step_messages", "torch_version", b"torch_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host", b"host", "launch_digest", b"launch_digest", "num_devices", b"num_devices", "pid", b"pid", "probe_port", b"probe_port", "shoal_version", b"shoal_version", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -454,7 +448,6 @@ class Roster(_message.Message):
     PLANNED_FIELD_NUMBER: _builtins.int
     SYNCHRONOUS_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
-    STEP_MESSAGES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     source_member_id: _builtins.str
     """The member whose state the others take, and the step it stands at. In a planned change the
@@ -464,10 +457,6 @@ class Roster(_message.Message):
     planned: _builtins.bool
     """True when the previous generation still trains while this one is agreed."""
     synchronous: _builtins.bool
-    step_messages: _builtins.int
-    """The newest form of the messages of a step that all members know, at least 1: see MemberInfo. 0: a
-    coordinator of release 0.1.0 does not say.
-    """
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___RosterEntry]: ...
     @_builtins.property
@@ -482,11 +471,10 @@ class Roster(_message.Message):
         planned: _builtins.bool = ...,
         synchronous: _builtins.bool = ...,
         fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        step_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "fields", b"fields", "generation", b"generation", "planned", b"planned", "source_member_id", b"source_member_id", "step", b"step", "step_messages", b"step_messages", "synchronous", b"synchronous"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "fields", b"fields", "generation", b"generation", "planned", b"planned", "source_member_id", b"source_member_id", "step", b"step", "synchronous", b"synchronous"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -863,7 +863,7 @@ class Offer(_message.Message):
     """The epoch in which the shard got its first values."""
     run: _builtins.str
     """Of the record that the primary goes by (JobHoldings.run): epochs of another run are others. Empty:
-    a release that did not say.
+    not stated.
     """
     def __init__(
         self,

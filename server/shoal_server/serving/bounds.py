@@ -88,7 +88,6 @@ NAMED: Mapping[str, Bound] = {
     "protocol": ANY,
     "oldest_protocol": ANY,
     "num_devices": ANY,
-    "step_messages": ANY,
     "probe_port": whole(MAX_PORT),
     "min_members": whole(MAX_MEMBERS),
     "max_members": whole(MAX_MEMBERS),

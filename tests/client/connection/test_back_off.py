@@ -3,7 +3,7 @@
 import random
 
 from shoal_client.connection.coordinators import chance
-from shoal_proto.back_off import FIRST_S, LONGEST_S, PROMPT_LONGEST_S, PROMPT_S, BackOff
+from shoal_proto.back_off import FIRST_S, LONGEST_S, PROMPT_LONGEST_S, PROMPT_S, BackOff, doubled_s
 
 
 def test_a_new_leader_is_asked_for_promptly_and_an_absent_one_seldom() -> None:
@@ -57,3 +57,8 @@ def test_pauses_grow_to_their_bound_and_begin_anew() -> None:
     assert pauses.pause_s() == 1.0
     constant = BackOff(0.001)
     assert [constant.pause_s() for _ in range(2)] == [0.001, 0.001]
+
+
+def test_the_pause_after_any_number_of_failures_keeps_to_its_bound() -> None:
+    assert [doubled_s(0.5, 3.0, before) for before in range(4)] == [0.5, 1.0, 2.0, 3.0]
+    assert doubled_s(0.05, 5.0, 100_000) == 5.0

@@ -113,7 +113,6 @@ def _roster_to_pb(roster: Roster) -> pb.Roster:
         planned=roster.planned,
         synchronous=roster.synchronous,
         fields=roster.fields,
-        step_messages=roster.step_messages,
     )
 
 
@@ -140,7 +139,6 @@ def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Roster
         planned=roster.planned,
         synchronous=roster.synchronous,
         fields=dict(roster.fields),
-        step_messages=roster.step_messages,
     )
 
 
@@ -205,7 +203,6 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
         num_devices=value.count("num_devices", 0),
         probe_port=value.count("probe_port", 0, most=MAX_PORT),
         launch_digest=value.text("launch_digest", ""),
-        step_messages=value.count("step_messages", 0),
     )
     incarnation = value.text("incarnation")
     if not incarnation:

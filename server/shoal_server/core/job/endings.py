@@ -1,5 +1,6 @@
 """How an attempt or a running generation ends: one record or one word for all who are in it."""
 
+from shoal_proto.back_off import doubled_s
 from shoal_server.core.generations.roster import Conflict, Generation, Roster, Verdict
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.membership.events import BreakNotice, OutcomeNotice, Write
@@ -51,9 +52,10 @@ class Endings:
             # one that runs, they have trained in it since.
             self._state.table.settle(newcomers, settled=False)
         self._state.previous = self._state.running or self._state.previous
-        back_off_s = min(FIRST_BACK_OFF_S * 2 ** (self._state.tries.failures - 1), MAX_BACK_OFF_S)
+        failures = self._state.tries.failures
+        back_off_s = doubled_s(FIRST_BACK_OFF_S, MAX_BACK_OFF_S, failures - 1)
         # One loss is news, not a failure to agree: the survivors need not wait to try again.
-        again_s = now_s + (back_off_s if self._state.tries.failures > 1 else 0.0)
+        again_s = now_s + (back_off_s if failures > 1 else 0.0)
         self._state.deadlines.deadline_s = None if self._state.end.completing else again_s
 
     def break_off(self, lost: tuple[str, ...], reason: str, now_s: float) -> None:
