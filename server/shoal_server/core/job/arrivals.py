@@ -4,10 +4,9 @@ from uuid import UUID
 
 from shoal_server.core.generations.ranges import device_problem
 from shoal_server.core.generations.roster import NO_GENERATION, Generation
-from shoal_server.core.job.drains import Drains
+from shoal_server.core.job.endings import Drains, Removal
 from shoal_server.core.job.job_state import JobState
-from shoal_server.core.job.pause_keeper import PauseKeeper
-from shoal_server.core.job.removal import Removal
+from shoal_server.core.job.running import PauseKeeper
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     Admit,
