@@ -27,7 +27,7 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.names import check_name
-from shoal_proto.terminal.printable import printable_json
+from shoal_proto.terminal import printable_json
 from shoal_proto.tls import identity, local_clusters
 from shoal_proto.tls.names import COORDINATOR_NAME
 

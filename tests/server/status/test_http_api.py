@@ -16,7 +16,7 @@ from shoal_proto.errors import Unavailable
 from shoal_proto.health import gauges
 from shoal_proto.incarnation import public_id
 from shoal_proto.protocol import OWN_PROTOCOLS
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.health import EXAMPLE
 from shoal_server.status.views import FIGURES, AcceptedLossView, LostShardView, Readiness

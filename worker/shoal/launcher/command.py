@@ -23,7 +23,7 @@ from shoal_client.local.options import ClusterOptions
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import Unavailable
 from shoal_proto.secrets import job_secret
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.tls import identity
 from shoal_proto.tls.options import LauncherTls
 
