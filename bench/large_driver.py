@@ -88,7 +88,7 @@ class LargeDriver(Driver):
     async def rendezvous(self, form: str, world_size: str) -> dict[str, float]:
         """All set what Gloo's ranks set, and read what all have set: bytes of what they set and of
         the answers, and when the last one had them. `form`: "compact", read once a host; "packed",
-        read by each rank; "plain", as earlier releases ask."""
+        read by each rank; "plain", not packed."""
         size, num_bytes, set_bytes = int(world_size), 0, 0
         readers = {players[0].member_id for players in self._hosts.values()}
         packed: set[bytes] = set()
