@@ -4,7 +4,7 @@
     .venv/bin/python bench/generation.py 2000
     .venv/bin/python bench/generation.py 10000 compact  # what Gloo's ranks set and read
     .venv/bin/python bench/generation.py 1000 packed    # the same where each rank reads for itself
-    .venv/bin/python bench/generation.py 300 plain      # and as sent to clients that take no packed values
+    .venv/bin/python bench/generation.py 300 plain      # not packed
 
 `generation_10000`: from the Propose call of the last member until all hold the committed record,
 which is checked to be the same. `generation_10000_rss`: the coordinator's resident memory then.

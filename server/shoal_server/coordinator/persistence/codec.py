@@ -74,10 +74,9 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
-    told = pb.Limits.DESCRIPTOR.fields_by_name
-    return pb.Limits(
-        **{each.name: getattr(limits, each.name) for each in fields(limits) if each.name in told}
-    )
+    """The limits as members are told them: fields, and what follows from them."""
+    names = [each.name for each in pb.Limits.DESCRIPTOR.fields if hasattr(limits, each.name)]
+    return pb.Limits(**{name: getattr(limits, name) for name in names})
 
 
 _newest_roster: list[tuple[Roster, pb.Roster]] = []

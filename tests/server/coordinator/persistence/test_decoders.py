@@ -21,6 +21,7 @@ from shoal_server.coordinator.repair.inspection import RecordKind
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import Generation, Step
+from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue, Revision
 from shoal_server.etcd.json_fields import Unreadable
@@ -225,3 +226,9 @@ def test_a_bound_that_were_missing_would_be_found() -> None:
     with pytest.raises(Unreadable):
         codec.member_from_json(codec.member_to_json("1", codec.info_from_pb(info)))
     assert not is_let_in(pb.AttendRequest(info=info))
+
+
+def test_members_are_told_every_limit() -> None:
+    """Those that follow from others, too."""
+    told = codec.limits_to_pb(Limits())
+    assert {each.name for each, _ in told.ListFields()} == set(pb.Limits.DESCRIPTOR.fields_by_name)
