@@ -17,6 +17,7 @@ from shoal.backends.process_group.uneven import (
     all_to_all_uneven,
     reduce_scatter_uneven,
 )
+from shoal.torch_private.c10d import all_gather_single, reduce_scatter_single
 
 CHECKS: dict[str, Callable[[torch.device], None]] = {}
 ReduceOp = dist.ReduceOp
@@ -137,7 +138,7 @@ def all_gather_gives_everybody_everything_in_the_order_of_ranks(device: torch.de
     parts = [torch.empty(1, 2, device=device) for _ in range(size)]
     dist.all_gather(parts, own)
     whole = torch.empty(size, 2, device=device)
-    dist.all_gather_single(whole, own)
+    all_gather_single(whole, own)
     for r, part in enumerate(parts):
         equal(part, [[float(r), float(-r)]])
     equal(whole, [[float(r), float(-r)] for r in range(size)])
@@ -150,7 +151,7 @@ def all_gather_in_place_keeps_what_others_gave(device: torch.device) -> None:
     whole = torch.full((2 * size,), GUARD, device=device)
     own = whole[2 * rank : 2 * rank + 2]
     own.fill_(float(rank))
-    dist.all_gather_single(whole, own)
+    all_gather_single(whole, own)
     equal(whole, [float(i // 2) for i in range(2 * size)])
 
 
@@ -199,7 +200,7 @@ def reduce_scatter_leaves_each_rank_its_part_of_the_sum(device: torch.device) ->
     for op, factor in ((ReduceOp.SUM, size * (size + 1) / 2), (ReduceOp.AVG, (size + 1) / 2)):
         whole = (rank + 1) * torch.arange(1.0, 2 * size + 1, device=device)
         single, listed = torch.empty(2, device=device), torch.empty(2, device=device)
-        dist.reduce_scatter_single(single, whole, op=op)
+        reduce_scatter_single(single, whole, op=op)
         dist.reduce_scatter(listed, list(whole.split(2)), op=op)
         expected = [(2 * rank + 1) * factor, (2 * rank + 2) * factor]
         equal(single, expected)
@@ -228,7 +229,7 @@ def reduce_scatter_of_a_whole_that_does_not_divide_is_refused(device: torch.devi
     output = torch.full((2,), GUARD, device=device)
     refused = False
     try:
-        dist.reduce_scatter_single(output, torch.ones(2 * size + 1, device=device))
+        reduce_scatter_single(output, torch.ones(2 * size + 1, device=device))
     except Exception:  # noqa: BLE001 - each backend has a class of its own
         refused = True
     tensor = torch.ones(1, device=device)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 SCRIPT = """
     import ctypes
     import threading
@@ -36,6 +38,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.long
 def test_neither_the_trainer_nor_the_end_of_its_process_waits_for_it() -> None:
     """An interpreter that ends by itself: members that tests fork leave without freeing."""
     ended = subprocess.run(

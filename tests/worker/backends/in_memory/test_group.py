@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal.backends.in_memory.meeting import MAX_UNDELIVERED
 from shoal.backends.process_group.collectives import counts, reset_counts
+from shoal.torch_private.c10d import all_gather_single, reduce_scatter_single
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec
 
 torch.manual_seed(0)
@@ -357,8 +358,8 @@ def test_calls_and_bytes_are_counted_by_group_and_operation() -> None:
     def body() -> list[Any]:
         pair = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(10))
-        dist.all_gather_single(torch.empty(6), torch.ones(3))
-        dist.reduce_scatter_single(torch.empty(2, dtype=torch.float16), torch.ones(4).half())
+        all_gather_single(torch.empty(6), torch.ones(3))
+        reduce_scatter_single(torch.empty(2, dtype=torch.float16), torch.ones(4).half())
         dist.broadcast(torch.ones(3, dtype=torch.int64), 0, group=pair)
         dist.barrier()
         seen = [counts(pair), counts(dist.group.WORLD), counts()]
