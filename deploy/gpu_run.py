@@ -24,6 +24,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 NCCL = "libnccl.so.2"
+MADE_HERE = ".gpu-bundle"
+"""A file in each folder that this script has unpacked to."""
 SHARES_A_GPU = (2, 30)
 """The first NCCL that lets several ranks use one GPU."""
 
@@ -72,6 +74,8 @@ def look(told: Mapping[str, object]) -> tuple[list[str], list[str]]:
         asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         found = subprocess.run(asked, capture_output=True, text=True, check=False)
         seen.append(f"GPU and driver: {found.stdout.strip() or found.stderr.strip()}")
+    else:
+        seen.append("GPU and driver: none found, as there is no nvidia-smi")
     ranges, carried = told["ranges"], told["carried"]
     assert isinstance(ranges, dict) and isinstance(carried, list)
     for name, wanted in ranges.items():
@@ -96,17 +100,33 @@ def extract(archive: tarfile.TarFile, into: Path) -> None:
         archive.extractall(into)
 
 
+def check_into(into: Path) -> None:
+    """Raise SystemExit for a folder with files of others: all that is in it is removed."""
+    if into.is_dir() and any(into.iterdir()) and not (into / MADE_HERE).exists():
+        raise SystemExit(
+            f"{into} has files that this script did not write, and what is in that folder is"
+            " removed first: give --into a new or an empty one"
+        )
+
+
 def unpack(into: Path) -> None:
-    """The wheels' packages in SITE, the cases in CASES."""
-    shutil.rmtree(into, ignore_errors=True)
+    """Unpack the wheels' packages to `site` and the cases to `cases`.
+
+    What an image or a user has set for pip (a constraint, --user) is for other installations.
+    """
+    check_into(into)
+    if into.exists():
+        shutil.rmtree(into)
     into.mkdir(parents=True)
+    (into / MADE_HERE).touch()
     for name in ("wheels", "cases"):
         with tarfile.open(HERE / f"{name}.tar.xz") as archive:
             extract(archive, into / name)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     command += ["--disable-pip-version-check", "--no-warn-script-location"]
     command += ["--target", str(into / "site"), *map(str, (into / "wheels").iterdir())]
-    subprocess.run(command, check=True)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    subprocess.run(command, env={**own, "PIP_CONFIG_FILE": os.devnull}, check=True)
 
 
 def nccl_of_torch() -> tuple[int, ...]:
@@ -128,18 +148,23 @@ def own_nccl(into: Path) -> Path:
     return target
 
 
+def _before(variables: Mapping[str, str], name: str, *paths: str) -> str:
+    """The list of paths that a variable has, with these before it: torch may be found by it."""
+    return os.pathsep.join(filter(None, [*paths, variables.get(name, "")]))
+
+
 def environment(into: Path, *, device: str) -> dict[str, str]:
     """The environment of the cases. NCCL is this folder's if torch's lets no ranks share a GPU."""
-    paths = [into / "site", into / "cases"]
-    own = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    own["PATH"] = f"{into / 'site' / 'bin'}{os.pathsep}{own.get('PATH', '')}"
+    own = dict(os.environ)
+    own["PYTHONPATH"] = _before(own, "PYTHONPATH", str(into / "site"), str(into / "cases"))
+    own["PATH"] = _before(own, "PATH", str(into / "site" / "bin"))
     if device == "cpu":
         return own
     present = nccl_of_torch()
     print(f"NCCL {'.'.join(map(str, present)) or 'missing'} of torch", flush=True)
     if present and present < SHARES_A_GPU:
         if (HERE / f"{NCCL}.xz").exists():
-            own["LD_PRELOAD"] = str(own_nccl(into))
+            own["LD_PRELOAD"] = _before(own, "LD_PRELOAD", str(own_nccl(into)))
         else:
             print(
                 "several ranks on one GPU need NCCL 2.30: with fewer than 4 GPUs most cases fail."

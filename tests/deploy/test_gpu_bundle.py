@@ -91,6 +91,12 @@ def test_it_says_what_the_machine_lacks(changes: Mapping[str, object], expected:
     assert expected in "".join(wrong)
 
 
+def test_it_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    seen, _ = gpu_run.look(own_machine())
+    assert "GPU and driver: none found, as there is no nvidia-smi" in seen
+
+
 def wheel(path: Path, files: Mapping[str, bytes]) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
@@ -211,3 +217,84 @@ def test_a_folder_that_says_no_runs_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 1 and "and Shoal needs torch>=999" in done.stdout
     assert not (tmp_path / "into").exists()
+
+
+def plain_wheel(folder: Path) -> Path:
+    """A wheel that pip installs."""
+    return wheel(
+        folder / "carried-2-py3-none-any.whl",
+        {
+            "carried.py": b"x = 2\n",
+            "carried-2.dist-info/METADATA": b"Metadata-Version: 2.1\nName: carried\nVersion: 2\n",
+            "carried-2.dist-info/WHEEL": (
+                b"Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            ),
+            "carried-2.dist-info/RECORD": b"",
+        },
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one wheel and no cases, from which the script runs."""
+    made = tmp_path / "folder"
+    (made / "plain").mkdir(parents=True)
+    plain_wheel(made / "plain")
+    gpu_bundle.pack_wheels(made / "plain", made / "wheels.tar.xz")
+    with tarfile.open(made / "cases.tar.xz", "w:xz"):
+        pass
+    monkeypatch.setattr(gpu_run, "HERE", made)
+    return made
+
+
+def test_what_an_image_tells_pip_is_not_for_the_folder_s_wheels(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's images constrain each installation to the versions that they hold."""
+    constraint = tmp_path / "constraint.txt"
+    constraint.write_text("carried==1\n")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(constraint))
+    monkeypatch.setenv("PIP_USER", "1")
+    gpu_run.unpack(tmp_path / "into")
+    assert (tmp_path / "into" / "site" / "carried.py").exists()
+
+
+def test_a_folder_of_others_is_not_unpacked_to(folder: Path, tmp_path: Path) -> None:
+    """One that was unpacked to is unpacked to again."""
+    into = tmp_path / "into"
+    for _ in range(2):
+        gpu_run.unpack(into)
+    others = tmp_path / "home"
+    others.mkdir()
+    (others / "thesis.tex").touch()
+    with pytest.raises(SystemExit, match="home has files that this script did not write"):
+        gpu_run.unpack(others)
+    assert (others / "thesis.tex").exists()
+
+
+def test_a_folder_of_others_is_no_bundle(tmp_path: Path) -> None:
+    """Refused before anything is resolved or removed. An NCCL may be there first."""
+    (tmp_path / gpu_bundle.NCCL).touch()
+    gpu_bundle.check_out(tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(gpu_bundle.NotBundled, match="which is of no bundle"):
+        gpu_bundle.bundle(
+            tmp_path, python="3.12", machine="x86_64", further=[], uv=Path(sys.executable)
+        )
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_cases_find_what_the_machine_has_on_its_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where modules are loaded by name, torch is on PYTHONPATH."""
+    monkeypatch.setenv("PYTHONPATH", "/opt/torch")
+    found = gpu_run.environment(tmp_path, device="cpu")
+    assert found["PYTHONPATH"].split(os.pathsep) == [
+        str(tmp_path / "site"),
+        str(tmp_path / "cases"),
+        "/opt/torch",
+    ]
+    monkeypatch.delenv("PYTHONPATH")
+    found = gpu_run.environment(tmp_path, device="cpu")
+    assert found["PYTHONPATH"] == f"{tmp_path / 'site'}{os.pathsep}{tmp_path / 'cases'}"
