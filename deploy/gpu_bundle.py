@@ -12,6 +12,7 @@ where torch's own NCCL does not let several ranks share a GPU.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import shutil
@@ -135,8 +136,18 @@ def check_out(out: Path) -> None:
         )
 
 
+def digests(out: Path) -> dict[str, str]:
+    """The SHA-256 of each packed file: a copy may have ended too early."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(out.glob("*.tar.xz"))
+    }
+
+
 def bundle(out: Path, *, python: str, machine: str, further: Sequence[str], uv: Path) -> int:
     """Make the folder anew; its size in bytes. Raises NotBundled."""
+    if out.exists() and not out.is_dir():
+        raise NotBundled(f"{out} is no folder")
     out.mkdir(parents=True, exist_ok=True)
     check_out(out)
     for old in out.iterdir():
@@ -159,6 +170,7 @@ def bundle(out: Path, *, python: str, machine: str, further: Sequence[str], uv: 
         "ranges": ranges(),
         "carried": sorted(lock),
         "left_out": sorted([*left_out, *FOR_GPUS]),
+        "files": digests(out),
     }
     (out / "bundle.json").write_text(json.dumps(told, indent=2) + "\n")
     size = sum(path.stat().st_size for path in out.iterdir())
