@@ -366,6 +366,11 @@ class Strategy(ABC):
     def loads(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
         """The trainer waits for a batch to be loaded, or has it. Free to call."""
 
+    def has_leftovers(self) -> bool:
+        """True if the values that members computed together may be what an aborted collective left:
+        where an abort ends it well, the trainer goes on with half of a result."""
+        return False
+
     def is_failure(self, error: BaseException) -> bool:
         """Whether the error tells that a peer failed to answer, rather than the user's own code.
 

@@ -41,6 +41,7 @@ from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.compiling import is_routing_compiled
 from shoal.torch_private.dtensor import clear_sharding_cache
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
+from shoal_proto.v1 import membership_pb2 as pb
 
 
 class LayoutStrategy(SynchronousStrategy):
@@ -150,7 +151,9 @@ class LayoutStrategy(SynchronousStrategy):
         self._generation_group.kept_rooms.clear()
         binding = OptimizerBinding(self._meta_model, self._optimizer, layout)
         members = frozenset(entry.member_id for entry in generation.entries)
-        held = self._peer_checkpoints.held(members)
+        held = self._peer_checkpoints.held(
+            frozenset(e.member_id for e in generation.entries if e.state == pb.STATE_ACTION_KEEP)
+        )
         source, _ = receivers_of(generation)
         if not held and not self._has_state and world.rank == source:
             held.append(into_shard(self._meta_model.initial(), self._registered.current()))
@@ -266,7 +269,11 @@ class LayoutStrategy(SynchronousStrategy):
         # In the midst of an update there is neither the old state nor the new.
         is_whole = self._whole and self._passes.is_whole
         self._whole = self._passes.is_whole = True
-        self._peer_checkpoints.stop((lambda: self._collect(binding)) if is_whole else None)
+        if is_whole:
+            others = binding.layout.stepped_by_others
+            self._peer_checkpoints.stop(lambda: self._collect(binding), stepped_by_others=others)
+        else:
+            self._peer_checkpoints.stop_within_update(self._step, binding.begun)
 
     def num_moved(self) -> int:
         filling, binding = self._filling, self._binding

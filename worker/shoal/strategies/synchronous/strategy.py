@@ -486,6 +486,16 @@ class SynchronousStrategy(Strategy):
         self.hand_over()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
+    def has_leftovers(self) -> bool:
+        try:
+            self._generation_group.check()
+        except GenerationBroken:
+            return True
+        except RuntimeError as error:
+            # The device itself has failed.
+            log.debug("device_failed", reason=str(error)[:300])
+        return False
+
     def is_failure(self, error: BaseException) -> bool:
         return self._backend.is_failure(error)
 
