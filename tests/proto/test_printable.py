@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shoal_proto.terminal.printable import printable, printable_json
+from shoal_proto.terminal import printable, printable_json
 
 LOGS = """
 import structlog

@@ -476,8 +476,8 @@ def test_a_graph_for_batches_of_any_size_draws_what_the_layer_draws() -> None:
     assert len(graphs) == 1
 
 
-def test_the_masks_are_those_of_earlier_releases() -> None:
-    """Checkpoints and members of an earlier release go on with the same numbers."""
+def test_the_masks_stay_the_same_from_release_to_release() -> None:
+    """Runs that go on from a checkpoint, and members of another release, draw the same numbers."""
     with at(seed=7, step=41, first=96, count=4):
         kept = draw(keyed(nn.Dropout()), torch.Size([4, 8]), CPU, p=0.5)
     assert kept is not None

@@ -173,7 +173,7 @@ class Distribution:
         given = references(model.parameters())
         self._controller.details.listings |= listings_of(model, optimizer)
         distributed = chosen.distribute(model, optimizer)
-        self.fields |= {"strategy": chosen.name, "torch": torch.__version__, **chosen.proposal()}
+        self.fields |= {"strategy": chosen.name, "torch": torch.__version__, **chosen.fields()}
         if options.validators.names:
             self.fields["validators"] = options.validators.names
         if syncs:

@@ -13,7 +13,6 @@ from torch import Tensor
 from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.membership.generation import Generation
-from shoal.membership.step_messages import refuse_earlier
 from shoal.session.elastic_controller import ElasticController
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -50,7 +49,6 @@ class SharedCalls:
         """
         strategy = self._strategy(call)
         position = strategy.position
-        refuse_earlier(position.form, call)
         self._controller.call.check_end(call, strategy.step)
         # Until it returns nobody is taken in whose script would be elsewhere.
         self._controller.call.is_under_way = True
@@ -64,7 +62,6 @@ class SharedCalls:
                 generation = self._controller.stand(self._fields)
                 self._controller.call.check_end(call, strategy.step)
                 group = strategy.group
-                refuse_earlier(position.form, call)
                 position.stands(call, is_call=True)
                 try:
                     self._check_call(call, generation, group)
@@ -154,7 +151,6 @@ def stop(controller: ElasticController, reason: str, *, has_batches: bool, in_st
             seen=f"strategy {strategy.name}",
             expected="session.batches of a synchronous strategy; otherwise `shoal stop JOB`",
         )
-    refuse_earlier(strategy.position.form, "session.stop")
     strategy.position.stop(strategy.step + int(in_step), reason[:MAX_REASON_CHARS])
 
 

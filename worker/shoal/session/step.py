@@ -19,7 +19,6 @@ from shoal.layouts import script_gathers, synced_batchnorm
 from shoal.layouts.base import LossFunction
 from shoal.layouts.gathered_rows import UNKNOWN, RowGathers, Share
 from shoal.membership.draining import Drained
-from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.session.batch_sources import BatchSource
 from shoal.session.distribution import Distribution
 from shoal.session.elastic_controller import ElasticController
@@ -173,11 +172,7 @@ class Step:
         return found
 
     def _check_own_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        strategy = self._controller.strategy
-        assert isinstance(strategy, SynchronousStrategy), "where members gather"
-        # Members that tell of a step in the earlier form gather without a word before.
-        if strategy.position.form is not StepMessages.EARLIER:
-            self._gathers().check_own(outputs, tensor)
+        self._gathers().check_own(outputs, tensor)
 
     def _gathers(self) -> RowGathers:
         """Raises InvalidSpec under a strategy where rows cannot be gathered."""
@@ -192,7 +187,6 @@ class Step:
                     " as a whole: ddp, zero1, zero2, fsdp, hsdp, tensor, fsdp-tensor, or hybrid"
                     " with one stage",
                 )
-            refuse_earlier(strategy.position.form, "session.gather")
             batch = self.batch
             self._rows = RowGathers(
                 strategy.group,

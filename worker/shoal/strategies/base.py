@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.data.batches import Order
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.membership.generation import Context, Generation
-from shoal.membership.step_messages import FIELD, StepMessages
 from shoal.state.registered.objects import RegisteredState
 from shoal_proto.errors import InvalidSpec, ShoalError
 
@@ -65,9 +64,6 @@ class Strategy(ABC):
     """Whether it takes all members to put the model together."""
     carries: ClassVar[bool] = False
     """Whether what a script registers is committed with its steps; see `carry`."""
-    meets_earlier: ClassVar[bool] = False
-    """Synchronous strategies: whether members of release 0.1.0 may take part, whom others then tell
-    of a step in the earlier form."""
     initialises: ClassVar[bool] = False
     """Whether `distribute` takes a model on the meta device, whose weights one member makes; others
     are given it with its weights in memory."""
@@ -194,13 +190,6 @@ class Strategy(ABC):
         "schema" and "optimizer" digests at least. The session adds strategy, synchronous, torch,
         global_batch, dataset and seed.
         """
-
-    def proposal(self) -> dict[str, str]:
-        """`fields`, and in which form members tell each other of a step, where those of release
-        0.1.0, who say nothing of it, are to be refused by name and not waited for."""
-        refuses = self.synchronous and not self.meets_earlier
-        form = {FIELD: str(int(StepMessages.PRESENT))} if refuses else {}
-        return {**form, **self.fields()}
 
     def refuses(self, world_size: int) -> str:
         """Why the model cannot be trained by so many members: what is expected. Empty: it can.

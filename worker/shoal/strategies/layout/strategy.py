@@ -140,7 +140,7 @@ class LayoutStrategy(SynchronousStrategy):
             group=group,
             generation=generation.number,
             kept_rooms=self._generation_group.kept_rooms,
-            completes_passes=self.position.meets_in_passes,
+            completes_passes=True,
             makes_passes=True,
             exchanges=self.position.exchanges,
         )

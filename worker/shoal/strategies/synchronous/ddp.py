@@ -1,7 +1,6 @@
 """Data parallel: every member holds the whole model; gradients are averaged in each step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,13 +14,12 @@ from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
 from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.compression.wire import Traffic
-from shoal.data.batches import Order, Position
+from shoal.data.batches import Order
 from shoal.layouts.base import Layout, World
 from shoal.layouts.gradients import not_reduced
 from shoal.layouts.optimizer_binding import MetaModel
 from shoal.layouts.replicated import ReplicatedLayout, checked_bucket, meets_in_forward
 from shoal.membership.generation import Generation, receivers_of
-from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
@@ -29,7 +27,6 @@ from shoal.model.gradients import StepGradients, refuse_layers, refuse_parameter
 from shoal.model.several import models_of, proxies_of, refuse_untrained
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
-from shoal.state.plain_values import without_marks
 from shoal.state.registered.objects import into_shard, into_state, of_shard, of_state
 from shoal.state.replicated import ReplicatedState, State
 from shoal.state.shards import StateShard
@@ -57,7 +54,6 @@ class DDP(SynchronousStrategy):
 
     name = "ddp"
     carries = True
-    meets_earlier = True
     trains_several = True
     syncs_batchnorm = True
     changes_batch_size = True
@@ -152,35 +148,17 @@ class DDP(SynchronousStrategy):
     def _align(self, generation: Generation, group: dist.ProcessGroup) -> None:
         """Give every member the state of the source."""
         source, receivers = receivers_of(generation)
-        is_earlier = self.position.form is StepMessages.EARLIER
-        if self.origin != Position():
-            refuse_earlier(self.position.form, "another batch size than the run began with")
         if generation.rank == source and receivers:
-            own = self._state.collect(self._step)
-            if is_earlier:
-                own = self._for_earlier(own)
-            state = into_state(own, self._registered.current())
-            send(self._checkpoints.samples.carried(state), receivers, group, direct=is_earlier)
+            state = into_state(self._state.collect(self._step), self._registered.current())
+            send(self._checkpoints.samples.carried(state), receivers, group)
         elif generation.rank in receivers:
-            state = receive(source, receivers, group, direct=is_earlier)
+            state = receive(source, receivers, group)
             held, self._has_state = self._has_state, False
             # In place: if it fails half-way, this is neither the old state nor the new.
             self.restore(state)
             self._has_state = held
         if receivers or not self.position.is_shared:
             check_same_step(generation.number, self._step, group)
-
-    def _for_earlier(self, state: State) -> State:
-        """The state as members of release 0.1.0 take it.
-
-        Raises InvalidSpec for an optimizer that keeps what they know no notation for.
-        """
-        try:
-            values = {key: without_marks(each) for key, each in state.values.items()}
-        except ValueError:
-            refuse_earlier(self.position.form, "an optimizer that keeps dictionaries, or the like,")
-            raise
-        return replace(state, values=values)
 
     def _wrap(self, group: dist.ProcessGroup) -> None:
         for name, model in models_of(self._model).items():
@@ -335,7 +313,7 @@ class DDP(SynchronousStrategy):
     def _without_gradients(self) -> Sequence[str]:
         """What the optimizer will pass over here, as where a script has dropped gradients: it has
         to be the same on every member. Of several models, each has its turn."""
-        if self._passes.training is not None or not self.position.meets_in_passes:
+        if self._passes.training is not None:
             return ()
         parameters = self._state.parameters.items()
         return [name for name, each in parameters if each.grad is None and each.requires_grad]

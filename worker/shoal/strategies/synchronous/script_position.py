@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.layer_exchanges import LayerExchanges
-from shoal.membership.step_messages import StepMessages
 from shoal.strategies.synchronous.script_places import Place
 from shoal.strategies.synchronous.writes.state_inspection import StateInspection
 
@@ -57,8 +56,6 @@ class ScriptPosition:
     """The step of which all members write a checkpoint, since one of them leaves so."""
     is_shared: bool = False
     """Whether the generation began with all members behind the same step, with its state."""
-    form: StepMessages = StepMessages.PRESENT
-    """In which form the members of the generation tell each other of a step."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
     """Where members that split layers have met for them, in the present generation."""
     norms: list[float] = field(default_factory=list)
@@ -67,12 +64,6 @@ class ScriptPosition:
     """Of what the optimizer keeps behind each step."""
     _place: Place | None = None
     """Where the script waits for others, but for the step."""
-
-    @property
-    def meets_in_passes(self) -> bool:
-        """Whether members make gradients those of the whole batch behind each pass. One of release
-        0.1.0 does so at the end of the step, where the others would not be."""
-        return self.form is not StepMessages.EARLIER
 
     def stands(self, what: str, *, is_call: bool = False) -> None:
         """The script waits for others there from now on, if it waits."""
@@ -132,13 +123,10 @@ class ScriptPosition:
     def meet(self, group: dist.ProcessGroup, step: int, *, has_state: bool) -> None:
         """Collective, when a generation begins: find out what became of a call under way.
 
-        Raises AmidACall where this member would be in the way of the others. Members that tell of a
-        step in the earlier form do not meet.
+        Raises AmidACall where this member would be in the way of the others.
         """
         self.is_shared = False
         self.exchanges = LayerExchanges()
-        if self.form is StepMessages.EARLIER:
-            return
         message = torch.zeros(group.size(), NUM_WORDS, dtype=torch.int64)
         message[group.rank()] = torch.tensor(self.words(step, has_state=has_state))
         wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.shared_memory.words import Words
 from shoal.layouts.layer_exchanges import compare
-from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.hyperparameters import (
     Hyperparameters,
@@ -32,10 +31,9 @@ from shoal.strategies.synchronous.script_position import ScriptPosition, Stopped
 from shoal.strategies.synchronous.step_weights import BY_SAMPLES, StepWeights
 from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, UnequalPasses
 
-NUM_WORDS = {StepMessages.EARLIER: 3, StepMessages.PRESENT: 4}
+NUM_WORDS = 4
 """Passes, twice, and one more if these were all, or parts, as a negative number; digest; whether a
-step comes again otherwise; what the losses weigh. The earlier form has no parts, stops or weights:
-each pass is one of its own there, reduced as it is made."""
+step comes again otherwise; what the losses weigh."""
 
 
 class Deed(enum.IntEnum):
@@ -101,8 +99,6 @@ _NAMED = 1 << 40
 _DEEDS = ("a backward pass for", "an update of", "clipping for")
 _BITS = 16
 
-_SHARES = StepMessages.PRESENT
-"""Members of one machine that know this form tell each other in memory that they share."""
 _CONFLICT, _STOP_BEFORE, _STOP_BEHIND, _FAULT, _LEAVES, _REFUSAL = 1, 2, 4, 8, 16, 32
 """In the third word."""
 _FLAG_BITS = 8
@@ -126,7 +122,7 @@ class StepAgreement:
         self._members = members
         self._hyper = hyperparameters
         self._position = position
-        self._words = Words(group, NUM_WORDS[position.form])
+        self._words = Words(group, NUM_WORDS)
         self._steps = 0
         self._step = 0
         self._passes = 0
@@ -166,8 +162,6 @@ class StepAgreement:
 
     def begin_part(self, index: int, num_parts: int) -> bool:
         """The next pass is that of one of so many parts; whether it is to be reduced."""
-        if self._position.form is StepMessages.EARLIER:
-            return True
         return self._cut.begin_part(index, num_parts)
 
     def tell_parts(self) -> None:
@@ -215,15 +209,11 @@ class StepAgreement:
 
     def _with_norms(self, digest: int) -> int:
         """This digest, where the script has clipped also of to what."""
-        norms = self._norms()
+        norms = self._position.norms
         return digest ^ digest_of(norms) if norms else digest
 
     def _values(self) -> Values:
-        return with_norms(self._hyper.now(), self._norms())
-
-    def _norms(self) -> Sequence[float]:
-        """Members of release 0.1.0 say nothing of theirs."""
-        return () if self._position.form is StepMessages.EARLIER else self._position.norms
+        return with_norms(self._hyper.now(), self._position.norms)
 
     def propose(self, *, is_faulty: bool = False, idle: Sequence[str] = ()) -> None:
         """All passes of the step were made: say so, and with what it is to be applied. `is_faulty`:
@@ -246,7 +236,6 @@ class StepAgreement:
         wish = self._position.wish
         if wish is None or wish > step + 1:
             return leaves
-        refuse_earlier(self._position.form, "session.stop")
         return leaves | (_STOP_BEFORE if wish <= step else _STOP_BEHIND)
 
     def settle(self) -> float | None:
@@ -283,7 +272,7 @@ class StepAgreement:
             self._position.agree_to_stop(self._step + 1)
         if any(row[2] & _LEAVES for row in rows):
             self._position.checkpoint_at = self._step + 1
-        return self._factor([row[3] for row in rows if len(row) > 3])
+        return self._factor([row[3] for row in rows])
 
     def _factor(self, words: Sequence[int]) -> float:
         if all(map(BY_SAMPLES.__eq__, words)):
@@ -329,11 +318,10 @@ class StepAgreement:
     # --- messages ---
 
     def _send(self, word: int, digest: int, *, conflict: bool, more: int = 0) -> None:
-        if self._steps > 1 and self._words.may_share and self._position.form is _SHARES:
+        if self._steps > 1 and self._words.may_share:
             # Not in the first step, for which members stand still that were just left by another.
             self._words.share()
-        own = [word, digest, conflict * _CONFLICT | more, self.weights.word()]
-        self._words.tell(own[: NUM_WORDS[self._position.form]])
+        self._words.tell([word, digest, conflict * _CONFLICT | more, self.weights.word()])
 
     def cut(self, reason: str) -> None:
         """Let this member wait for no word of the others. Any thread."""

@@ -21,7 +21,6 @@ from shoal.data.batches import Order, Position
 from shoal.layouts.synced_batchnorm import Members
 from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
-from shoal.membership.step_messages import FormFinding, refuse_earlier
 from shoal.state.registered.comparison import UNTRAINED, compare
 from shoal.state.registered.objects import RegisteredState
 from shoal.state.resharding import gather
@@ -152,13 +151,10 @@ class SynchronousStrategy(Strategy):
         group = self._new_group(generation)
         members = [entry.member_id for entry in generation.entries]
         self._set_stage(TrainerStage.BRINGING_UP, generation.number)
-        finding = FormFinding(generation, self._store(generation))
         try:
-            finding.announce()
             process_group = self._generation_group.open(group)
             opened_s = time.perf_counter()
             self._set_stage(TrainerStage.BRINGING_UP, generation.number, process_group)
-            self.position.form = finding.form()
             self.position.meet(process_group, self._step, has_state=self._has_state)
             if self._registered:
                 self._compare_registered(process_group, members)
@@ -435,7 +431,6 @@ class SynchronousStrategy(Strategy):
         agreement = self._agreement
         if agreement is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
-        refuse_earlier(self.position.form, "session.backward(loss, weight=...)")
         agreement.weights.add(weight)
         return weight / agreement.weights.unit
 

@@ -1,19 +1,17 @@
-"""Ranks of one host read what all ranks set once for all of them."""
+"""Answers that the processes of one host share: each is asked for once."""
 
 import threading
 from pathlib import Path
 
 import pytest
 
-from shoal.membership import host_values
-from shoal.membership.host_values import MAX_FILES, HostValues
-from shoal_client.membership.shared_chunks import locked
+from shoal_client.membership.host_files import MAX_FILES, HostFiles, locked
 
-ASKED = ("job", "3", "0", "1")
+ASKED = "job 3 0 1"
 
 
-def values(directory: Path) -> HostValues:
-    return HostValues(directory, threading.Event())
+def values(directory: Path, wait_s: float = 10.0) -> HostFiles:
+    return HostFiles(directory / "values", threading.Event(), wait_s)
 
 
 def refuse() -> bytes:
@@ -23,7 +21,7 @@ def refuse() -> bytes:
 def test_who_comes_later_takes_what_is_there(tmp_path: Path) -> None:
     assert values(tmp_path).get(ASKED, lambda: b"all") == b"all"
     assert values(tmp_path).get(ASKED, refuse) == b"all"
-    assert values(tmp_path).get((*ASKED, "2"), lambda: b"more") == b"more"
+    assert values(tmp_path).get(f"{ASKED} 2", lambda: b"more") == b"more"
 
 
 def test_what_is_not_whole_is_asked_for_again(tmp_path: Path) -> None:
@@ -33,13 +31,10 @@ def test_what_is_not_whole_is_asked_for_again(tmp_path: Path) -> None:
     assert values(tmp_path).get(ASKED, lambda: b"again") == b"again"
 
 
-def test_who_stands_still_while_it_asks_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_values, "LOCK_WAIT_S", 0.1)
-    values(tmp_path).get(("another",), lambda: b"")
-    with locked(tmp_path / "values", threading.Event()):
-        assert values(tmp_path).get(ASKED, lambda: b"own") == b"own"
+def test_who_stands_still_while_it_asks_is_not_waited_for(tmp_path: Path) -> None:
+    values(tmp_path).get("another", lambda: b"")
+    with locked(tmp_path / "values", threading.Event(), 10.0):
+        assert values(tmp_path, wait_s=0.1).get(ASKED, lambda: b"own") == b"own"
 
 
 def test_a_failure_is_the_askers_own(tmp_path: Path) -> None:
@@ -58,5 +53,5 @@ def test_without_a_directory_each_asks_for_itself(tmp_path: Path) -> None:
 
 def test_few_answers_are_kept(tmp_path: Path) -> None:
     for number in range(MAX_FILES + 4):
-        values(tmp_path).get((str(number),), lambda: b"all")
+        values(tmp_path).get(str(number), lambda: b"all")
     assert len(list((tmp_path / "values").iterdir())) == MAX_FILES + 1

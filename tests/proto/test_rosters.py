@@ -1,8 +1,11 @@
-"""The digest of a roster: the same for all who hold the same one, whatever wrote it."""
+"""The digest of a roster, and its packed form: the same for all, whatever wrote it."""
+
+import zlib
 
 import pytest
 
-from shoal_proto.digest import roster_digest
+from shoal_proto.errors import MalformedMessage
+from shoal_proto.rosters import MAX_UNPACKED_BYTES, pack, roster_digest, unpack
 from shoal_proto.v1 import membership_pb2 as pb
 
 FIELDS = {"strategy": "ddp", "schema": "s1", "optimizer": "adamw", "seed": "7", "dätä": "é"}
@@ -66,6 +69,31 @@ def test_every_field_of_an_entry_counts(field: str) -> None:
 def test_every_field_of_a_roster_counts(field: str) -> None:
     """Nor do those with another source, step or whatever else a roster holds."""
     one, other = roster(FIELDS), roster(FIELDS)
-    one.step_messages = other.step_messages = 2
     other.ClearField(field)
     assert roster_digest(one) != roster_digest(other)
+
+
+def test_a_packed_roster_unpacks_as_it_was() -> None:
+    assert unpack(pb.Roster, pack(roster(FIELDS))) == roster(FIELDS)
+
+
+def test_a_packed_roster_keeps_fields_of_a_later_release() -> None:
+    """Its digest covers them: a host may share it among members of two releases."""
+    later = pb.Roster.FromString(roster(FIELDS).SerializeToString() + b"\x82\xf4\x03\x04next")
+    assert roster_digest(unpack(pb.Roster, pack(later))) == roster_digest(later)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"no deflated bytes",
+        pack(roster(FIELDS))[:-1],
+        zlib.compress(b"\xff no message"),
+        zlib.compress(bytes(MAX_UNPACKED_BYTES + 1)),
+    ],
+    ids=["nothing", "plain", "cut off", "another message", "too large"],
+)
+def test_other_bytes_are_refused(packed: bytes) -> None:
+    with pytest.raises(MalformedMessage, match="do not unpack as a Roster"):
+        unpack(pb.Roster, packed)

@@ -1,10 +1,11 @@
-"""What others wrote, so that a terminal shows it and does nothing else with it.
+"""Text of others as a terminal shows it, and does nothing else with it.
 
 A host's name, a reason or an error comes from whoever joins a job. A terminal would take an escape
 sequence in it as an order, a line feed begins a line that looks like one of ours, and marks of
 direction show other text than there is.
 """
 
+import re
 import unicodedata
 from collections.abc import MutableMapping
 from typing import Any
@@ -46,3 +47,27 @@ def printable_event(
         if isinstance(value, str):
             event[name] = printable(value, lines=name in OF_SEVERAL_LINES)
     return event
+
+
+_SEQUENCE = re.compile(
+    r"\x1b(?:"
+    r"\[[0-?]*[ -/]*[@-~]"  # CSI: colours, the cursor, erasing
+    r"|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC, DCS and the like: titles, links
+    r"|[ -/]*[0-~]"  # all of two or three characters
+    r")?"
+)
+
+
+def plain_lines(data: bytes) -> list[str]:
+    """The lines of the bytes, without escape sequences; what is not UTF-8 is replaced.
+
+    Of a line that a progress bar wrote again and again the newest state is left.
+    """
+    text = data.decode("utf-8", "replace")
+    return [_plain(line) for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+def _plain(line: str) -> str:
+    line = _SEQUENCE.sub("", line)
+    shown = [part for part in line.split("\r") if part]
+    return printable(shown[-1]) if shown else ""
