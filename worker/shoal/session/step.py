@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal import randomness
-from shoal.data import parts, share_sizes
 from shoal.data.batches import Batch
-from shoal.layouts import script_gathers, synced_batchnorm
+from shoal.layouts import script_gathers
 from shoal.layouts.base import LossFunction
 from shoal.layouts.gathered_rows import UNKNOWN, RowGathers, Share
 from shoal.membership.draining import Drained
@@ -25,6 +24,13 @@ from shoal.session.elastic_controller import ElasticController
 from shoal.session.micro_batches import MicroBatches, scaled
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
+from shoal.step_context import (
+    NO_STEP,
+    BatchNormMembers,
+    PresentSamples,
+    StepContext,
+    set_current,
+)
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.script_position import Stopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -90,27 +96,24 @@ class Step:
         self.guard.open()
         batch = self.batch
         self.micro_batches = MicroBatches(strategy, batch, int(self._fields.get("global_batch", 1)))
-        parts.put(self.micro_batches)
-        if batch is not None and strategy.synchronous:
-            self._draw_by_sample(batch)
+        gathers = self._is_uneven and strategy.synchronous and not strategy.gathers_lack()
+        set_current(
+            StepContext(
+                samples=self._samples(batch) if strategy.synchronous else None,
+                batchnorm=self._batchnorm(strategy, batch),
+                check_gather=self._check_own_gather if gathers else None,
+                sizes=self._controller.details.shares,
+                parts=self.micro_batches,
+                guard=self.guard,
+            )
+        )
         if batch is not None and batch.is_stand_in:
             self.micro_batches.stand_in()
-        if self._is_uneven and strategy.synchronous and not strategy.gathers_lack():
-            script_gathers.put(self._check_own_gather)
-        share_sizes.put(self._controller.details.shares)
-        if self._is_synced and isinstance(strategy, SynchronousStrategy):
-            has_samples = batch is None or bool(batch.indices)
-            synced_batchnorm.put(strategy.members(has_samples=has_samples))
 
     def _close(self) -> None:
-        """Nothing of the step is set any more, however far `_open` came."""
+        """Take back what `_open` has set, however far that came."""
         self.is_open = False
-        self.guard.close()
-        parts.put(None)
-        share_sizes.put(None)
-        script_gathers.put(None)
-        randomness.put(None)
-        synced_batchnorm.put(None)
+        set_current(NO_STEP)
         if self._rows is not None:
             self._rows.close()
 
@@ -141,11 +144,6 @@ class Step:
     def batch(self) -> Batch | None:
         """What is trained on, where the session hands out batches."""
         return self._source.batch if self._source is not None else None
-
-    @property
-    def _is_synced(self) -> bool:
-        """Whether some layers normalise the samples of all members."""
-        return "sync_batchnorm" in self._fields
 
     @property
     def _is_uneven(self) -> bool:
@@ -200,16 +198,20 @@ class Step:
             )
         return self._rows
 
-    def _draw_by_sample(self, batch: Batch) -> None:
-        """Let what is drawn at random in this step depend on its samples, not on who is there; for
-        a stand-in the same is drawn as for the sample that it repeats, the first."""
+    def _samples(self, batch: Batch | None) -> PresentSamples | None:
+        """The batch's samples, on which random numbers depend from here on, and not on the members;
+        a stand-in draws as the sample that it repeats, the first."""
+        if batch is None:
+            return None
         seed, first = int(self._fields["seed"]), 0 if batch.is_stand_in else batch.first
         randomness.seed_torch(seed, batch.step, first)
-        randomness.put(
-            randomness.Place(
-                seed=seed, step=batch.step, first=first, count=max(batch.num_samples, 1)
-            )
-        )
+        count = max(batch.num_samples, 1)
+        return PresentSamples(seed=seed, step=batch.step, first=first, count=count)
+
+    def _batchnorm(self, strategy: Strategy, batch: Batch | None) -> BatchNormMembers | None:
+        if "sync_batchnorm" not in self._fields or not isinstance(strategy, SynchronousStrategy):
+            return None
+        return strategy.batchnorm_members(has_samples=batch is None or bool(batch.indices))
 
     def _commit(self) -> None:
         controller, source = self._controller, self._source

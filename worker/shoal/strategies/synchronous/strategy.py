@@ -18,12 +18,12 @@ from shoal.backends.process_group.interface import Backend, Group
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.samples import TrainedSamples
 from shoal.data.batches import Order, Position
-from shoal.layouts.synced_batchnorm import Members
 from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
 from shoal.state.registered.comparison import UNTRAINED, compare
 from shoal.state.registered.objects import RegisteredState
 from shoal.state.resharding import gather
+from shoal.step_context import BatchNormMembers
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
 from shoal.strategies.synchronous.generation_group import GenerationGroup
@@ -187,11 +187,11 @@ class SynchronousStrategy(Strategy):
             state_s=round(time.perf_counter() - opened_s, 4),
         )
 
-    def members(self, *, has_samples: bool) -> Members | None:
-        """With whose samples BatchNorm normalises those of this member's passes, if with any."""
+    def batchnorm_members(self, *, has_samples: bool) -> BatchNormMembers | None:
+        """The members whose samples BatchNorm normalises together; None: each its own."""
         if not self.syncs_batchnorm or self._process_group is None:
             return None
-        return Members(self._process_group, has_samples)
+        return BatchNormMembers(self._process_group, has_samples)
 
     @property
     def group(self) -> dist.ProcessGroup:
