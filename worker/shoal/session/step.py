@@ -6,15 +6,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal import randomness
 from shoal.data.batches import Batch
-from shoal.layouts import script_gathers
 from shoal.layouts.base import LossFunction
 from shoal.layouts.gathered_rows import UNKNOWN, RowGathers, Share
 from shoal.membership.draining import Drained
@@ -29,13 +29,15 @@ from shoal.step_context import (
     BatchNormMembers,
     PresentSamples,
     StepContext,
+    current,
     set_current,
 )
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.script_position import Stopped
+from shoal.strategies.synchronous.script_position import StepStopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.strategies.torch_errors import StepState, refusal_of
 from shoal.torch_private.amp import scale_of
+from shoal.torch_private.watching import before_calls
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_number
 
@@ -236,7 +238,7 @@ class Step:
         strategy = self._controller.strategy
         if strategy.redoes(error):
             return True
-        if isinstance(error, Stopped) and isinstance(strategy, SynchronousStrategy):
+        if isinstance(error, StepStopped) and isinstance(strategy, SynchronousStrategy):
             strategy.withdraw_step()
             return True
         if self._controller.is_break(error):
@@ -265,6 +267,22 @@ class Step:
         )
 
 
+def _look_at_gather(
+    tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False
+) -> None:
+    """Check the script's own `torch.distributed.all_gather`, if the members' shares are of unequal
+    sizes.
+
+    If ranks hand in tensors of other sizes than the others expect, Gloo ends a process, or waits
+    until the limit of a collective, in each generation anew. So in such a step members first tell
+    each other what they hand in. `torch.distributed.nn.all_gather`, and the layers that scripts for
+    SimCLR and CLIP have, go through this call too.
+    """
+    # Shoal's own calls name a group.
+    if group is None and (check := current().check_gather) is not None:
+        check(tensor_list, tensor)
+
+
 class Steps:
     """Each call here is documented where a script calls it, in `Session`."""
 
@@ -274,7 +292,7 @@ class Steps:
         self._newest: Step | None = None
         self._generators: Sequence[Tensor] = ()
         """States of torch's generators before the first step, which begins them anew."""
-        script_gathers.watch()
+        before_calls(dist, "all_gather", _look_at_gather)
 
     def release(self) -> None:
         """The session is over: close a step that is open still, and let torch draw numbers as if

@@ -32,8 +32,9 @@ from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import update
 from shoal.strategies.synchronous.script_places import ScriptPlaces
 from shoal.strategies.synchronous.script_position import ScriptPosition
-from shoal.strategies.synchronous.step_agreement import Deed, StepAgreement
+from shoal.strategies.synchronous.step_agreement import StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
+from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.torch_private.amp import scale_of
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
@@ -369,10 +370,10 @@ class SynchronousStrategy(Strategy):
             expected="session.step() alone, which steps the optimizer when its block ends",
         )
 
-    def _agree_on(self, deed: Deed) -> None:
+    def _agree_on(self, action: OptimizerAction) -> None:
         """See `StepAgreement.meet`, of the chosen ones of several optimizers."""
         if self._agreement is not None and self._passes.training is not None:
-            self._agreement.meet(deed, self._passes.chosen)
+            self._agreement.meet(action, self._passes.chosen)
 
     def begin_part(self, index: int, num_parts: int) -> None:
         if self._passes.training is not None:
@@ -400,7 +401,7 @@ class SynchronousStrategy(Strategy):
         """
         if self._agreement is not None and self.passes_meet:
             self._agreement.passing()
-            self._agree_on(Deed.PASS)
+            self._agree_on(OptimizerAction.BACKWARD)
         return self._passes.weighing()
 
     def _announce(self) -> None:
