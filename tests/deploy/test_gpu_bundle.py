@@ -110,6 +110,7 @@ def test_wheels_are_packed_as_they_are(tmp_path: Path) -> None:
         assert {name: found.read(name) for name in found.namelist()} == files
 
 
+@pytest.mark.long
 def test_the_cases_are_whole(tmp_path: Path) -> None:
     """Modules of the tests that they import are packed with them."""
     gpu_bundle.pack_cases(tmp_path / "cases.tar.xz")

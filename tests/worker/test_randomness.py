@@ -393,6 +393,7 @@ def compiled_twice(backend: str, make: Callable[[], nn.Module], dim: int | None)
     return twice
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("case", ODD)
 def test_a_compiled_graph_draws_what_the_layer_draws(case: str) -> None:
     """Without a break, and without being compiled anew for another step or share."""
@@ -422,6 +423,7 @@ def test_a_compiled_graph_draws_what_the_layer_draws(case: str) -> None:
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
 def test_compiled_dropout_has_the_gradients_of_the_layer(backend: str) -> None:
     plain, compiled = keyed(nn.Dropout(0.3)), compiled_twice(backend, lambda: nn.Dropout(0.3), 0)

@@ -105,6 +105,7 @@ def test_the_newest_wins_and_the_last_is_sent_on_close(board: Board) -> None:
     assert reports[1].samples_per_s == 10.0, "what was not said again stays"
 
 
+@pytest.mark.long
 def test_reports_go_on_at_the_interval(board: Board) -> None:
     """Later updates are sent without a close."""
     with endpoint(board) as server, reporter(server.url, 0.05) as health:
@@ -139,6 +140,7 @@ def test_training_is_not_held_up_by_a_silent_coordinator() -> None:
     assert closed_s - updated_s < unhurried(1.0)
 
 
+@pytest.mark.long
 def test_an_outage_is_counted_and_told_once(board: Board) -> None:
     """Many failures make one line in the log, recovery another, and reports go on by themselves."""
     with endpoint(board) as server:

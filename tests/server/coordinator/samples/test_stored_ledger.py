@@ -159,6 +159,7 @@ async def test_books_of_an_earlier_release_go_on() -> None:
     assert found.counts().ignored == 3
 
 
+@pytest.mark.long
 async def test_books_of_thousands_of_members_are_compressed() -> None:
     """etcd takes 1.5 MB in a value; ten thousand members' books are within it."""
     store, ledger = MemoryStore(), Ledger(dataset_size=10**9, num_epochs=1)
