@@ -36,7 +36,7 @@ from shoal.strategies.compiled_models import not_compiled
 from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import found_by_any
-from shoal.strategies.synchronous.step_agreement import Deed
+from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.compiling import is_routing_compiled
 from shoal.torch_private.dtensor import clear_sharding_cache
@@ -362,7 +362,7 @@ class LayoutStrategy(SynchronousStrategy):
             super().update()
         optimizers = self._passes.take("session.update")
         layout = self._gradients_of(optimizers)
-        self._agree_on(Deed.UPDATE)
+        self._agree_on(OptimizerAction.UPDATE)
         self._generation_group.check()
         stepped = self._passes.models(optimizers)
         held = [t for name, t in layout.held.items() if name.partition(".")[0] in stepped]
@@ -447,7 +447,7 @@ class LayoutStrategy(SynchronousStrategy):
     def _clip_chosen(self, max_norm: float) -> Tensor:
         """Of several optimizers."""
         layout = self._gradients_of(self._passes.take("session.clip_grad_norm"))
-        self._agree_on(Deed.CLIP)
+        self._agree_on(OptimizerAction.CLIP)
         own = {id(each) for each in self._passes.parameters(self._optimizer)}
         among = [name for name, each in layout.parameters.items() if id(each) in own]
         return clip(layout, max_norm, among)
