@@ -23,9 +23,22 @@ _sym_db = _symbol_database.Default()
 
 
 from shoal_proto.v1 import identity_pb2 as shoal__proto_dot_v1_dot_identity__pb2
+from shoal_proto.v1 import parameters_pb2 as shoal__proto_dot_v1_dot_parameters__pb2
+try:
+  shoal__proto_dot_v1_dot_acknowledgement__pb2 = shoal__proto_dot_v1_dot_parameters__pb2.shoal__proto_dot_v1_dot_acknowledgement__pb2
+except AttributeError:
+  shoal__proto_dot_v1_dot_acknowledgement__pb2 = shoal__proto_dot_v1_dot_parameters__pb2.shoal_proto.v1.acknowledgement_pb2
+try:
+  shoal__proto_dot_v1_dot_codec__pb2 = shoal__proto_dot_v1_dot_parameters__pb2.shoal__proto_dot_v1_dot_codec__pb2
+except AttributeError:
+  shoal__proto_dot_v1_dot_codec__pb2 = shoal__proto_dot_v1_dot_parameters__pb2.shoal_proto.v1.codec_pb2
+try:
+  shoal__proto_dot_v1_dot_optimizer__pb2 = shoal__proto_dot_v1_dot_parameters__pb2.shoal__proto_dot_v1_dot_optimizer__pb2
+except AttributeError:
+  shoal__proto_dot_v1_dot_optimizer__pb2 = shoal__proto_dot_v1_dot_parameters__pb2.shoal_proto.v1.optimizer_pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshoal_proto/v1/weights.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\"@\n\tPublisher\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"<\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x11\n\x05shape\x18\x03 \x03(\x04\x42\x02\x10\x01\"\\\n\x05Slice\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x13\n\x07offsets\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\x11\n\x05sizes\x18\x03 \x03(\x04\x42\x02\x10\x01\x12\x0f\n\x07segment\x18\x04 \x01(\r\x12\n\n\x02\x61t\x18\x05 \x01(\x04\"k\n\x06Layout\x12%\n\x07tensors\x18\x01 \x03(\x0b\x32\x14.shoal.v1.TensorSpec\x12\x1f\n\x06slices\x18\x02 \x03(\x0b\x32\x0f.shoal.v1.Slice\x12\x19\n\rsegment_bytes\x18\x03 \x03(\x04\x42\x02\x10\x01\"=\n\x07Segment\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07holders\x18\x03 \x03(\t\"\xd7\x02\n\rVersionRecord\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x15\n\rlayout_digest\x18\x04 \x01(\x0c\x12#\n\x08segments\x18\x05 \x03(\x0b\x32\x11.shoal.v1.Segment\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x16\n\x0e\x63reated_unix_s\x18\x07 \x01(\x01\x12\x37\n\x08metadata\x18\x08 \x03(\x0b\x32%.shoal.v1.VersionRecord.MetadataEntry\x12\x16\n\x0erolled_back_to\x18\t \x01(\x04\x12\x0e\n\x06pinned\x18\n \x01(\x08\x12\x0f\n\x07\x64urable\x18\x0b \x01(\x08\x12\x12\n\ntables_cut\x18\x0c \x01(\x0c\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x98\x01\n\x17\x42\x65ginPublicationRequest\x12&\n\tpublisher\x18\x01 \x01(\x0b\x32\x13.shoal.v1.Publisher\x12\x0e\n\x06series\x18\x02 \x01(\t\x12(\n\x07options\x18\x03 \x01(\x0b\x32\x17.shoal.v1.SeriesOptions\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\r\n\x05world\x18\x05 \x01(\r\"-\n\rSeriesOptions\x12\x0c\n\x04keep\x18\x01 \x01(\r\x12\x0e\n\x06\x63opies\x18\x02 \x01(\r\"m\n\x15\x42\x65ginPublicationReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04head\x18\x02 \x01(\x04\x12&\n\x07servers\x18\x03 \x03(\x0b\x32\x15.shoal.v1.StoreServer\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"*\n\x0bStoreServer\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xd6\x02\n\x15\x43ontributePartRequest\x12&\n\tpublisher\x18\x01 \x01(\x0b\x32\x13.shoal.v1.Publisher\x12\x0e\n\x06series\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bpublication\x18\x04 \x01(\x04\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\r\n\x05world\x18\x06 \x01(\r\x12\"\n\x07segment\x18\x07 \x01(\x0b\x32\x11.shoal.v1.Segment\x12 \n\x06layout\x18\x08 \x01(\x0b\x32\x10.shoal.v1.Layout\x12\x0c\n\x04step\x18\t \x01(\x04\x12?\n\x08metadata\x18\n \x03(\x0b\x32-.shoal.v1.ContributePartRequest.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"?\n\x13\x43ontributePartReply\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.shoal.v1.VersionRecord\"$\n\x12WatchSeriesRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\"\xdd\x01\n\nSeriesView\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04head\x18\x03 \x01(\x04\x12)\n\x08versions\x18\x04 \x03(\x0b\x32\x17.shoal.v1.VersionRecord\x12(\n\x07options\x18\x05 \x01(\x0b\x32\x17.shoal.v1.SeriesOptions\x12&\n\x07servers\x18\x06 \x03(\x0b\x32\x15.shoal.v1.StoreServer\x12%\n\x07readers\x18\x07 \x03(\x0b\x32\x14.shoal.v1.ReaderView\"\xb8\x01\n\nReaderView\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tinstalled\x18\x02 \x01(\x04\x12\x18\n\x10installed_digest\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64iffers\x18\x04 \x01(\x08\x12\x12\n\x06leased\x18\x05 \x03(\x04\x42\x02\x10\x01\x12\x13\n\x0bseen_unix_s\x18\x06 \x01(\x01\x12\x11\n\tserves_at\x18\x07 \x01(\t\x12\x0f\n\x07\x66\x65tch_s\x18\x08 \x01(\x01\x12\x13\n\x0b\x66\x65tch_bytes\x18\t \x01(\x04\"\xb9\x01\n\x0cReaderReport\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\x0e\n\x06reader\x18\x02 \x01(\t\x12\x12\n\x06leased\x18\x03 \x03(\x04\x42\x02\x10\x01\x12\x11\n\tinstalled\x18\x04 \x01(\x04\x12\x18\n\x10installed_digest\x18\x05 \x01(\x0c\x12\x11\n\tserves_at\x18\x06 \x01(\t\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x12\x0f\n\x07\x66\x65tch_s\x18\x08 \x01(\x01\x12\x13\n\x0b\x66\x65tch_bytes\x18\t \x01(\x04\"J\n\x11ReaderReportReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x12\n\x06leased\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\x10\n\x04gone\x18\x03 \x03(\x04\x42\x02\x10\x01\" \n\x11ListSeriesRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"7\n\x0fListSeriesReply\x12$\n\x06series\x18\x01 \x03(\x0b\x32\x14.shoal.v1.SeriesView\"B\n\x11PinVersionRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\r\n\x05unpin\x18\x03 \x01(\x08\"-\n\x0fRollbackRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\n\n\x02to\x18\x02 \x01(\x04\"7\n\x14HoldsSegmentsRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\"\"\n\x12HoldsSegmentsReply\x12\x0c\n\x04held\x18\x01 \x03(\x0c\"\x80\x01\n\x13\x43opySegmentsRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12#\n\x08segments\x18\x03 \x03(\x0b\x32\x11.shoal.v1.Segment\x12%\n\x06source\x18\x04 \x01(\x0b\x32\x15.shoal.v1.StoreServer\"!\n\x11\x43opySegmentsReply\x12\x0c\n\x04held\x18\x01 \x03(\x0c\"c\n\x11\x44ifferenceRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x0c\x12\x0e\n\x06target\x18\x03 \x01(\x0c\x12 \n\x06layout\x18\x04 \x01(\x0b\x32\x10.shoal.v1.Layout\"4\n\x0f\x44ifferenceReply\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x32\xe1\x03\n\x0cWeightSeries\x12K\n\x05\x42\x65gin\x12!.shoal.v1.BeginPublicationRequest\x1a\x1f.shoal.v1.BeginPublicationReply\x12L\n\nContribute\x12\x1f.shoal.v1.ContributePartRequest\x1a\x1d.shoal.v1.ContributePartReply\x12=\n\x05Watch\x12\x1c.shoal.v1.WatchSeriesRequest\x1a\x14.shoal.v1.SeriesView0\x01\x12=\n\x06Report\x12\x16.shoal.v1.ReaderReport\x1a\x1b.shoal.v1.ReaderReportReply\x12>\n\x04List\x12\x1b.shoal.v1.ListSeriesRequest\x1a\x19.shoal.v1.ListSeriesReply\x12\x38\n\x03Pin\x12\x1b.shoal.v1.PinVersionRequest\x1a\x14.shoal.v1.SeriesView\x12>\n\x08Rollback\x12\x19.shoal.v1.RollbackRequest\x1a\x17.shoal.v1.VersionRecord2\xde\x01\n\x0bWeightStore\x12\x45\n\x05Holds\x12\x1e.shoal.v1.HoldsSegmentsRequest\x1a\x1c.shoal.v1.HoldsSegmentsReply\x12\x42\n\x04\x43opy\x12\x1d.shoal.v1.CopySegmentsRequest\x1a\x1b.shoal.v1.CopySegmentsReply\x12\x44\n\nDifference\x12\x1b.shoal.v1.DifferenceRequest\x1a\x19.shoal.v1.DifferenceReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshoal_proto/v1/weights.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\x1a\x1fshoal_proto/v1/parameters.proto\"@\n\tPublisher\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"<\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x11\n\x05shape\x18\x03 \x03(\x04\x42\x02\x10\x01\"\\\n\x05Slice\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x13\n\x07offsets\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\x11\n\x05sizes\x18\x03 \x03(\x04\x42\x02\x10\x01\x12\x0f\n\x07segment\x18\x04 \x01(\r\x12\n\n\x02\x61t\x18\x05 \x01(\x04\"k\n\x06Layout\x12%\n\x07tensors\x18\x01 \x03(\x0b\x32\x14.shoal.v1.TensorSpec\x12\x1f\n\x06slices\x18\x02 \x03(\x0b\x32\x0f.shoal.v1.Slice\x12\x19\n\rsegment_bytes\x18\x03 \x03(\x04\x42\x02\x10\x01\"=\n\x07Segment\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07holders\x18\x03 \x03(\t\"\xd7\x02\n\rVersionRecord\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x15\n\rlayout_digest\x18\x04 \x01(\x0c\x12#\n\x08segments\x18\x05 \x03(\x0b\x32\x11.shoal.v1.Segment\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x16\n\x0e\x63reated_unix_s\x18\x07 \x01(\x01\x12\x37\n\x08metadata\x18\x08 \x03(\x0b\x32%.shoal.v1.VersionRecord.MetadataEntry\x12\x16\n\x0erolled_back_to\x18\t \x01(\x04\x12\x0e\n\x06pinned\x18\n \x01(\x08\x12\x0f\n\x07\x64urable\x18\x0b \x01(\x08\x12\x12\n\ntables_cut\x18\x0c \x01(\x0c\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x98\x01\n\x17\x42\x65ginPublicationRequest\x12&\n\tpublisher\x18\x01 \x01(\x0b\x32\x13.shoal.v1.Publisher\x12\x0e\n\x06series\x18\x02 \x01(\t\x12(\n\x07options\x18\x03 \x01(\x0b\x32\x17.shoal.v1.SeriesOptions\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\r\n\x05world\x18\x05 \x01(\r\"-\n\rSeriesOptions\x12\x0c\n\x04keep\x18\x01 \x01(\r\x12\x0e\n\x06\x63opies\x18\x02 \x01(\r\"m\n\x15\x42\x65ginPublicationReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04head\x18\x02 \x01(\x04\x12&\n\x07servers\x18\x03 \x03(\x0b\x32\x15.shoal.v1.StoreServer\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"*\n\x0bStoreServer\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xd6\x02\n\x15\x43ontributePartRequest\x12&\n\tpublisher\x18\x01 \x01(\x0b\x32\x13.shoal.v1.Publisher\x12\x0e\n\x06series\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bpublication\x18\x04 \x01(\x04\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\r\n\x05world\x18\x06 \x01(\r\x12\"\n\x07segment\x18\x07 \x01(\x0b\x32\x11.shoal.v1.Segment\x12 \n\x06layout\x18\x08 \x01(\x0b\x32\x10.shoal.v1.Layout\x12\x0c\n\x04step\x18\t \x01(\x04\x12?\n\x08metadata\x18\n \x03(\x0b\x32-.shoal.v1.ContributePartRequest.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"?\n\x13\x43ontributePartReply\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.shoal.v1.VersionRecord\"$\n\x12WatchSeriesRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\"\xdd\x01\n\nSeriesView\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04head\x18\x03 \x01(\x04\x12)\n\x08versions\x18\x04 \x03(\x0b\x32\x17.shoal.v1.VersionRecord\x12(\n\x07options\x18\x05 \x01(\x0b\x32\x17.shoal.v1.SeriesOptions\x12&\n\x07servers\x18\x06 \x03(\x0b\x32\x15.shoal.v1.StoreServer\x12%\n\x07readers\x18\x07 \x03(\x0b\x32\x14.shoal.v1.ReaderView\"\xb8\x01\n\nReaderView\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tinstalled\x18\x02 \x01(\x04\x12\x18\n\x10installed_digest\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64iffers\x18\x04 \x01(\x08\x12\x12\n\x06leased\x18\x05 \x03(\x04\x42\x02\x10\x01\x12\x13\n\x0bseen_unix_s\x18\x06 \x01(\x01\x12\x11\n\tserves_at\x18\x07 \x01(\t\x12\x0f\n\x07\x66\x65tch_s\x18\x08 \x01(\x01\x12\x13\n\x0b\x66\x65tch_bytes\x18\t \x01(\x04\"\xb9\x01\n\x0cReaderReport\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\x0e\n\x06reader\x18\x02 \x01(\t\x12\x12\n\x06leased\x18\x03 \x03(\x04\x42\x02\x10\x01\x12\x11\n\tinstalled\x18\x04 \x01(\x04\x12\x18\n\x10installed_digest\x18\x05 \x01(\x0c\x12\x11\n\tserves_at\x18\x06 \x01(\t\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x12\x0f\n\x07\x66\x65tch_s\x18\x08 \x01(\x01\x12\x13\n\x0b\x66\x65tch_bytes\x18\t \x01(\x04\"J\n\x11ReaderReportReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x12\n\x06leased\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\x10\n\x04gone\x18\x03 \x03(\x04\x42\x02\x10\x01\" \n\x11ListSeriesRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"7\n\x0fListSeriesReply\x12$\n\x06series\x18\x01 \x03(\x0b\x32\x14.shoal.v1.SeriesView\"B\n\x11PinVersionRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\r\n\x05unpin\x18\x03 \x01(\x08\"-\n\x0fRollbackRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\n\n\x02to\x18\x02 \x01(\x04\"7\n\x14HoldsSegmentsRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\"\"\n\x12HoldsSegmentsReply\x12\x0c\n\x04held\x18\x01 \x03(\x0c\"\x80\x01\n\x13\x43opySegmentsRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12#\n\x08segments\x18\x03 \x03(\x0b\x32\x11.shoal.v1.Segment\x12%\n\x06source\x18\x04 \x01(\x0b\x32\x15.shoal.v1.StoreServer\"!\n\x11\x43opySegmentsReply\x12\x0c\n\x04held\x18\x01 \x03(\x0c\"i\n\x11\x44ifferenceRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x0c\x12\x0e\n\x06target\x18\x03 \x01(\x0c\x12&\n\x08\x65lements\x18\x04 \x03(\x0b\x32\x14.shoal.v1.ElementRun\"6\n\nElementRun\x12\x15\n\relement_bytes\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"4\n\x0f\x44ifferenceReply\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"9\n\x10GetLayoutRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\x15\n\rlayout_digest\x18\x02 \x01(\x0c\"%\n\x13OpenSegmentsRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\"\xb6\x01\n\x11PutSegmentRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bpublication\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\"\n\x07segment\x18\x05 \x01(\x0b\x32\x11.shoal.v1.Segment\x12$\n\x05\x63hain\x18\x06 \x03(\x0b\x32\x15.shoal.v1.StoreServer\x12\x15\n\tabandoned\x18\x07 \x03(\x04\x42\x02\x10\x01\"O\n\x0fPutSegmentReply\x12+\n\x08transfer\x18\x01 \x01(\x0e\x32\x19.shoal.v1.SegmentTransfer\x12\x0f\n\x07holders\x18\x02 \x03(\t\"u\n\x13\x46\x65tchSegmentRequest\x12\x0e\n\x06series\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12$\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x14.shoal.v1.ChunkRange\x12\x18\n\x10takes_descriptor\x18\x04 \x01(\x08\")\n\nChunkRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0c\n\x04stop\x18\x02 \x01(\x04\"j\n\x11\x46\x65tchSegmentReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x15\n\rchunk_digests\x18\x02 \x01(\x0c\x12+\n\x08transfer\x18\x03 \x01(\x0e\x32\x19.shoal.v1.SegmentTransfer*\x8c\x01\n\x0fSegmentTransfer\x12 \n\x1cSEGMENT_TRANSFER_UNSPECIFIED\x10\x00\x12\x19\n\x15SEGMENT_TRANSFER_NONE\x10\x01\x12\x1b\n\x17SEGMENT_TRANSFER_CHUNKS\x10\x02\x12\x1f\n\x1bSEGMENT_TRANSFER_DESCRIPTOR\x10\x03\x32\x9c\x04\n\x0cWeightSeries\x12K\n\x05\x42\x65gin\x12!.shoal.v1.BeginPublicationRequest\x1a\x1f.shoal.v1.BeginPublicationReply\x12L\n\nContribute\x12\x1f.shoal.v1.ContributePartRequest\x1a\x1d.shoal.v1.ContributePartReply\x12=\n\x05Watch\x12\x1c.shoal.v1.WatchSeriesRequest\x1a\x14.shoal.v1.SeriesView0\x01\x12=\n\x06Report\x12\x16.shoal.v1.ReaderReport\x1a\x1b.shoal.v1.ReaderReportReply\x12\x39\n\tGetLayout\x12\x1a.shoal.v1.GetLayoutRequest\x1a\x10.shoal.v1.Layout\x12>\n\x04List\x12\x1b.shoal.v1.ListSeriesRequest\x1a\x19.shoal.v1.ListSeriesReply\x12\x38\n\x03Pin\x12\x1b.shoal.v1.PinVersionRequest\x1a\x14.shoal.v1.SeriesView\x12>\n\x08Rollback\x12\x19.shoal.v1.RollbackRequest\x1a\x17.shoal.v1.VersionRecord2\xa2\x02\n\x0bWeightStore\x12\x42\n\x08OpenBulk\x12\x1d.shoal.v1.OpenSegmentsRequest\x1a\x17.shoal.v1.OpenBulkReply\x12\x45\n\x05Holds\x12\x1e.shoal.v1.HoldsSegmentsRequest\x1a\x1c.shoal.v1.HoldsSegmentsReply\x12\x42\n\x04\x43opy\x12\x1d.shoal.v1.CopySegmentsRequest\x1a\x1b.shoal.v1.CopySegmentsReply\x12\x44\n\nDifference\x12\x1b.shoal.v1.DifferenceRequest\x1a\x19.shoal.v1.DifferenceReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,66 +65,86 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READERREPORTREPLY'].fields_by_name['leased']._serialized_options = b'\020\001'
   _globals['_READERREPORTREPLY'].fields_by_name['gone']._loaded_options = None
   _globals['_READERREPORTREPLY'].fields_by_name['gone']._serialized_options = b'\020\001'
-  _globals['_PUBLISHER']._serialized_start=73
-  _globals['_PUBLISHER']._serialized_end=137
-  _globals['_TENSORSPEC']._serialized_start=139
-  _globals['_TENSORSPEC']._serialized_end=199
-  _globals['_SLICE']._serialized_start=201
-  _globals['_SLICE']._serialized_end=293
-  _globals['_LAYOUT']._serialized_start=295
-  _globals['_LAYOUT']._serialized_end=402
-  _globals['_SEGMENT']._serialized_start=404
-  _globals['_SEGMENT']._serialized_end=465
-  _globals['_VERSIONRECORD']._serialized_start=468
-  _globals['_VERSIONRECORD']._serialized_end=811
-  _globals['_VERSIONRECORD_METADATAENTRY']._serialized_start=764
-  _globals['_VERSIONRECORD_METADATAENTRY']._serialized_end=811
-  _globals['_BEGINPUBLICATIONREQUEST']._serialized_start=814
-  _globals['_BEGINPUBLICATIONREQUEST']._serialized_end=966
-  _globals['_SERIESOPTIONS']._serialized_start=968
-  _globals['_SERIESOPTIONS']._serialized_end=1013
-  _globals['_BEGINPUBLICATIONREPLY']._serialized_start=1015
-  _globals['_BEGINPUBLICATIONREPLY']._serialized_end=1124
-  _globals['_STORESERVER']._serialized_start=1126
-  _globals['_STORESERVER']._serialized_end=1168
-  _globals['_CONTRIBUTEPARTREQUEST']._serialized_start=1171
-  _globals['_CONTRIBUTEPARTREQUEST']._serialized_end=1513
-  _globals['_CONTRIBUTEPARTREQUEST_METADATAENTRY']._serialized_start=764
-  _globals['_CONTRIBUTEPARTREQUEST_METADATAENTRY']._serialized_end=811
-  _globals['_CONTRIBUTEPARTREPLY']._serialized_start=1515
-  _globals['_CONTRIBUTEPARTREPLY']._serialized_end=1578
-  _globals['_WATCHSERIESREQUEST']._serialized_start=1580
-  _globals['_WATCHSERIESREQUEST']._serialized_end=1616
-  _globals['_SERIESVIEW']._serialized_start=1619
-  _globals['_SERIESVIEW']._serialized_end=1840
-  _globals['_READERVIEW']._serialized_start=1843
-  _globals['_READERVIEW']._serialized_end=2027
-  _globals['_READERREPORT']._serialized_start=2030
-  _globals['_READERREPORT']._serialized_end=2215
-  _globals['_READERREPORTREPLY']._serialized_start=2217
-  _globals['_READERREPORTREPLY']._serialized_end=2291
-  _globals['_LISTSERIESREQUEST']._serialized_start=2293
-  _globals['_LISTSERIESREQUEST']._serialized_end=2325
-  _globals['_LISTSERIESREPLY']._serialized_start=2327
-  _globals['_LISTSERIESREPLY']._serialized_end=2382
-  _globals['_PINVERSIONREQUEST']._serialized_start=2384
-  _globals['_PINVERSIONREQUEST']._serialized_end=2450
-  _globals['_ROLLBACKREQUEST']._serialized_start=2452
-  _globals['_ROLLBACKREQUEST']._serialized_end=2497
-  _globals['_HOLDSSEGMENTSREQUEST']._serialized_start=2499
-  _globals['_HOLDSSEGMENTSREQUEST']._serialized_end=2554
-  _globals['_HOLDSSEGMENTSREPLY']._serialized_start=2556
-  _globals['_HOLDSSEGMENTSREPLY']._serialized_end=2590
-  _globals['_COPYSEGMENTSREQUEST']._serialized_start=2593
-  _globals['_COPYSEGMENTSREQUEST']._serialized_end=2721
-  _globals['_COPYSEGMENTSREPLY']._serialized_start=2723
-  _globals['_COPYSEGMENTSREPLY']._serialized_end=2756
-  _globals['_DIFFERENCEREQUEST']._serialized_start=2758
-  _globals['_DIFFERENCEREQUEST']._serialized_end=2857
-  _globals['_DIFFERENCEREPLY']._serialized_start=2859
-  _globals['_DIFFERENCEREPLY']._serialized_end=2911
-  _globals['_WEIGHTSERIES']._serialized_start=2914
-  _globals['_WEIGHTSERIES']._serialized_end=3395
-  _globals['_WEIGHTSTORE']._serialized_start=3398
-  _globals['_WEIGHTSTORE']._serialized_end=3620
+  _globals['_PUTSEGMENTREQUEST'].fields_by_name['abandoned']._loaded_options = None
+  _globals['_PUTSEGMENTREQUEST'].fields_by_name['abandoned']._serialized_options = b'\020\001'
+  _globals['_SEGMENTTRANSFER']._serialized_start=3643
+  _globals['_SEGMENTTRANSFER']._serialized_end=3783
+  _globals['_PUBLISHER']._serialized_start=106
+  _globals['_PUBLISHER']._serialized_end=170
+  _globals['_TENSORSPEC']._serialized_start=172
+  _globals['_TENSORSPEC']._serialized_end=232
+  _globals['_SLICE']._serialized_start=234
+  _globals['_SLICE']._serialized_end=326
+  _globals['_LAYOUT']._serialized_start=328
+  _globals['_LAYOUT']._serialized_end=435
+  _globals['_SEGMENT']._serialized_start=437
+  _globals['_SEGMENT']._serialized_end=498
+  _globals['_VERSIONRECORD']._serialized_start=501
+  _globals['_VERSIONRECORD']._serialized_end=844
+  _globals['_VERSIONRECORD_METADATAENTRY']._serialized_start=797
+  _globals['_VERSIONRECORD_METADATAENTRY']._serialized_end=844
+  _globals['_BEGINPUBLICATIONREQUEST']._serialized_start=847
+  _globals['_BEGINPUBLICATIONREQUEST']._serialized_end=999
+  _globals['_SERIESOPTIONS']._serialized_start=1001
+  _globals['_SERIESOPTIONS']._serialized_end=1046
+  _globals['_BEGINPUBLICATIONREPLY']._serialized_start=1048
+  _globals['_BEGINPUBLICATIONREPLY']._serialized_end=1157
+  _globals['_STORESERVER']._serialized_start=1159
+  _globals['_STORESERVER']._serialized_end=1201
+  _globals['_CONTRIBUTEPARTREQUEST']._serialized_start=1204
+  _globals['_CONTRIBUTEPARTREQUEST']._serialized_end=1546
+  _globals['_CONTRIBUTEPARTREQUEST_METADATAENTRY']._serialized_start=797
+  _globals['_CONTRIBUTEPARTREQUEST_METADATAENTRY']._serialized_end=844
+  _globals['_CONTRIBUTEPARTREPLY']._serialized_start=1548
+  _globals['_CONTRIBUTEPARTREPLY']._serialized_end=1611
+  _globals['_WATCHSERIESREQUEST']._serialized_start=1613
+  _globals['_WATCHSERIESREQUEST']._serialized_end=1649
+  _globals['_SERIESVIEW']._serialized_start=1652
+  _globals['_SERIESVIEW']._serialized_end=1873
+  _globals['_READERVIEW']._serialized_start=1876
+  _globals['_READERVIEW']._serialized_end=2060
+  _globals['_READERREPORT']._serialized_start=2063
+  _globals['_READERREPORT']._serialized_end=2248
+  _globals['_READERREPORTREPLY']._serialized_start=2250
+  _globals['_READERREPORTREPLY']._serialized_end=2324
+  _globals['_LISTSERIESREQUEST']._serialized_start=2326
+  _globals['_LISTSERIESREQUEST']._serialized_end=2358
+  _globals['_LISTSERIESREPLY']._serialized_start=2360
+  _globals['_LISTSERIESREPLY']._serialized_end=2415
+  _globals['_PINVERSIONREQUEST']._serialized_start=2417
+  _globals['_PINVERSIONREQUEST']._serialized_end=2483
+  _globals['_ROLLBACKREQUEST']._serialized_start=2485
+  _globals['_ROLLBACKREQUEST']._serialized_end=2530
+  _globals['_HOLDSSEGMENTSREQUEST']._serialized_start=2532
+  _globals['_HOLDSSEGMENTSREQUEST']._serialized_end=2587
+  _globals['_HOLDSSEGMENTSREPLY']._serialized_start=2589
+  _globals['_HOLDSSEGMENTSREPLY']._serialized_end=2623
+  _globals['_COPYSEGMENTSREQUEST']._serialized_start=2626
+  _globals['_COPYSEGMENTSREQUEST']._serialized_end=2754
+  _globals['_COPYSEGMENTSREPLY']._serialized_start=2756
+  _globals['_COPYSEGMENTSREPLY']._serialized_end=2789
+  _globals['_DIFFERENCEREQUEST']._serialized_start=2791
+  _globals['_DIFFERENCEREQUEST']._serialized_end=2896
+  _globals['_ELEMENTRUN']._serialized_start=2898
+  _globals['_ELEMENTRUN']._serialized_end=2952
+  _globals['_DIFFERENCEREPLY']._serialized_start=2954
+  _globals['_DIFFERENCEREPLY']._serialized_end=3006
+  _globals['_GETLAYOUTREQUEST']._serialized_start=3008
+  _globals['_GETLAYOUTREQUEST']._serialized_end=3065
+  _globals['_OPENSEGMENTSREQUEST']._serialized_start=3067
+  _globals['_OPENSEGMENTSREQUEST']._serialized_end=3104
+  _globals['_PUTSEGMENTREQUEST']._serialized_start=3107
+  _globals['_PUTSEGMENTREQUEST']._serialized_end=3289
+  _globals['_PUTSEGMENTREPLY']._serialized_start=3291
+  _globals['_PUTSEGMENTREPLY']._serialized_end=3370
+  _globals['_FETCHSEGMENTREQUEST']._serialized_start=3372
+  _globals['_FETCHSEGMENTREQUEST']._serialized_end=3489
+  _globals['_CHUNKRANGE']._serialized_start=3491
+  _globals['_CHUNKRANGE']._serialized_end=3532
+  _globals['_FETCHSEGMENTREPLY']._serialized_start=3534
+  _globals['_FETCHSEGMENTREPLY']._serialized_end=3640
+  _globals['_WEIGHTSERIES']._serialized_start=3786
+  _globals['_WEIGHTSERIES']._serialized_end=4326
+  _globals['_WEIGHTSTORE']._serialized_start=4329
+  _globals['_WEIGHTSTORE']._serialized_end=4619
 # @@protoc_insertion_point(module_scope)

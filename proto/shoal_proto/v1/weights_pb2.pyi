@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,31 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _SegmentTransfer:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SegmentTransferEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentTransfer.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SEGMENT_TRANSFER_UNSPECIFIED: _SegmentTransfer.ValueType  # 0
+    SEGMENT_TRANSFER_NONE: _SegmentTransfer.ValueType  # 1
+    """It is held already: nothing is to be sent."""
+    SEGMENT_TRANSFER_CHUNKS: _SegmentTransfer.ValueType  # 2
+    """As frames CHUNK, one for each chunk in order."""
+    SEGMENT_TRANSFER_DESCRIPTOR: _SegmentTransfer.ValueType  # 3
+    """As one frame DESCRIPTOR over a Unix socket: a sealed memory file."""
+
+class SegmentTransfer(_SegmentTransfer, metaclass=_SegmentTransferEnumTypeWrapper): ...
+
+SEGMENT_TRANSFER_UNSPECIFIED: SegmentTransfer.ValueType  # 0
+SEGMENT_TRANSFER_NONE: SegmentTransfer.ValueType  # 1
+"""It is held already: nothing is to be sent."""
+SEGMENT_TRANSFER_CHUNKS: SegmentTransfer.ValueType  # 2
+"""As frames CHUNK, one for each chunk in order."""
+SEGMENT_TRANSFER_DESCRIPTOR: SegmentTransfer.ValueType  # 3
+"""As one frame DESCRIPTOR over a Unix socket: a sealed memory file."""
+Global___SegmentTransfer: _TypeAlias = SegmentTransfer  # noqa: Y015
 
 @_typing.final
 class Publisher(_message.Message):
@@ -847,28 +873,55 @@ class DifferenceRequest(_message.Message):
     SERIES_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
-    LAYOUT_FIELD_NUMBER: _builtins.int
+    ELEMENTS_FIELD_NUMBER: _builtins.int
     series: _builtins.str
     base: _builtins.bytes
     """Index of the segment, and its digests in the base and in the wanted version."""
     target: _builtins.bytes
     @_builtins.property
-    def layout(self) -> Global___Layout: ...
+    def elements(self) -> _containers.RepeatedCompositeFieldContainer[Global___ElementRun]:
+        """Elements of the segment, from its start to its end."""
+
     def __init__(
         self,
         *,
         series: _builtins.str = ...,
         base: _builtins.bytes = ...,
         target: _builtins.bytes = ...,
-        layout: Global___Layout | None = ...,
+        elements: _abc.Iterable[Global___ElementRun] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "layout", b"layout", "series", b"series", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "elements", b"elements", "series", b"series", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DifferenceRequest: _TypeAlias = DifferenceRequest  # noqa: Y015
+
+@_typing.final
+class ElementRun(_message.Message):
+    """Consecutive elements of one size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ELEMENT_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    element_bytes: _builtins.int
+    """Bytes of an element: 1, 2, 4, 8 or 16."""
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        element_bytes: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["element_bytes", b"element_bytes", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ElementRun: _TypeAlias = ElementRun  # noqa: Y015
 
 @_typing.final
 class DifferenceReply(_message.Message):
@@ -892,3 +945,205 @@ class DifferenceReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DifferenceReply: _TypeAlias = DifferenceReply  # noqa: Y015
+
+@_typing.final
+class GetLayoutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIES_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    series: _builtins.str
+    layout_digest: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        series: _builtins.str = ...,
+        layout_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_digest", b"layout_digest", "series", b"series"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLayoutRequest: _TypeAlias = GetLayoutRequest  # noqa: Y015
+
+@_typing.final
+class OpenSegmentsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIES_FIELD_NUMBER: _builtins.int
+    series: _builtins.str
+    def __init__(
+        self,
+        *,
+        series: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["series", b"series"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSegmentsRequest: _TypeAlias = OpenSegmentsRequest  # noqa: Y015
+
+@_typing.final
+class PutSegmentRequest(_message.Message):
+    """Opens a call of a bulk connection: one rank's segment for one publication. Answered by PutSegmentReply twice:
+    first how to send it, then, once every server of the chain has verified it, who holds it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
+    series: _builtins.str
+    epoch: _builtins.int
+    """An older one than the series' is refused (StaleEpoch)."""
+    publication: _builtins.int
+    rank: _builtins.int
+    @_builtins.property
+    def segment(self) -> Global___Segment:
+        """Digest and size; `holders` is ignored."""
+
+    @_builtins.property
+    def chain(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]:
+        """Servers to pass it on to, in this order."""
+
+    @_builtins.property
+    def abandoned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Earlier publications of this rank that were refused: their segments are freed."""
+
+    def __init__(
+        self,
+        *,
+        series: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        publication: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        segment: Global___Segment | None = ...,
+        chain: _abc.Iterable[Global___StoreServer] | None = ...,
+        abandoned: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "chain", b"chain", "epoch", b"epoch", "publication", b"publication", "rank", b"rank", "segment", b"segment", "series", b"series"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutSegmentRequest: _TypeAlias = PutSegmentRequest  # noqa: Y015
+
+@_typing.final
+class PutSegmentReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    transfer: Global___SegmentTransfer.ValueType
+    """Of the first reply."""
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the last reply: ids of the servers that hold the segment, verified."""
+
+    def __init__(
+        self,
+        *,
+        transfer: Global___SegmentTransfer.ValueType = ...,
+        holders: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutSegmentReply: _TypeAlias = PutSegmentReply  # noqa: Y015
+
+@_typing.final
+class FetchSegmentRequest(_message.Message):
+    """Opens a call of a bulk connection, which is answered by FetchSegmentReply and what that announces."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    TAKES_DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    series: _builtins.str
+    digest: _builtins.bytes
+    takes_descriptor: _builtins.bool
+    """The caller takes a descriptor if it comes over a Unix socket."""
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkRange]:
+        """Of a segment that is not passed as a descriptor: the chunks to send; none: all."""
+
+    def __init__(
+        self,
+        *,
+        series: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+        chunks: _abc.Iterable[Global___ChunkRange] | None = ...,
+        takes_descriptor: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "digest", b"digest", "series", b"series", "takes_descriptor", b"takes_descriptor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSegmentRequest: _TypeAlias = FetchSegmentRequest  # noqa: Y015
+
+@_typing.final
+class ChunkRange(_message.Message):
+    """Chunks `start` to `stop` - 1 of a segment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    stop: _builtins.int
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkRange: _TypeAlias = ChunkRange  # noqa: Y015
+
+@_typing.final
+class FetchSegmentReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    CHUNK_DIGESTS_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    chunk_digests: _builtins.bytes
+    """16 bytes each, in order."""
+    transfer: Global___SegmentTransfer.ValueType
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+        chunk_digests: _builtins.bytes = ...,
+        transfer: Global___SegmentTransfer.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_digests", b"chunk_digests", "num_bytes", b"num_bytes", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSegmentReply: _TypeAlias = FetchSegmentReply  # noqa: Y015

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from shoal_proto.v1 import parameters_pb2 as shoal__proto_dot_v1_dot_parameters__pb2
 from shoal_proto.v1 import weights_pb2 as shoal__proto_dot_v1_dot_weights__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -59,6 +60,11 @@ class WeightSeriesStub(object):
                 '/shoal.v1.WeightSeries/Report',
                 request_serializer=shoal__proto_dot_v1_dot_weights__pb2.ReaderReport.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_weights__pb2.ReaderReportReply.FromString,
+                _registered_method=True)
+        self.GetLayout = channel.unary_unary(
+                '/shoal.v1.WeightSeries/GetLayout',
+                request_serializer=shoal__proto_dot_v1_dot_weights__pb2.GetLayoutRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_weights__pb2.Layout.FromString,
                 _registered_method=True)
         self.List = channel.unary_unary(
                 '/shoal.v1.WeightSeries/List',
@@ -118,6 +124,13 @@ class WeightSeriesServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLayout(self, request, context):
+        """The layout that a kept version refers to by its digest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def List(self, request, context):
         """All series of the cluster or of one job, with their versions and readers.
         """
@@ -161,6 +174,11 @@ def add_WeightSeriesServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=shoal__proto_dot_v1_dot_weights__pb2.ReaderReport.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_weights__pb2.ReaderReportReply.SerializeToString,
+            ),
+            'GetLayout': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLayout,
+                    request_deserializer=shoal__proto_dot_v1_dot_weights__pb2.GetLayoutRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_weights__pb2.Layout.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -303,6 +321,33 @@ class WeightSeries(object):
             _registered_method=True)
 
     @staticmethod
+    def GetLayout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.WeightSeries/GetLayout',
+            shoal__proto_dot_v1_dot_weights__pb2.GetLayoutRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_weights__pb2.Layout.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def List(request,
             target,
             options=(),
@@ -394,6 +439,11 @@ class WeightStoreStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.OpenBulk = channel.unary_unary(
+                '/shoal.v1.WeightStore/OpenBulk',
+                request_serializer=shoal__proto_dot_v1_dot_weights__pb2.OpenSegmentsRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkReply.FromString,
+                _registered_method=True)
         self.Holds = channel.unary_unary(
                 '/shoal.v1.WeightStore/Holds',
                 request_serializer=shoal__proto_dot_v1_dot_weights__pb2.HoldsSegmentsRequest.SerializeToString,
@@ -414,6 +464,14 @@ class WeightStoreStub(object):
 class WeightStoreServicer(object):
     """Served by each parameter server. The bytes of segments travel over the bulk transport.
     """
+
+    def OpenBulk(self, request, context):
+        """A key for one bulk connection, on which segments of this series are put (SEGMENT_PUT: PutSegmentRequest)
+        and fetched (SEGMENT_FETCH: FetchSegmentRequest).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Holds(self, request, context):
         """Which of these segments are held here, whole and verified.
@@ -440,6 +498,11 @@ class WeightStoreServicer(object):
 
 def add_WeightStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'OpenBulk': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenBulk,
+                    request_deserializer=shoal__proto_dot_v1_dot_weights__pb2.OpenSegmentsRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkReply.SerializeToString,
+            ),
             'Holds': grpc.unary_unary_rpc_method_handler(
                     servicer.Holds,
                     request_deserializer=shoal__proto_dot_v1_dot_weights__pb2.HoldsSegmentsRequest.FromString,
@@ -466,6 +529,33 @@ def add_WeightStoreServicer_to_server(servicer, server):
 class WeightStore(object):
     """Served by each parameter server. The bytes of segments travel over the bulk transport.
     """
+
+    @staticmethod
+    def OpenBulk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.WeightStore/OpenBulk',
+            shoal__proto_dot_v1_dot_weights__pb2.OpenSegmentsRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Holds(request,

@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from shoal_proto.v1 import parameters_pb2 as _parameters_pb2
 from shoal_proto.v1 import weights_pb2 as _weights_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -54,6 +55,8 @@ class WeightSeriesStub:
     """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease that is
     not renewed within `lease_s` of the answer has ended.
     """
+    GetLayout: _grpc.UnaryUnaryMultiCallable[_weights_pb2.GetLayoutRequest, _weights_pb2.Layout]
+    """The layout that a kept version refers to by its digest."""
     List: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ListSeriesRequest, _weights_pb2.ListSeriesReply]
     """All series of the cluster or of one job, with their versions and readers."""
     Pin: _grpc.UnaryUnaryMultiCallable[_weights_pb2.PinVersionRequest, _weights_pb2.SeriesView]
@@ -87,6 +90,8 @@ class WeightSeriesAsyncStub(WeightSeriesStub):
     """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease that is
     not renewed within `lease_s` of the answer has ended.
     """
+    GetLayout: _aio.UnaryUnaryMultiCallable[_weights_pb2.GetLayoutRequest, _weights_pb2.Layout]  # type: ignore[assignment]
+    """The layout that a kept version refers to by its digest."""
     List: _aio.UnaryUnaryMultiCallable[_weights_pb2.ListSeriesRequest, _weights_pb2.ListSeriesReply]  # type: ignore[assignment]
     """All series of the cluster or of one job, with their versions and readers."""
     Pin: _aio.UnaryUnaryMultiCallable[_weights_pb2.PinVersionRequest, _weights_pb2.SeriesView]  # type: ignore[assignment]
@@ -143,6 +148,14 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def GetLayout(
+        self,
+        request: _weights_pb2.GetLayoutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.Layout, _abc.Awaitable[_weights_pb2.Layout]]:
+        """The layout that a kept version refers to by its digest."""
+
+    @_abc_1.abstractmethod
     def List(
         self,
         request: _weights_pb2.ListSeriesRequest,
@@ -175,6 +188,10 @@ class WeightStoreStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightStoreAsyncStub: ...
+    OpenBulk: _grpc.UnaryUnaryMultiCallable[_weights_pb2.OpenSegmentsRequest, _parameters_pb2.OpenBulkReply]
+    """A key for one bulk connection, on which segments of this series are put (SEGMENT_PUT: PutSegmentRequest)
+    and fetched (SEGMENT_FETCH: FetchSegmentRequest).
+    """
     Holds: _grpc.UnaryUnaryMultiCallable[_weights_pb2.HoldsSegmentsRequest, _weights_pb2.HoldsSegmentsReply]
     """Which of these segments are held here, whole and verified."""
     Copy: _grpc.UnaryUnaryMultiCallable[_weights_pb2.CopySegmentsRequest, _weights_pb2.CopySegmentsReply]
@@ -189,6 +206,10 @@ class WeightStoreAsyncStub(WeightStoreStub):
     """Served by each parameter server. The bytes of segments travel over the bulk transport."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    OpenBulk: _aio.UnaryUnaryMultiCallable[_weights_pb2.OpenSegmentsRequest, _parameters_pb2.OpenBulkReply]  # type: ignore[assignment]
+    """A key for one bulk connection, on which segments of this series are put (SEGMENT_PUT: PutSegmentRequest)
+    and fetched (SEGMENT_FETCH: FetchSegmentRequest).
+    """
     Holds: _aio.UnaryUnaryMultiCallable[_weights_pb2.HoldsSegmentsRequest, _weights_pb2.HoldsSegmentsReply]  # type: ignore[assignment]
     """Which of these segments are held here, whole and verified."""
     Copy: _aio.UnaryUnaryMultiCallable[_weights_pb2.CopySegmentsRequest, _weights_pb2.CopySegmentsReply]  # type: ignore[assignment]
@@ -200,6 +221,16 @@ class WeightStoreAsyncStub(WeightStoreStub):
 
 class WeightStoreServicer(metaclass=_abc_1.ABCMeta):
     """Served by each parameter server. The bytes of segments travel over the bulk transport."""
+
+    @_abc_1.abstractmethod
+    def OpenBulk(
+        self,
+        request: _weights_pb2.OpenSegmentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameters_pb2.OpenBulkReply, _abc.Awaitable[_parameters_pb2.OpenBulkReply]]:
+        """A key for one bulk connection, on which segments of this series are put (SEGMENT_PUT: PutSegmentRequest)
+        and fetched (SEGMENT_FETCH: FetchSegmentRequest).
+        """
 
     @_abc_1.abstractmethod
     def Holds(
