@@ -246,6 +246,7 @@ class VersionRecord(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
     TABLES_CUT_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
@@ -261,6 +262,8 @@ class VersionRecord(_message.Message):
     """Also on the servers' disks."""
     tables_cut: _builtins.bytes
     """With tables=True: the position of the cut for each table shard, opaque to the coordinator."""
+    publication: _builtins.int
+    """The publisher's own number of it, within the epoch; 0 of a rollback."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]: ...
     @_builtins.property
@@ -282,14 +285,98 @@ class VersionRecord(_message.Message):
         pinned: _builtins.bool = ...,
         durable: _builtins.bool = ...,
         tables_cut: _builtins.bytes = ...,
+        publication: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "digest", b"digest", "durable", b"durable", "epoch", b"epoch", "layout_digest", b"layout_digest", "metadata", b"metadata", "number", b"number", "pinned", b"pinned", "rolled_back_to", b"rolled_back_to", "segments", b"segments", "step", b"step", "tables_cut", b"tables_cut"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "digest", b"digest", "durable", b"durable", "epoch", b"epoch", "layout_digest", b"layout_digest", "metadata", b"metadata", "number", b"number", "pinned", b"pinned", "publication", b"publication", "rolled_back_to", b"rolled_back_to", "segments", b"segments", "step", b"step", "tables_cut", b"tables_cut"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VersionRecord: _TypeAlias = VersionRecord  # noqa: Y015
+
+@_typing.final
+class SeriesHead(_message.Message):
+    """The head of a series in etcd. The versions that it names are records of their own, a VersionRecord each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DigestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    FORMAT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    SCRIPT_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    format: _builtins.int
+    """Of this message; 1. A later one is refused by who does not know it."""
+    epoch: _builtins.int
+    generation: _builtins.int
+    """The generation of the series' job that publishes; 0: a plain script does."""
+    script: _builtins.str
+    """Of a plain script: the public id of its process."""
+    number: _builtins.int
+    """The newest version that was ever committed."""
+    publication: _builtins.int
+    """The newest publication that was committed in this epoch."""
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The versions that there are, ascending."""
+
+    @_builtins.property
+    def options(self) -> Global___SeriesOptions: ...
+    @_builtins.property
+    def digests(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]:
+        """Of the newest versions, dropped ones too: what readers may have installed."""
+
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions that were dropped because no server had them any more."""
+
+    def __init__(
+        self,
+        *,
+        format: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        script: _builtins.str = ...,
+        number: _builtins.int = ...,
+        publication: _builtins.int = ...,
+        kept: _abc.Iterable[_builtins.int] | None = ...,
+        options: Global___SeriesOptions | None = ...,
+        digests: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+        lost: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "format", b"format", "generation", b"generation", "kept", b"kept", "lost", b"lost", "number", b"number", "options", b"options", "publication", b"publication", "script", b"script"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeriesHead: _TypeAlias = SeriesHead  # noqa: Y015
 
 @_typing.final
 class BeginPublicationRequest(_message.Message):
@@ -300,10 +387,18 @@ class BeginPublicationRequest(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ENDING_FIELD_NUMBER: _builtins.int
     series: _builtins.str
     rank: _builtins.int
     """Rank of the publisher and number of publishing ranks."""
     world: _builtins.int
+    epoch: _builtins.int
+    """The epoch that this publisher has published under; 0: none yet. Refused (StaleEpoch) if a plain script has
+    replaced it since.
+    """
+    ending: _builtins.bool
+    """The plain script ends: another one may publish at once. Nothing is announced."""
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...
     @_builtins.property
@@ -316,10 +411,12 @@ class BeginPublicationRequest(_message.Message):
         options: Global___SeriesOptions | None = ...,
         rank: _builtins.int = ...,
         world: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        ending: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "publisher", b"publisher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "publisher", b"publisher", "rank", b"rank", "series", b"series", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ending", b"ending", "epoch", b"epoch", "options", b"options", "publisher", b"publisher", "rank", b"rank", "series", b"series", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -334,7 +431,9 @@ class SeriesOptions(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     keep: _builtins.int
-    """Newest versions to keep beside leased and pinned ones; 0: the default, 2."""
+    """Versions to keep, pinned ones besides; 0: the default, 2. The newest is always kept. Those that readers hold
+    leases on count among them; if there is no room beside them, Begin is refused (Overloaded).
+    """
     copies: _builtins.int
     """Servers that hold each segment; 0: the default, 2 (1 where there is one server)."""
     def __init__(
@@ -529,10 +628,14 @@ class SeriesView(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     SERVERS_FIELD_NUMBER: _builtins.int
     READERS_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    PUBLISHER_FIELD_NUMBER: _builtins.int
     series: _builtins.str
     epoch: _builtins.int
     head: _builtins.int
     """0: nothing was published yet."""
+    publisher: _builtins.str
+    """The publisher, for people."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionRecord]:
         """The kept versions, oldest first."""
@@ -544,7 +647,13 @@ class SeriesView(_message.Message):
         """Every server that holds any of it."""
 
     @_builtins.property
-    def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReaderView]: ...
+    def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReaderView]:
+        """In answers to Watch only those that pass versions on."""
+
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions that were dropped because no server had them any more."""
+
     def __init__(
         self,
         *,
@@ -555,10 +664,12 @@ class SeriesView(_message.Message):
         options: Global___SeriesOptions | None = ...,
         servers: _abc.Iterable[Global___StoreServer] | None = ...,
         readers: _abc.Iterable[Global___ReaderView] | None = ...,
+        lost: _abc.Iterable[_builtins.int] | None = ...,
+        publisher: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "head", b"head", "options", b"options", "readers", b"readers", "series", b"series", "servers", b"servers", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "head", b"head", "lost", b"lost", "options", b"options", "publisher", b"publisher", "readers", b"readers", "series", b"series", "servers", b"servers", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -801,16 +912,22 @@ class HoldsSegmentsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELD_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def durable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of those: also on this server's disk."""
+
     def __init__(
         self,
         *,
         held: _abc.Iterable[_builtins.bytes] | None = ...,
+        durable: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "held", b"held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

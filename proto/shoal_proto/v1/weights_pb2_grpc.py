@@ -110,15 +110,15 @@ class WeightSeriesServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The series as it is now, and again after each change.
+        """The series as it is now, and again after each change. One that nobody has published yet is empty.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease that is
-        not renewed within `lease_s` of the answer has ended.
+        """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease lasts for
+        `lease_s` of the answer, from when the report was sent; it ends unless it is renewed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

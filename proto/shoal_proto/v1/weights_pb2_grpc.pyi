@@ -50,10 +50,10 @@ class WeightSeriesStub:
     May be repeated: a part that was committed is answered with the version's number.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_weights_pb2.WatchSeriesRequest, _weights_pb2.SeriesView]
-    """The series as it is now, and again after each change."""
+    """The series as it is now, and again after each change. One that nobody has published yet is empty."""
     Report: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ReaderReport, _weights_pb2.ReaderReportReply]
-    """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease that is
-    not renewed within `lease_s` of the answer has ended.
+    """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease lasts for
+    `lease_s` of the answer, from when the report was sent; it ends unless it is renewed.
     """
     GetLayout: _grpc.UnaryUnaryMultiCallable[_weights_pb2.GetLayoutRequest, _weights_pb2.Layout]
     """The layout that a kept version refers to by its digest."""
@@ -85,10 +85,10 @@ class WeightSeriesAsyncStub(WeightSeriesStub):
     May be repeated: a part that was committed is answered with the version's number.
     """
     Watch: _aio.UnaryStreamMultiCallable[_weights_pb2.WatchSeriesRequest, _weights_pb2.SeriesView]  # type: ignore[assignment]
-    """The series as it is now, and again after each change."""
+    """The series as it is now, and again after each change. One that nobody has published yet is empty."""
     Report: _aio.UnaryUnaryMultiCallable[_weights_pb2.ReaderReport, _weights_pb2.ReaderReportReply]  # type: ignore[assignment]
-    """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease that is
-    not renewed within `lease_s` of the answer has ended.
+    """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease lasts for
+    `lease_s` of the answer, from when the report was sent; it ends unless it is renewed.
     """
     GetLayout: _aio.UnaryUnaryMultiCallable[_weights_pb2.GetLayoutRequest, _weights_pb2.Layout]  # type: ignore[assignment]
     """The layout that a kept version refers to by its digest."""
@@ -135,7 +135,7 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.WatchSeriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.SeriesView], _abc.AsyncIterator[_weights_pb2.SeriesView]]:
-        """The series as it is now, and again after each change."""
+        """The series as it is now, and again after each change. One that nobody has published yet is empty."""
 
     @_abc_1.abstractmethod
     def Report(
@@ -143,8 +143,8 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.ReaderReport,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.ReaderReportReply, _abc.Awaitable[_weights_pb2.ReaderReportReply]]:
-        """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease that is
-        not renewed within `lease_s` of the answer has ended.
+        """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease lasts for
+        `lease_s` of the answer, from when the report was sent; it ends unless it is renewed.
         """
 
     @_abc_1.abstractmethod
