@@ -27,6 +27,7 @@ from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfg
 from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_layers, refuse_parameter_hooks
 from shoal.model.several import models_of, proxies_of, refuse_untrained
+from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.state.plain_values import without_marks
@@ -42,6 +43,7 @@ from shoal.strategies.synchronous.step_agreement import Deed
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.replicated_module import ReplicatedModule
 from shoal.torch_private.tensors import foreach_mul_
+from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 
@@ -369,6 +371,18 @@ class DDP(SynchronousStrategy):
     def state_dict(self) -> Mapping[str, Tensor]:
         """The whole model on the host; the same on every member behind the same step."""
         return on_host(self._model)
+
+    def weights(self) -> HeldWeights:
+        world_size = self.group.size()
+        self._passes.settle_buffers()
+        return held_by_all(
+            self._state.parameters,
+            persistent_buffers(self._model),
+            step=self._step,
+            rank=self._rank,
+            world_size=world_size,
+            tied=tied(self._model),
+        )
 
     def restore(self, state: State) -> None:
         own, registered = of_state(state)
