@@ -15,6 +15,8 @@ MAX_PINS = 16
 MAX_KEEP = 64
 MAX_COPIES = 16
 MAX_WORLD = 4096
+SEGMENTS_A_WRITE = 4096
+"""Whose holders are replaced in one write: etcd takes requests up to 1.5 MiB."""
 MAX_PENDING = 4
 """Publications of a series that are being gathered at once: a further one takes the place of the
 oldest."""

@@ -58,8 +58,10 @@ class Part:
     rank: int
     world: int
     segment: Segment
+    layout: bytes = field(compare=False, repr=False)
+    """The rank's own layout, as the edge reads it."""
     layout_key: bytes
-    """Identity of the rank's own layout."""
+    """Its identity."""
     step: int
     metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -121,10 +123,18 @@ class RollbackRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClearRequested:
+    """The series' job is removed or begun anew: all versions go. Numbers go on rising."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VersionsChanged:
-    """Servers have ended, or have written versions to disk: records to replace, by number."""
+    """What has become of the kept versions on the servers."""
 
     replaced: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+    """By number: the same segments, held by others."""
     durable: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
 
@@ -147,6 +157,7 @@ Event = (
     | PartsRejected
     | PinRequested
     | RollbackRequested
+    | ClearRequested
     | VersionsChanged
     | Written
     | TimePassed
@@ -170,6 +181,13 @@ class Answered:
 
     call: Call
     version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleared:
+    """The answer to `ClearRequested`."""
+
+    call: Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,4 +215,4 @@ class NotifyWatchers:
     """The series is not as watchers have it."""
 
 
-Effect = Begun | Answered | Refused | VerifyParts | Write | NotifyWatchers
+Effect = Begun | Answered | Cleared | Refused | VerifyParts | Write | NotifyWatchers

@@ -88,6 +88,8 @@ class SeriesHead:
     """Of the newest versions by number, dropped ones too."""
     lost: tuple[int, ...] = ()
     """The newest versions that were dropped because no server had them any more."""
+    num_writes: int = 0
+    """Rises with each write: no two heads are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

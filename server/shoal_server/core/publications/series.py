@@ -17,6 +17,7 @@ from shoal_server.core.publications.limits import (
     HELD_S,
     MAX_PENDING,
     MAX_PINS,
+    SEGMENTS_A_WRITE,
 )
 from shoal_server.core.publications.protocol import (
     Answered,
@@ -24,6 +25,8 @@ from shoal_server.core.publications.protocol import (
     Begun,
     Call,
     CallEnded,
+    ClearRequested,
+    Cleared,
     Effect,
     Event,
     NotifyWatchers,
@@ -137,6 +140,8 @@ class Series:
                 self._wish(lambda now_s: self._roll_back(event, now_s))
             case VersionsChanged():
                 self._wish(lambda _: self._revise(event))
+            case ClearRequested():
+                self._wish(lambda _: self._clear(event))
             case Written():
                 yield from self._written()
             case TimePassed():
@@ -178,7 +183,8 @@ class Series:
         dropped = frozenset(drop)
         versions = {n: v for n, v in stored.versions.items() if n not in dropped}
         versions |= {version.number: version for version in put}
-        head = replace(stored.head, kept=tuple(sorted(versions)))
+        num_writes = self.head.num_writes + 1
+        head = replace(stored.head, kept=tuple(sorted(versions)), num_writes=num_writes)
         self._change = _Change(
             stored=StoredSeries(head=head, versions=versions),
             drops=dropped,
@@ -499,6 +505,12 @@ class Series:
         answer = Answered(call=event.call, version=version)
         yield self._put_newest(version, now_s, then=[answer])
 
+    def _clear(self, event: ClearRequested) -> Effects:
+        if self.head.kept:
+            yield self._write(self.stored, drop=self.head.kept, then=[Cleared(call=event.call)])
+        else:
+            yield Cleared(call=event.call)
+
     def _gone(self, call: Call, number: int) -> Refused:
         kept = ", ".join(map(str, self.head.kept)) or "none"
         return Refused(
@@ -512,8 +524,10 @@ class Series:
     # --- servers and time ---
 
     def _revise(self, event: VersionsChanged) -> Effects:
-        put = []
+        put: list[Version] = []
         for number, version in self.versions.items():
+            if sum(len(each.segments) for each in put) >= SEGMENTS_A_WRITE:
+                break  # what is left is decided again a little later
             segments = self._revised(version, event.replaced.get(number))
             is_durable = version.is_durable or number in event.durable
             changed = replace(version, segments=segments, is_durable=is_durable)

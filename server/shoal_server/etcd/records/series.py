@@ -49,6 +49,7 @@ def encode_head(head: SeriesHead) -> bytes:
         options=pb.SeriesOptions(keep=head.keep, copies=head.copies),
         digests=head.digests,
         lost=head.lost,
+        num_writes=head.num_writes,
     ).SerializeToString(deterministic=True)
 
 
@@ -70,6 +71,7 @@ def parse_head(series: str, value: bytes) -> SeriesHead:
         copies=found.options.copies or DEFAULT_COPIES,
         digests=dict(found.digests),
         lost=tuple(found.lost),
+        num_writes=found.num_writes,
     )
 
 
