@@ -56,6 +56,8 @@ from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.parameters.weights.holdings import WeightHoldings
 from shoal_server.parameters.weights.peers import WeightPeers
+from shoal_server.parameters.weights.records import SeriesRecords
+from shoal_server.parameters.weights.repair import WeightRepair
 from shoal_server.parameters.weights.servicer import WeightsServicer
 from shoal_server.serving import tasks
 from shoal_server.serving.admission import descriptors
@@ -204,7 +206,7 @@ async def running(
             read_roots=partial(snapshot_roots.read, store),
         )
         add_ShardSnapshotsServicer_to_server(snapshots, server)
-        weights = await stack.enter_async_context(_weights(server, server_id, memory, offers))
+        weights = await stack.enter_async_context(_weights(server, store, replicas, memory, offers))
         await server.start()
         if config.journal is not None:
             await stack.enter_async_context(_journal(config.journal, store, replicas, config))
@@ -257,15 +259,31 @@ async def running(
 
 @asynccontextmanager
 async def _weights(
-    server: grpc.aio.Server, server_id: str, memory: Memory, offers: Offers
+    server: grpc.aio.Server,
+    store: KeyValueStore,
+    replicas: ShardReplicas,
+    memory: Memory,
+    offers: Offers,
 ) -> AsyncIterator[WeightsServicer]:
-    """Published weights, held as long as the block runs."""
+    """Published weights, held as the series' records say while the block runs."""
+    server_id = replicas.me.server_id
     with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="shoal-weights") as threads:
-        holdings = WeightHoldings(memory, threads)
+        peers = WeightPeers(threads)
+        holdings = WeightHoldings(memory, threads, peers)
+        repair = WeightRepair(server_id, holdings, replicas.directory)
+        records = SeriesRecords(store, holdings, repair)
+        servicer = WeightsServicer(
+            server_id, records=records, holdings=holdings, peers=peers, offers=offers
+        )
+        add_WeightStoreServicer_to_server(servicer, server)
         try:
-            servicer = WeightsServicer(server_id, holdings, WeightPeers(threads), offers)
-            add_WeightStoreServicer_to_server(servicer, server)
-            async with tasks.running(holdings.sweep_for_ever()):
+            async with (
+                records,
+                tasks.running(
+                    tasks.keep_on(holdings.sweep_for_ever, "published-weights"),
+                    tasks.keep_on(repair.work_for_ever, "repair-of-weights"),
+                ),
+            ):
                 yield servicer
         finally:
             holdings.close()

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from functools import partial
@@ -13,9 +13,11 @@ import structlog
 from shoal_proto.errors import ChecksumMismatch, Unavailable
 from shoal_proto.segments.digests import chunk_digest
 from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.v1.weights_pb2 import StoreServer
 from shoal_server.parameters.shard.memory import Memory
+from shoal_server.parameters.weights.peers import WeightPeers
 from shoal_server.parameters.weights.segment_way import SegmentWay
-from shoal_server.parameters.weights.store import Held, Origin, SegmentStore
+from shoal_server.parameters.weights.store import Held, Origin, Position, SegmentStore
 
 log = structlog.get_logger(__name__)
 
@@ -31,10 +33,12 @@ class WeightHoldings:
         self,
         memory: Memory,
         threads: Executor,
+        peers: WeightPeers,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = memory
         self._threads = threads
+        self._peers = peers
         self._now_s = now_s
         self._store = SegmentStore()
         self._claims: dict[tuple[str, bytes], ExitStack] = {}
@@ -82,18 +86,18 @@ class WeightHoldings:
             self._check(segment, digest)
             return self._hold(series, segment, origin, claim)
 
-    async def take(
-        self, series: str, digest: bytes, num_bytes: int, fetched: Callable[[], Awaitable[Segment]]
+    async def copy(
+        self, series: str, digest: bytes, num_bytes: int, source: StoreServer
     ) -> Segment:
-        """Hold what `fetched` gets from another server. Raises what it raises, or Overloaded."""
+        """Hold a segment of another server here too. Raises what that server raises, Unavailable,
+        or Overloaded."""
         with self._claimed(num_bytes) as claim:
-            segment = await fetched()
-            self._check(segment, digest)
+            segment = await self._peers.fetch(source, series, digest)
             return self._hold(series, segment, None, claim)
 
-    def follow(self, series: str, epoch: int, named: frozenset[bytes]) -> None:
+    def follow(self, series: str, newest: Position, named: Mapping[bytes, Position]) -> None:
         """See `SegmentStore.follow`."""
-        self._free(series, self._store.follow(series, epoch, named, self._now_s()))
+        self._free(series, self._store.follow(series, newest, named, self._now_s()))
 
     def forget(self, series: str) -> None:
         """See `SegmentStore.forget`."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 import structlog
 from google.protobuf.message import Message
 
-from shoal_proto.errors import AccessDenied, InvalidSpec, ShoalError
+from shoal_proto.errors import AccessDenied, InvalidSpec, Overloaded, ShoalError
 from shoal_proto.segments.digests import DIGEST_BYTES, num_chunks
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.tls.names import Role
@@ -16,6 +16,7 @@ from shoal_proto.v1.weights_pb2_grpc import WeightStoreServicer
 from shoal_server.parameters.bulk.offers import Offers, Purpose, Use
 from shoal_server.parameters.weights.holdings import WeightHoldings
 from shoal_server.parameters.weights.peers import WeightPeers
+from shoal_server.parameters.weights.records import SeriesRecords
 from shoal_server.parameters.weights.segment_way import SegmentWay
 from shoal_server.parameters.weights.store import Origin
 from shoal_server.serving.access.checks import known_caller
@@ -33,9 +34,16 @@ class WeightsServicer(WeightStoreServicer):
     """Lives on the event loop."""
 
     def __init__(
-        self, server_id: str, holdings: WeightHoldings, peers: WeightPeers, offers: Offers
+        self,
+        server_id: str,
+        *,
+        records: SeriesRecords,
+        holdings: WeightHoldings,
+        peers: WeightPeers,
+        offers: Offers,
     ) -> None:
         self._server_id = server_id
+        self._records = records
         self._holdings = holdings
         self._peers = peers
         self._offers = offers
@@ -56,18 +64,11 @@ class WeightsServicer(WeightStoreServicer):
         held = []
         for segment in request.segments:
             if not self._holdings.holds(request.series, segment.digest):
-                await self.copy(request.series, segment, request.source)
+                await self._holdings.copy(
+                    request.series, segment.digest, segment.num_bytes, request.source
+                )
             held.append(segment.digest)
         return pb.CopySegmentsReply(held=held)
-
-    async def copy(self, series: str, segment: pb.Segment, source: pb.StoreServer) -> None:
-        """Hold a segment of another server here too. Raises what that server raises, Unavailable,
-        or Overloaded."""
-
-        async def fetched() -> Segment:
-            return await self._peers.fetch(source, series, segment.digest)
-
-        await self._holdings.take(series, segment.digest, segment.num_bytes, fetched)
 
     # --- over bulk connections ---
 
@@ -87,7 +88,7 @@ class WeightsServicer(WeightStoreServicer):
         series, digest = request.series, _checked_digest(request.segment.digest)
         origin = Origin(epoch=request.epoch, publication=request.publication, rank=request.rank)
         self._holdings.abandon(series, request.rank, request.epoch, request.abandoned)
-        self._holdings.admit(series, digest, origin)
+        await self._admit(series, digest, origin)
         segment = self._holdings.renew(series, digest, origin)
         if segment is not None:
             yield [pb.PutSegmentReply(transfer=pb.SEGMENT_TRANSFER_NONE)]
@@ -100,6 +101,15 @@ class WeightsServicer(WeightStoreServicer):
             segment = await self._holdings.receive(series, digest, num_bytes, origin, way)
         holders = [self._server_id, *await self._passed_on(request, segment)]
         yield [pb.PutSegmentReply(holders=holders)]
+
+    async def _admit(self, series: str, digest: bytes, origin: Origin) -> None:
+        """Raises StaleEpoch and Overloaded as of the newest record: what was committed a moment ago
+        may not have arrived here."""
+        try:
+            self._holdings.admit(series, digest, origin)
+        except Overloaded:
+            await self._records.refresh(series)
+            self._holdings.admit(series, digest, origin)
 
     async def _passed_on(self, request: pb.PutSegmentRequest, segment: Segment) -> Sequence[str]:
         """The servers of the chain that hold the segment now."""

@@ -6,7 +6,7 @@ become part of one: it stays for a grace period. The caller frees what is given 
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal_proto.errors import Overloaded, StaleEpoch
 from shoal_proto.segments.sealed import Segment
@@ -19,6 +19,10 @@ MAX_UNDECIDED = 2
 way, and one whose record has not arrived here yet."""
 
 
+Position = tuple[int, int]
+"""Epoch and publication."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """The publication for which a segment was put."""
@@ -26,6 +30,11 @@ class Origin:
     epoch: int
     publication: int
     rank: int
+
+    @property
+    def position(self) -> "Position":
+        """In the order of publications."""
+        return self.epoch, self.publication
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,23 +48,24 @@ class Held:
     needed_s: float
     """When it was put last, or named last."""
     was_named: bool = False
-    """True once a version has named it."""
+    """True once a version has named it that came of its origin, or of a later publication."""
 
 
 @dataclass(slots=True)
 class _Series:
     """One series as its records in etcd have it, and what is held of it."""
 
-    epoch: int
-    named: frozenset[bytes]
-    held: dict[bytes, Held]
+    newest: Position = (0, 0)
+    """The series' epoch, and the newest publication that was committed in it."""
+    named: Mapping[bytes, Position] = field(default_factory=dict)
+    held: dict[bytes, Held] = field(default_factory=dict)
 
 
 class SegmentStore:
     """Segments by series and digest. `now_s` is any clock that only rises."""
 
     def __init__(self) -> None:
-        self._series: dict[str, _Series] = defaultdict(lambda: _Series(0, frozenset(), {}))
+        self._series: dict[str, _Series] = defaultdict(_Series)
 
     def get(self, series: str, digest: bytes) -> Segment | None:
         """The segment, if it is held."""
@@ -72,11 +82,11 @@ class SegmentStore:
         known = self._series.get(series)
         if known is None:
             return
-        if origin.epoch < known.epoch:
+        if origin.epoch < known.newest[0]:
             raise StaleEpoch(
                 f"series {series} is published by another publisher now",
                 seen=f"a segment of epoch {origin.epoch}",
-                expected=f"epoch {known.epoch}",
+                expected=f"epoch {known.newest[0]}",
                 fix="Begin again: the newest generation of the job publishes.",
             )
         undecided = {
@@ -104,14 +114,11 @@ class SegmentStore:
         if held is not None:
             held.needed_s = now_s
             held.origin = origin or held.origin
+            held.was_named = _is_named(held, known.named)
             return False
-        known.held[segment.digest] = Held(
-            series=series,
-            segment=segment,
-            origin=origin,
-            needed_s=now_s,
-            was_named=segment.digest in known.named,
-        )
+        held = Held(series=series, segment=segment, origin=origin, needed_s=now_s)
+        held.was_named = _is_named(held, known.named)
+        known.held[segment.digest] = held
         return True
 
     def renew(self, series: str, digest: bytes, origin: Origin, now_s: float) -> Segment | None:
@@ -122,20 +129,25 @@ class SegmentStore:
         return segment
 
     def follow(
-        self, series: str, epoch: int, named: frozenset[bytes], now_s: float
+        self, series: str, newest: Position, named: Mapping[bytes, Position], now_s: float
     ) -> list[Segment]:
         """Take in a series as its records have it; the segments that are not held any more.
 
-        `named`: digests that its versions name. A segment that was named and is not any more goes
-        at once, and so does one of an earlier epoch that was never named: it cannot be committed.
+        `newest`: the series' epoch, and the newest publication that was committed in it. `named`:
+        the digests that its versions name, each with the newest publication that it came of.
+
+        A segment goes at once if it was named and is not any more, or cannot be named any more:
+        publications are committed in order.
         """
         known = self._series[series]
-        known.epoch, known.named = max(epoch, known.epoch), named
+        known.newest, known.named = newest, named
         gone = []
         for digest, held in list(known.held.items()):
+            origin = held.origin
+            held.was_named = held.was_named or _is_named(held, named)
             if digest in named:
-                held.was_named, held.needed_s = True, now_s
-            elif held.was_named or (held.origin is not None and held.origin.epoch < known.epoch):
+                held.needed_s = now_s
+            elif held.was_named or (origin is not None and origin.position <= newest):
                 gone.append(known.held.pop(digest).segment)
         return gone
 
@@ -175,7 +187,7 @@ class SegmentStore:
             for digest, held in list(known.held.items()):
                 if digest not in known.named and now_s - held.needed_s >= GRACE_S:
                     gone.append(known.held.pop(digest))
-            if not known.held and not known.epoch and not known.named:
+            if not known.held and not known.named and known.newest == (0, 0):
                 del self._series[series]
         return gone
 
@@ -184,11 +196,8 @@ class SegmentStore:
         for known in self._series.values():
             yield from known.held.values()
 
-    @property
-    def held_bytes(self) -> Mapping[str, int]:
-        """By series."""
-        return {
-            series: sum(held.segment.num_bytes for held in known.held.values())
-            for series, known in self._series.items()
-            if known.held
-        }
+
+def _is_named(held: Held, named: Mapping[bytes, Position]) -> bool:
+    """True if a version names it that came of its origin, or of a later publication."""
+    position = named.get(held.segment.digest)
+    return position is not None and (held.origin is None or held.origin.position <= position)
