@@ -3,13 +3,13 @@
 Used by publishers and readers, and by parameter servers towards each other.
 """
 
-import array
 import os
+import select
 import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -22,6 +22,7 @@ from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import SILENCE_S, Frame, FrameReader, Kind
 from shoal_proto.bulk_opening import greet, reach
 from shoal_proto.errors import DeadlineExceeded, MalformedMessage, ShoalError, Unavailable
+from shoal_proto.segments.descriptors import receive_into
 from shoal_proto.segments.digests import check_chunk, check_root, chunks_of, num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.status import from_detail
@@ -133,6 +134,13 @@ class SegmentConnection:
                 expected=f"its port {offer.port} to be reachable from here",
                 fix="Segments of weights travel over this port only: open it (--bulk-port).",
             ) from error
+
+    @property
+    def is_open(self) -> bool:
+        """True unless the server has closed the connection. Between calls nothing comes."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        return not waiting.poll(0)
 
     def __enter__(self) -> "SegmentConnection":
         return self
@@ -283,10 +291,8 @@ class SegmentConnection:
         space = self._reader.space()
         if self.is_local:
             # Read with room for a descriptor at any time: without it the kernel drops one.
-            count, ancillary, _, _ = self._socket.recvmsg_into(
-                [space], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
-            )
-            self._descriptors += _descriptors(ancillary)
+            count, descriptors = receive_into(self._socket, space)
+            self._descriptors += descriptors
         else:
             count = self._socket.recv_into(space)
         if not count:
@@ -351,12 +357,3 @@ def _ranges(indices: Sequence[int]) -> list[range]:
         else:
             found.append(range(index, index + 1))
     return found
-
-
-def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """Those that came with a message."""
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return list(found)

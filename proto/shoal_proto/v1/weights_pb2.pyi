@@ -331,6 +331,7 @@ class SeriesHead(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    NUM_WRITES_FIELD_NUMBER: _builtins.int
     format: _builtins.int
     """Of this message; 1. A later one is refused by who does not know it."""
     epoch: _builtins.int
@@ -342,6 +343,8 @@ class SeriesHead(_message.Message):
     """The newest version that was ever committed."""
     publication: _builtins.int
     """The newest publication that was committed in this epoch."""
+    num_writes: _builtins.int
+    """Rises with each write, so that no two heads are alike."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The versions that there are, ascending."""
@@ -369,10 +372,11 @@ class SeriesHead(_message.Message):
         options: Global___SeriesOptions | None = ...,
         digests: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
         lost: _abc.Iterable[_builtins.int] | None = ...,
+        num_writes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "format", b"format", "generation", b"generation", "kept", b"kept", "lost", b"lost", "number", b"number", "options", b"options", "publication", b"publication", "script", b"script"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "format", b"format", "generation", b"generation", "kept", b"kept", "lost", b"lost", "num_writes", b"num_writes", "number", b"number", "options", b"options", "publication", b"publication", "script", b"script"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
