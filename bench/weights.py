@@ -56,11 +56,12 @@ def done(number: int) -> None:
 
 
 def read_shoal(mb: int, local: bool) -> None:
-    import shoal  # noqa: PLC0415 - peers' readers do without
-    from shoal.weights.script import subscription  # noqa: PLC0415
+    from shoal.weights.subscription import Subscription  # noqa: PLC0415 - peers do without
+    from shoal_client.weights.reader import SeriesReader  # noqa: PLC0415
 
-    target = model_of(mb)
-    with subscription(SERIES, may_be_local=local) as series:
+    target, name = model_of(mb), f"reader-{os.getpid()}"
+    addresses = [os.environ["SHOAL_COORDINATOR"]]
+    with Subscription(SeriesReader(addresses, SERIES, name, may_be_local=local), SERIES) as series:
         say("ready")
         while True:
             version = series.wait(timeout=600)
@@ -69,12 +70,13 @@ def read_shoal(mb: int, local: bool) -> None:
             assert target["w0"][0, 0] == target[next(reversed(target))][-1, -1]
             say("took", version.number, time.monotonic() - began_s)
             done(version.number)
-    assert shoal
 
 
 def read_shm(mb: int) -> None:
     target = model_of(mb)
-    raw = torch.from_file(str(SHM / "shoal-bench-floor"), shared=True, size=mb << 20, dtype=torch.uint8)
+    raw = torch.from_file(
+        str(SHM / "shoal-bench-floor"), shared=True, size=mb << 20, dtype=torch.uint8
+    )
     say("ready")
     for line in sys.stdin:
         at = 0
@@ -121,7 +123,9 @@ def held_by_rpc() -> dict[str, torch.Tensor]:
 class Readers:
     """Reading processes; `go` tells them of a round where nothing else does."""
 
-    def __init__(self, stack: ExitStack, kind: str, count: int, *arguments: object, **own: str) -> None:
+    def __init__(
+        self, stack: ExitStack, kind: str, count: int, *arguments: object, **own: str
+    ) -> None:
         command = [sys.executable, __file__, "--reader", kind]
         self.processes = [
             subprocess.Popen(

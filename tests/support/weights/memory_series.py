@@ -136,7 +136,10 @@ class MemoryReader:
         return self._series.layouts[record.layout_digest]
 
     def fetch(
-        self, record: weights_pb2.VersionRecord, segments: Sequence[int] | None = None
+        self,
+        record: weights_pb2.VersionRecord,
+        segments: Sequence[int] | None = None,
+        ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     ) -> list[Segment]:
         assert record.number in self._series.leases, "a fetch without a lease"
         numbers = range(len(record.segments)) if segments is None else segments

@@ -46,8 +46,8 @@ def numbers() -> tuple[Tensor, Tensor]:
     return torch.randn(48, 5, generator=generator), torch.randint(2, (48,), generator=generator)
 
 
-class TwoNorms(nn.Module):
-    """Has buffers, a frozen layer, a tensor without elements and one without dimensions."""
+class Normed(nn.Module):
+    """Has buffers, a frozen layer and a tensor without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,22 @@ class TwoNorms(nn.Module):
         self.first, self.norm = nn.Linear(5, 7), nn.BatchNorm1d(7).eval()
         self.frozen = nn.Linear(7, 3).requires_grad_(False)
         self.last = nn.Linear(3, 2)
-        self.scale = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("nothing", torch.zeros(0, 4))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.last(self.frozen(self.norm(self.first(inputs)))) * self.scale
+        outputs: Tensor = self.last(self.frozen(self.norm(self.first(inputs))))
         return outputs
+
+
+class Scaled(Normed):
+    """Has a parameter without dimensions, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * self.scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +106,11 @@ def mesh(pipeline: int, data: int, tensor: int) -> LayOut:
 
 
 CASES: dict[str, tuple[int, Case]] = {
-    "ddp-2": (2, Case(lay_out=ReplicatedLayout, training=plain(TwoNorms))),
+    "ddp-2": (2, Case(lay_out=ReplicatedLayout, training=plain(Scaled))),
     "ddp-3": (3, Case(lay_out=ReplicatedLayout, training=plain(deep))),
     "zero1": (3, Case(lay_out=partial(by, shoal.Zero1()), training=plain(deep))),
     "fsdp": (4, Case(lay_out=partial(by, shoal.FSDP()), training=plain(deep))),
-    "fsdp-buffers": (3, Case(lay_out=partial(by, shoal.FSDP()), training=plain(TwoNorms))),
+    "fsdp-buffers": (3, Case(lay_out=partial(by, shoal.FSDP()), training=plain(Normed))),
     "hsdp": (4, Case(lay_out=partial(by, shoal.HSDP(shard=2)), training=plain(deep))),
     "tensor": (
         2,

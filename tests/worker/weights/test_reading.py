@@ -64,7 +64,7 @@ def install_on_mesh(dim: int, publishers: int, placements: list[Any]) -> dict[st
         for name, shape in SHAPES.items()
     }
     installation = Installation(VersionLayout(raw), targets)
-    installation.write({each: segments[each] for each in installation.segments})
+    installation.write({each: segments[each] for each in installation.ranges})
     wholes = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in targets.items()}
     return {name: torch.equal(whole, values(name)) for name, whole in wholes.items()}
 
@@ -80,14 +80,21 @@ def test_a_mesh_of_readers_installs_its_own_slices(dim: int, placements: list[An
         assert all(same.values()), same
 
 
-def test_only_segments_that_hold_something_of_a_slice_are_needed() -> None:
-    raw, _ = published(0, 4)
+def test_only_bytes_that_hold_something_of_a_slice_are_needed() -> None:
+    raw, segments = published(0, 4)
     layout = VersionLayout(raw)
-    top = Chunk(offsets=(0, 0), sizes=(3, 4))
-    assert layout.segments_of({"tall": top}) == {0}
-    assert layout.segments_of({"tall": Chunk.whole((13, 4))}) == {0, 1, 2, 3}
-    assert layout.segments_of({"scalar": Chunk.whole(())}) == {0}
-    assert layout.segments_of({"empty": Chunk.whole((0, 3))}) == set()
+    assert layout.ranges_of({"tall": Chunk.whole((13, 4))}).keys() == {0, 1, 2, 3}
+    assert layout.ranges_of({"empty": Chunk.whole((0, 3))}) == {}
+    [scalar] = layout.ranges_of({"scalar": Chunk.whole(())})[0]
+    assert scalar[1] - scalar[0] == 4
+    middle = Chunk(offsets=(1, 1), sizes=(2, 3))
+    [(first, behind)] = layout.ranges_of({"tall": middle})[0]
+    only = torch.full_like(segments[0], 255)
+    only[first:behind] = segments[0][first:behind]
+    target = torch.zeros(2, 3)
+    layout.tensors["tall"].read_into(target, middle, {0: only})
+    assert torch.equal(target, values("tall")[1:3, 1:4])
+    assert behind - first == 2 * 4 * 4
 
 
 def test_a_module_takes_a_version_that_other_ranks_cut() -> None:

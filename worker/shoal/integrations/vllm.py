@@ -86,7 +86,6 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._subscription: Subscription | None = None
-        self._staged: Weights | None = None
         self._serves: Load = self._from_checkpoint
         """Gives the weights that vLLM serves, in case that it cannot load other ones."""
 
@@ -102,53 +101,51 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         """Nothing yet: the layers stay as they are until a whole version is staged."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        # vLLM's own waits for a device behind it, which it does not have on a CPU.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
-        """Stage a version on every worker, or raise on all of them."""
-        failure: ShoalError | None = None
-        self._staged = None
+        """Install a version on every worker, or on none of them, and raise on all."""
+        staged = self._staged(update_info.version)
+        failure: Exception | None = None
         try:
-            self._staged = self._fetched(update_info.version)
+            self._load(staged.items)
+        except Exception as error:  # noqa: BLE001 - raised below, once the engine serves again
+            failure = error
+        if not _all_have(failure is None):
+            log.error("version_not_loaded", version=staged.version.number, reason=str(failure))
+            self._load(self._serves)
+            raise PublicationAbandoned(
+                f"vLLM could not load version {staged.version.number}; it serves what it served",
+                seen=repr(failure) if failure is not None else "an error of another worker",
+                expected="tensors with the names and shapes of the model that it serves",
+            ) from failure
+        self._serves = staged.items
+        self._followed().installed(staged)
+
+    def _staged(self, number: int | None) -> Weights:
+        failure: ShoalError | None = None
+        try:
+            found = self._followed().fetch("newest" if number is None else number)
+            self._followed().check_newer(found.version)
         except ShoalError as error:
             failure = error
         if not _all_have(failure is None):
-            self._staged = None
             raise failure or PublicationAbandoned(
                 "another worker of this engine could not stage the version; none installs it"
             )
+        return found
 
-    def _fetched(self, number: int | None) -> Weights:
+    def _followed(self) -> Subscription:
         if self._subscription is None:
             raise InvalidSpec(
                 "vLLM was not told which series to follow",
                 expected='init_weight_transfer_engine({"series": "JOB/NAME"}) first',
             )
-        found = self._subscription.fetch("newest" if number is None else number)
-        self._subscription.check_newer(found.version)
-        return found
+        return self._subscription
 
     def finish_weight_update(self) -> None:
-        """Install what is staged. If vLLM cannot load it, it gets back what it served."""
-        staged, self._staged = self._staged, None
-        if staged is None or self._subscription is None:
-            raise InvalidSpec(
-                "no version is staged", expected="update_weights before finish_weight_update"
-            )
-        serves = self._serves
-        try:
-            self._load(staged.items)
-        except Exception as error:
-            log.error(
-                "version_not_loaded",
-                series=self._subscription.series,
-                version=staged.version.number,
-                reason=str(error)[:500],
-            )
-            self._load(serves)
-            raise
-        self._serves = staged.items
-        self._subscription.installed(staged)
+        """Nothing is left to do: what is staged is installed as a whole."""
 
     def _load(self, weights: Load) -> None:
         # Frees and refills layer by layer: nothing between these three lines may fail to be there.

@@ -105,14 +105,26 @@ class VersionLayout:
             raise _malformed(f"a slice of {name} at byte {given.at}, for {dtype}")
         return StoredSlice(chunk=chunk, segment=given.segment, at=given.at)
 
-    def segments_of(self, wanted: Mapping[str, Chunk]) -> set[int]:
-        """Segments in which these chunks lie."""
-        return {
-            part.segment
-            for name, chunk in wanted.items()
-            for part in self.tensors[name].slices
-            if part.chunk.overlap(chunk) is not None
-        }
+    def ranges_of(self, wanted: Mapping[str, Chunk]) -> dict[int, list[tuple[int, int]]]:
+        """By segment the parts of it, from first byte to behind the last, that have these chunks:
+        of a slice the rows between the first and the last that are wanted."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for name, chunk in wanted.items():
+            tensor = self.tensors[name]
+            for part in tensor.slices:
+                common = part.chunk.overlap(chunk)
+                if common is not None:
+                    place = _bytes_of(part, common, tensor.dtype.itemsize)
+                    found.setdefault(part.segment, []).append(place)
+        return found
+
+
+def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, int]:
+    if not part.chunk.sizes:
+        return part.at, part.at + item_bytes
+    row_bytes = math.prod(part.chunk.sizes[1:]) * item_bytes
+    first = common.offsets[0] - part.chunk.offsets[0]
+    return part.at + first * row_bytes, part.at + (first + common.sizes[0]) * row_bytes
 
 
 class Installation:
@@ -131,9 +143,9 @@ class Installation:
             _check_fits(layout.tensors[name], shard)
 
     @property
-    def segments(self) -> set[int]:
-        """The ones that hold something of these slices; others need not be fetched."""
-        return self._layout.segments_of({name: each.chunk for name, each in self._shards.items()})
+    def ranges(self) -> dict[int, list[tuple[int, int]]]:
+        """By segment the bytes that hold something of these slices; others need not be fetched."""
+        return self._layout.ranges_of({name: each.chunk for name, each in self._shards.items()})
 
     def write(self, segments: Mapping[int, Tensor]) -> None:
         """Install the version: every tensor, from verified bytes."""

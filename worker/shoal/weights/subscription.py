@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from hashlib import sha256
 from types import TracebackType
 from typing import Literal, Self
@@ -140,7 +140,7 @@ class Subscription:
                 layout = self._layout_of(record)
                 target = None if into is None else Installation(layout, into)
                 started_s = time.perf_counter()
-                segments = self._staged(record, None if target is None else target.segments)
+                segments = self._staged(record, None if target is None else target.ranges)
                 took_s = time.perf_counter() - started_s
             finally:
                 self._reader.release(record.number)
@@ -213,10 +213,13 @@ class Subscription:
         return found
 
     def _staged(
-        self, record: weights_pb2.VersionRecord, wanted: set[int] | None
+        self,
+        record: weights_pb2.VersionRecord,
+        wanted: Mapping[int, Sequence[tuple[int, int]]] | None,
     ) -> dict[int, Segment]:
-        numbers = sorted(wanted) if wanted is not None else list(range(len(record.segments)))
-        segments = dict(zip(numbers, self._reader.fetch(record, numbers), strict=True))
+        numbers = list(range(len(record.segments))) if wanted is None else sorted(wanted)
+        found = self._reader.fetch(record, numbers, wanted)
+        segments = dict(zip(numbers, found, strict=True))
         digests = [
             segments[number].digest if number in segments else own.digest
             for number, own in enumerate(record.segments)
