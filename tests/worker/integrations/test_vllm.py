@@ -58,3 +58,23 @@ def test_tokens_are_those_of_the_version_that_is_installed(tmp_path: Path) -> No
     assert (failures["kept"], failures["version"]) == (NUM_FAILURES, str(NUM_VERSIONS))
     assert (after["same"], after["version"]) == (True, str(NUM_VERSIONS + 2))
     assert "installed" not in by_what
+
+
+def test_a_server_installs_versions_over_http_and_outlives_one_that_is_refused(
+    tmp_path: Path,
+) -> None:
+    """vLLM's own trainer factory and HTTP client; then `follow`."""
+    (tmp_path / "model").mkdir()
+    with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
+        found = told(cluster, "served", tmp_path / "model", "rl/policy")
+    assert [each["what"] for each in found] == ["trainer", "refused", "kept", "followed"]
+    assert all(each.get("same", True) for each in found), found
+
+
+def test_trl_trains_with_rollouts_of_its_newest_version(tmp_path: Path) -> None:
+    """Three steps of GRPOTrainer are versions 1, 2 and 3; what is served is what was trained."""
+    (tmp_path / "model").mkdir()
+    with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
+        trained, served = told(cluster, "grpo", tmp_path / "model", "rl/policy")
+    assert (trained["version"], trained["newest"]) == (3, 3)
+    assert served["same"]
