@@ -100,33 +100,48 @@ def test_versions_go_on_while_each_part_is_killed(
 
 
 @pytest.mark.long
-def test_a_series_goes_on_with_its_numbers_when_its_job_is_run_again(
-    shoal_command: Shoal, tmp_path: Path
-) -> None:
-    """All workers are killed at once, the job begins anew, and a reader goes on."""
+def test_numbers_go_on_when_a_job_begins_anew(shoal_command: Shoal, tmp_path: Path) -> None:
+    """The launcher is killed with its workers. The job begins from nothing, its steps from 1, and
+    a reader that has installed versions of the first run goes on with those of the second."""
     (tmp_path / "train.py").write_text(publishing_script(1000, 100))
     (tmp_path / "read.py").write_text(reading_script())
     up = shoal_command.start("up", "--dir", str(tmp_path / "up"), *ANY_PORTS)
     welcome = read_until(up, "Ctrl-C stops the cluster")
     coordinator = next(line.split()[-1] for line in welcome if line.startswith("coordinator"))
     cluster = {"SHOAL_COORDINATOR": coordinator, "OMP_NUM_THREADS": "1"}
-    arguments = ("run", "-n", "2", "--job", "rl", "train.py", "ddp")
-    run = shoal_command.start(*arguments, environment=cluster)
+    run = shoal_command.start(
+        "run", "-n", "2", "--job", "rl", "train.py", "ddp", environment=cluster
+    )
     readers = Readers(shoal_command, cluster, ["first"])
     readers.await_more(5)
     run.kill()
     run.wait()
-    again = shoal_command.start(*arguments[:-2], "--fresh", *arguments[-2:], environment=cluster)
-    read_until_again = readers.said["first"]
+    command = ("run", "-n", "2", "--job", "rl", "--fresh", "train.py", "ddp")
+    again = run_once_free(shoal_command, command, cluster)
     readers.await_more(3)
     (tmp_path / "done").touch()
     code, output = finish(again)
     assert code == 0, output
-    numbers = [int(each[0]) for each in INSTALLED.findall("\n".join(read_until_again))]
+    [versions] = readers.finish().values()
+    numbers, steps = [each[0] for each in versions], [each[1] for each in versions]
     assert numbers == sorted(set(numbers))
-    readers.finish()
+    assert steps != sorted(steps), "the second run began anew"
     stop(up)
     assert shoal_command.await_none(5.0) == {}
+
+
+def run_once_free(
+    command: Shoal, arguments: Sequence[str], cluster: dict[str, str]
+) -> "subprocess.Popen[str]":
+    """Start the job anew, as soon as its killed members count as lost."""
+    while True:
+        run = command.start(*arguments, environment=cluster)
+        try:
+            run.wait(5)
+        except subprocess.TimeoutExpired:
+            return run
+        _, output = finish(run)
+        assert "JobInUse" in output or "has members" in output, output
 
 
 def stop(up: "subprocess.Popen[str]") -> None:

@@ -16,6 +16,7 @@ from shoal.weights.series import (
     Ticket,
     held_state,
 )
+from shoal.weights.subscription import looking_at
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
@@ -48,7 +49,8 @@ class Series:
         self._fields = fields
         self._check_closed = check_closed
         self._generation: Generation | None = None
-        self._publications = Publications(self.name, self._connect, options)
+        look = looking_at(member.coordinators, self.name)
+        self._publications = Publications(self.name, self._connect, options, look)
 
     def publish(
         self,

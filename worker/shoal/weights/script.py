@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.weights.series import Contributor, Place, Publications, SeriesOptions, Ticket, held_state
-from shoal.weights.subscription import Subscription, reader_id
+from shoal.weights.subscription import Subscription, looking_at, reader_id
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import SeriesReader
 from shoal_proto.errors import InvalidSpec
@@ -88,7 +88,8 @@ class _Own:
         self._addresses, self._series = addresses, series
         self._incarnation = new_incarnation()
         self._count = 0
-        self.publications = Publications(series, self._connect, options)
+        look = looking_at(addresses, series)
+        self.publications = Publications(series, self._connect, options, look)
 
     def publish(
         self,

@@ -1,6 +1,8 @@
 """The publisher of a series: one local copy in the trainer's time, all else in the background."""
 
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -33,6 +35,8 @@ ORDER_S = 1.0
 part of a rank for ever, and each rank hands in its parts in order."""
 CLOSE_S = 30.0
 """How long the end of a session waits for the publications that are on their way."""
+LOOK_S = 0.1
+"""How often it is asked whether a version is on the disks: servers write at their own pace."""
 MAX_METADATA_BYTES = 4096
 STEP_PUBLICATIONS = 1 << 16
 """Publications that a step may have."""
@@ -97,7 +101,11 @@ Connect = Callable[[Place], Contributor]
 class Ticket:
     """One publication on its way. Its methods may be called on any thread."""
 
-    def __init__(self, publication: int, step: int) -> None:
+    def __init__(
+        self, publication: int, step: int, look: "Callable[[int], Version] | None" = None
+    ) -> None:
+        """`look` gives a version of this number as the coordinator has it now."""
+        self._look = look
         self.publication = publication
         self.step = step
         self.version: int | None = None
@@ -122,22 +130,33 @@ class Ticket:
                 seen=repr(level),
                 expected='"replicated", "committed" or "durable"',
             )
+        ends_s = math.inf if timeout is None else time.monotonic() + timeout
         event = self._replicated if level == "replicated" else self._ended
         if not event.wait(timeout):
-            raise DeadlineExceeded(
-                f"publication {self.publication} is not {level} yet",
-                seen=f"{timeout:g} s",
-                expected="all ranks' parts, and servers that take them",
-            )
+            raise self._late(level, timeout)
         if self.failure is not None:
             raise self.failure
-        if level == "durable" and self._record is not None and not self._record.durable:
-            raise InvalidSpec(
-                f"version {self.version} is not on the servers' disks",
-                seen="parameter servers that keep weights in memory only",
-                expected="shoal ps --journal DIR, or copies on several hosts",
-            )
-        return None if self._record is None else Version(self._record)
+        if self._record is None:
+            return None
+        found = Version(self._record)
+        while level == "durable" and self._look is not None and not found.is_durable:
+            if time.monotonic() > ends_s:
+                raise self._late(level, timeout)
+            time.sleep(LOOK_S)
+            found = self._look(found.number)
+        return found
+
+    def _late(self, level: Level, timeout: float | None) -> DeadlineExceeded:
+        needed = {
+            "replicated": "servers that take this rank's part",
+            "committed": "all ranks' parts, and servers that take them",
+            "durable": "parameter servers that keep weights on their disks, too",
+        }
+        return DeadlineExceeded(
+            f"publication {self.publication} is not {level} yet",
+            seen=f"{timeout} s",
+            expected=needed[level],
+        )
 
     @property
     def is_over(self) -> bool:
@@ -239,8 +258,16 @@ class _Publication:
 class Publications:
     """Sends one rank's parts. All methods but the background's own are the trainer's."""
 
-    def __init__(self, name: str, connect: Connect, options: SeriesOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        connect: Connect,
+        options: SeriesOptions,
+        look: Callable[[int], Version] | None = None,
+    ) -> None:
+        """`look`: see `Ticket`."""
         self.name = name
+        self._look = look
         self.options = options
         self._connect = connect
         self._contributors: list[Contributor] = []
@@ -276,7 +303,7 @@ class Publications:
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
         part.copy_into(memory)
         del memory
-        ticket = Ticket(number or self._next_number(held.step), held.step)
+        ticket = Ticket(number or self._next_number(held.step), held.step, self._look)
         publication = _Publication(
             contributor=self._contributors[self._num_sent % len(self._contributors)],
             part=part,

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from types import TracebackType
 from typing import Literal, Self
@@ -308,6 +308,19 @@ def memory_of(segment: Segment) -> Tensor:
         prot=mmap.PROT_READ | mmap.PROT_WRITE,
     )
     return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], Version]:
+    """Gives a version of a number as the coordinator has it at the moment of the call."""
+
+    def look(number: int) -> Version:
+        reader = SeriesReader(addresses, series, reader_id())
+        try:
+            return Version(reader.record(number))
+        finally:
+            reader.close()
+
+    return look
 
 
 def reader_id() -> str:

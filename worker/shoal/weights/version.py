@@ -51,6 +51,11 @@ class Version:
         return dict(self.record.metadata)
 
     @property
+    def is_durable(self) -> bool:
+        """True if it lies on its servers' disks too."""
+        return self.record.durable
+
+    @property
     def rolled_back_to(self) -> int | None:
         """The version whose bytes these are, if it is a rollback."""
         return self.record.rolled_back_to or None
