@@ -19,7 +19,7 @@ from shoal.weights.series import (
 from shoal.weights.subscription import looking_at
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.names import check_name
 from shoal_proto.v1 import weights_pb2
 
 
@@ -35,8 +35,7 @@ class Series:
         check_closed: Callable[[str], None],
     ) -> None:
         """`fields` are the proposal's; `check_closed` raises within a step."""
-        if not is_name(name):
-            raise InvalidSpec("no name of a series", seen=repr(name), expected=NAME_RULE)
+        check_name(name, "series")
         member = controller.member
         if not member.coordinators:
             raise InvalidSpec(

@@ -14,7 +14,7 @@ from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import SeriesReader
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
-from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.names import SERIES_RULE, check_name, is_series
 from shoal_proto.tls import identity
 from shoal_proto.v1 import weights_pb2
 
@@ -38,8 +38,8 @@ def subscribe(
     Raises InvalidSpec for a name that no series can have, Unavailable if no coordinator answers.
     """
     addresses = _connected(series, coordinator)
-    if reader is not None and not is_name(reader):
-        raise InvalidSpec("no name of a reader", seen=repr(reader), expected=NAME_RULE)
+    if reader is not None:
+        check_name(reader, "reader")
     return Subscription(SeriesReader(addresses, series, reader or reader_id()), series)
 
 
@@ -132,9 +132,8 @@ _held = _Held()
 
 def _connected(series: str, coordinator: str | None) -> tuple[str, ...]:
     """Addresses of the coordinators, with the certificate for them in use."""
-    job, _, name = series.partition("/")
-    if not is_name(job) or not is_name(name):
-        raise InvalidSpec("no name of a series", seen=repr(series), expected="JOB/NAME")
+    if not is_series(series):
+        raise InvalidSpec("bad name of a series", seen=repr(series), expected=SERIES_RULE)
     text = coordinator or os.environ.get(COORDINATOR_VARIABLE, "")
     addresses = tuple(part.strip() for part in text.split(",") if part.strip())
     if not addresses:
