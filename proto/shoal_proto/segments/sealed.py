@@ -114,7 +114,7 @@ class SegmentWriter:
         except (OSError, ValueError) as error:
             self._close()
             raise _no_memory(num_bytes, error) from error
-        self._buffer = memoryview(self._mapped) if self._mapped is not None else memoryview(b"")
+        self._buffer = memoryview(bytearray() if self._mapped is None else self._mapped)
 
     @classmethod
     def prepare(cls, num_bytes: int) -> "SegmentWriter":
@@ -166,7 +166,7 @@ class SegmentWriter:
     def close(self) -> None:
         """Give the memory up unsealed."""
         self._close()
-        self._mapped, self._buffer = None, memoryview(b"")
+        self._mapped, self._buffer = None, memoryview(bytearray())
 
     def _unmap(self) -> None:
         try:

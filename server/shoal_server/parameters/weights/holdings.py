@@ -160,6 +160,7 @@ class WeightHoldings:
         try:
             async for _, chunk in way.receive_chunks(writer):
                 digests.append(loop.run_in_executor(self._threads, chunk_digest, chunk))
+                del chunk  # what refers to the buffer keeps it from being sealed
             of_chunks = b"".join(await asyncio.gather(*digests))
             digests.clear()
             return await self._in_thread(partial(writer.seal, of_chunks))
