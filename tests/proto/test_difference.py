@@ -1,6 +1,8 @@
 """Differences of two versions: exact for every bit pattern, small where little has changed."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +81,7 @@ def test_any_bytes_become_any_others(base: bytes, data: st.DataObject) -> None:
     bounds = [0, *cuts, len(base)]
     elements = [
         (data.draw(st.sampled_from(codec.SIZES)), stop - start)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]
     difference = b"".join(codec.encode(base, target, elements))
     assert applied(base, difference) == target
@@ -151,7 +153,5 @@ def test_a_damaged_difference_never_gives_anything_but_bytes_or_a_refusal(
     """The caller compares digests; what it must not see is another exception, or a crash."""
     damaged = bytearray(DIFFERENCE)
     damaged[position] ^= change
-    try:
+    with suppress(MalformedMessage):
         assert len(applied(BASE, bytes(damaged))) == len(BASE)
-    except MalformedMessage:
-        pass
