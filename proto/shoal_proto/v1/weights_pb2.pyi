@@ -917,6 +917,9 @@ class HoldsSegmentsReply(_message.Message):
 
     HELD_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
+    WRITES_TO_DISK_FIELD_NUMBER: _builtins.int
+    writes_to_disk: _builtins.bool
+    """This server writes segments to disk: those that are not durable will be."""
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
@@ -928,10 +931,11 @@ class HoldsSegmentsReply(_message.Message):
         *,
         held: _abc.Iterable[_builtins.bytes] | None = ...,
         durable: _abc.Iterable[_builtins.bytes] | None = ...,
+        writes_to_disk: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "held", b"held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "held", b"held", "writes_to_disk", b"writes_to_disk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

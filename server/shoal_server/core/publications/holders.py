@@ -42,6 +42,15 @@ def servers_for(
     return [each.server_id for each in [first, *others][:copies]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a server says of the segments that it was asked for."""
+
+    held: Collection[bytes]
+    durable: Collection[bytes] = ()
+    writes_to_disk: bool = False
+
+
 class _Standing(Enum):
     """What is known of a server as a holder of one segment."""
 
@@ -59,6 +68,8 @@ class Holders:
         self._away_since_s: dict[str, float] = {}
         self._answers: dict[tuple[str, bytes], tuple[str, bool]] = {}
         """By server and digest: of which process, and whether it had it."""
+        self._durable: set[tuple[str, bytes]] = set()
+        self._write_to_disk: set[str] = set()
         self._missing_since_s: dict[bytes, float] = {}
 
     def see(
@@ -71,10 +82,13 @@ class Holders:
             each: self._away_since_s.get(each, now_s) for each in named - self._servers.keys()
         }
 
-    def note(self, server: StoreServer, asked: Iterable[bytes], held: Collection[bytes]) -> None:
-        """Note the answer of a server: which of the segments that it was asked for it has."""
+    def note(self, server: StoreServer, asked: Iterable[bytes], answer: Answer) -> None:
+        """Note the answer of a server to a question for some segments."""
         for digest in asked:
-            self._answers[server.server_id, digest] = (server.incarnation, digest in held)
+            self._answers[server.server_id, digest] = (server.incarnation, digest in answer.held)
+        self._durable.update((server.server_id, digest) for digest in answer.durable)
+        if answer.writes_to_disk:
+            self._write_to_disk.add(server.server_id)
 
     def note_versions(self, versions: Iterable[Version], now_s: float) -> None:
         """Note since when segments have been on no server; forget those of dropped versions."""
@@ -84,19 +98,31 @@ class Holders:
             for segment in version.segments:
                 holders[segment.digest].update(segment.holders)
         self._answers = {k: a for k, a in self._answers.items() if k[1] in holders}
+        self._durable = {each for each in self._durable if each[1] in holders}
         missing = [d for d, named in holders.items() if self._is_missing(d, named)]
         self._missing_since_s = {d: self._missing_since_s.get(d, now_s) for d in missing}
 
     def questions(self, versions: Iterable[Version]) -> dict[str, list[bytes]]:
-        """Servers to ask, and for which segments: those that are not known to have them."""
+        """Servers to ask, and for which segments: those that are not known to have them, or to have
+        written them to disk."""
         asked = (_Standing.UNKNOWN, _Standing.LACKING)
         found: dict[str, list[bytes]] = defaultdict(list)
         for version in versions:
             for segment in version.segments:
                 for holder in segment.holders:
-                    if self._standing(holder, segment.digest) in asked:
+                    is_to_be_written = holder in self._write_to_disk and not version.is_durable
+                    if is_to_be_written or self._standing(holder, segment.digest) in asked:
                         found[holder].append(segment.digest)
         return {server_id: list(dict.fromkeys(digests)) for server_id, digests in found.items()}
+
+    def durable(self, versions: Iterable[Version]) -> list[int]:
+        """Versions that have come to lie on the disks of all their holders."""
+        return [
+            version.number
+            for version in versions
+            if not version.is_durable
+            and all((h, s.digest) in self._durable for s in version.segments for h in s.holders)
+        ]
 
     def lost(self, versions: Iterable[Version], now_s: float) -> list[int]:
         """Versions with a segment that no server has had for a while."""
