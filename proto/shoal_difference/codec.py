@@ -24,12 +24,15 @@ from shoal_proto.pieces import Buffer
 MAGIC = b"SHDIFF01"
 SPAN_BYTES = 64 * 1024 * 1024
 """Encoded as one: bounds the memory that encoding and applying take."""
+CACHED_ELEMENTS = 256 * 1024
+"""Compared at a time, within the processor's cache."""
 LEVEL = 1
 """Of zstandard. Higher ones take several times as long for a few percent."""
 SKIP = 65535
 """A gap of at least so many unchanged elements goes on in the next number."""
 FAR = -128
 """In place of a distance that has more than 8 bits."""
+NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
 SIZES = (1, 2, 4, 8, 16)
 """Bytes that an element may have."""
 
@@ -69,6 +72,19 @@ def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) ->
     if not start == len(old) == len(new):
         raise ValueError(f"elements of {start} bytes, base of {len(old)}, target of {len(new)}")
     return parts
+
+
+def changed_share(base: Buffer, target: Buffer) -> float:
+    """Estimate of the share of 16-bit elements that differ, from samples all over the buffers."""
+    num_bytes = len(memoryview(target)) // 2 * 2
+    if not num_bytes:
+        return 0.0
+    old, new = (np.frombuffer(each, "<u2", num_bytes // 2) for each in (base, target))
+    step = max(len(old) // NUM_SAMPLES, SAMPLE_ELEMENTS)
+    starts = range(0, len(old), step)
+    ends = [slice(start, start + SAMPLE_ELEMENTS) for start in starts]
+    differ = sum(int(np.count_nonzero(old[each] != new[each])) for each in ends)
+    return differ / sum(len(old[each]) for each in ends)
 
 
 def apply(base: Buffer, difference: Buffer, into: memoryview) -> None:
@@ -140,7 +156,7 @@ def _spans(view: memoryview) -> Iterator[tuple[_Kind, int, list[memoryview]]]:
 
 def _distances(old: Bytes, new: Bytes) -> list[Buffer]:
     """Low and high bytes of the gaps, near distances, far distances; none if nothing changed."""
-    positions, before, after = _changes(old, new)
+    positions, before, after = _changes(old.view("<u2"), new.view("<u2"))
     if not len(positions):
         return []
     gaps = _gaps(positions)
@@ -158,23 +174,16 @@ def _distances(old: Bytes, new: Bytes) -> list[Buffer]:
     ]
 
 
-def _changes(old: Bytes, new: Bytes) -> tuple[Positions, Shorts, Shorts]:
-    """Positions of the changed elements, and their values before and after.
-
-    Compared in words of four elements first: few have a change.
-    """
-    whole = len(old) // 8 * 8
-    words = np.flatnonzero(old[:whole].view("<u8") != new[:whole].view("<u8"))
-    old_4, new_4 = (each[:whole].view("<u2").reshape(-1, 4)[words] for each in (old, new))
-    differs = old_4 != new_4
-    positions = (words[:, None] * 4 + np.arange(4))[differs]
-    before, after = old_4[differs], new_4[differs]
-    if whole < len(old):
-        old_end, new_end = old[whole:].view("<u2"), new[whole:].view("<u2")
-        at_end = np.flatnonzero(old_end != new_end)
-        positions = np.concatenate([positions, at_end + whole // 2])
-        before = np.concatenate([before, old_end[at_end]])
-        after = np.concatenate([after, new_end[at_end]])
+def _changes(old: Shorts, new: Shorts) -> tuple[Positions, Shorts, Shorts]:
+    """Positions of the changed elements, and their values before and after."""
+    differs = np.empty(CACHED_ELEMENTS, np.bool_)
+    found = []
+    for start in range(0, len(old), CACHED_ELEMENTS):
+        before, after = (each[start : start + CACHED_ELEMENTS] for each in (old, new))
+        np.not_equal(before, after, out=differs[: len(before)])
+        here = np.flatnonzero(differs[: len(before)])
+        found.append((here + start, before[here], after[here]))
+    positions, before, after = (np.concatenate(each) for each in zip(*found, strict=True))
     return positions, before, after
 
 

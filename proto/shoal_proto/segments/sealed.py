@@ -54,6 +54,11 @@ class Segment:
             segment.digest = root_digest(segment.chunk_digests)
         return segment
 
+    def duplicate(self) -> "Segment":
+        """The same memory once more, to be closed apart from this one."""
+        descriptor = os.dup(self.descriptor)
+        return Segment(descriptor, self.num_bytes, self.chunk_digests, is_whole=self.is_whole)
+
     def view(self) -> memoryview:
         """Read-only view of the bytes. It stays valid after `close`, as long as anything refers to
         it."""
