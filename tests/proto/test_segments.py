@@ -84,8 +84,9 @@ def test_memory_that_can_be_changed_is_not_adopted() -> None:
 
 
 def test_a_segment_of_another_size_is_not_adopted() -> None:
+    segment = sealed(b"weights")
     with pytest.raises(MalformedMessage, match="another size"):
-        Segment.adopt(os.dup(sealed(b"weights").descriptor), 8)
+        Segment.adopt(os.dup(segment.descriptor), 8)
 
 
 def test_descriptors_are_given_back() -> None:

@@ -18,6 +18,8 @@ from shoal_proto.tls.channels import material, open_channel
 from shoal_proto.tls.files import Material
 from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.weights_pb2 import (
+    DifferenceReply,
+    DifferenceRequest,
     FetchSegmentRequest,
     OpenSegmentsRequest,
     PutSegmentReply,
@@ -86,6 +88,25 @@ class WeightStores:
                 )
                 failure = error
         raise failure
+
+    def is_local(self, holders: Sequence[StoreServer]) -> bool:
+        """True if one of these servers gives descriptors: then nothing need be sent at all."""
+        for holder in holders:
+            try:
+                self._call(holder.address, lambda connection: None)
+            except ShoalError as error:
+                log.info("server_not_reached", server=holder.id, reason=str(error))
+        return any(holder.address in self._local for holder in holders)
+
+    def difference(
+        self, holder: StoreServer, request: DifferenceRequest, timeout_s: float
+    ) -> DifferenceReply:
+        """Have a server make a difference. Raises what it raises, or Unavailable."""
+        stub = WeightStoreStub(self._channel(holder.address))
+        try:
+            return stub.Difference(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, holder.address) from error
 
     def close(self) -> None:
         """Close every connection; calls under way fail."""

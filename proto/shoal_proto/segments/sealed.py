@@ -54,6 +54,11 @@ class Segment:
             segment.digest = root_digest(segment.chunk_digests)
         return segment
 
+    def duplicate(self) -> "Segment":
+        """The same memory once more, to be closed apart from this one."""
+        descriptor = os.dup(self.descriptor)
+        return Segment(descriptor, self.num_bytes, self.chunk_digests, is_whole=self.is_whole)
+
     def view(self) -> memoryview:
         """Read-only view of the bytes. It stays valid after `close`, as long as anything refers to
         it."""
@@ -114,7 +119,7 @@ class SegmentWriter:
         except (OSError, ValueError) as error:
             self._close()
             raise _no_memory(num_bytes, error) from error
-        self._buffer = memoryview(self._mapped) if self._mapped is not None else memoryview(b"")
+        self._buffer = memoryview(bytearray() if self._mapped is None else self._mapped)
 
     @classmethod
     def prepare(cls, num_bytes: int) -> "SegmentWriter":
@@ -166,7 +171,7 @@ class SegmentWriter:
     def close(self) -> None:
         """Give the memory up unsealed."""
         self._close()
-        self._mapped, self._buffer = None, memoryview(b"")
+        self._mapped, self._buffer = None, memoryview(bytearray())
 
     def _unmap(self) -> None:
         try:

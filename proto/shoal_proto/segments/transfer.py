@@ -202,8 +202,8 @@ class SegmentConnection:
         wanted = _ranges(missing) if missing else staged.wanted
         sent.chunks.extend(ChunkRange(start=each.start, stop=each.stop) for each in wanted)
         try:
-            self._send(bulk.message(Kind.SEGMENT_FETCH, sent.SerializeToString()))
-            self._send(bulk.header(Kind.END))
+            opening = bulk.message(Kind.SEGMENT_FETCH, sent.SerializeToString())
+            self._send(opening + bulk.header(Kind.END))
             reply = self._message(FetchSegmentReply, give_up_s)
             if reply.transfer == SEGMENT_TRANSFER_DESCRIPTOR:
                 check_root(reply.chunk_digests, reply.num_bytes, staged.digest)

@@ -54,6 +54,7 @@ from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.workers import Workers
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.restore import restore
+from shoal_server.parameters.weights.differences import WeightDifferences
 from shoal_server.parameters.weights.holdings import WeightHoldings
 from shoal_server.parameters.weights.peers import WeightPeers
 from shoal_server.parameters.weights.records import SeriesRecords
@@ -270,22 +271,29 @@ async def _weights(
     with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="shoal-weights") as threads:
         peers = WeightPeers(threads)
         holdings = WeightHoldings(memory, threads, peers)
+        differences = WeightDifferences(memory, threads)
         repair = WeightRepair(server_id, holdings, replicas.directory)
         records = SeriesRecords(store, holdings, repair)
         servicer = WeightsServicer(
-            server_id, records=records, holdings=holdings, peers=peers, offers=offers
+            server_id,
+            records=records,
+            holdings=holdings,
+            differences=differences,
+            peers=peers,
+            offers=offers,
         )
         add_WeightStoreServicer_to_server(servicer, server)
         try:
             async with (
                 records,
                 tasks.running(
-                    tasks.keep_on(holdings.sweep_for_ever, "published-weights"),
+                    tasks.keep_on(servicer.sweep_for_ever, "published-weights"),
                     tasks.keep_on(repair.work_for_ever, "repair-of-weights"),
                 ),
             ):
                 yield servicer
         finally:
+            differences.close()
             holdings.close()
 
 

@@ -21,8 +21,6 @@ from shoal_server.parameters.weights.store import Held, Origin, Position, Segmen
 
 log = structlog.get_logger(__name__)
 
-SWEEP_EACH_S = 1.0
-
 T = TypeVar("T")
 
 
@@ -45,7 +43,7 @@ class WeightHoldings:
 
     def get(self, series: str, digest: bytes) -> Segment:
         """A segment that is held. Raises Unavailable for another one."""
-        segment = self._store.get(series, digest)
+        segment = self.find(series, digest)
         if segment is None:
             raise Unavailable(
                 f"this server does not hold the segment of series {series}",
@@ -54,6 +52,10 @@ class WeightHoldings:
                 details={"digest": digest.hex()},
             )
         return segment
+
+    def find(self, series: str, digest: bytes) -> Segment | None:
+        """A segment, if it is held."""
+        return self._store.get(series, digest)
 
     def holds(self, series: str, digest: bytes) -> bool:
         return self._store.get(series, digest) is not None
@@ -107,12 +109,10 @@ class WeightHoldings:
         """See `SegmentStore.abandon`."""
         self._free(series, self._store.abandon(series, rank, epoch, frozenset(publications)))
 
-    async def sweep_for_ever(self) -> None:
+    def sweep(self) -> None:
         """Free what no version has named for the grace period."""
-        while True:
-            await asyncio.sleep(SWEEP_EACH_S)
-            for held in self._store.sweep(self._now_s()):
-                self._free(held.series, [held.segment])
+        for held in self._store.sweep(self._now_s()):
+            self._free(held.series, [held.segment])
 
     def close(self) -> None:
         """Hold nothing any more. Readers that have mapped a segment keep it."""
@@ -160,6 +160,7 @@ class WeightHoldings:
         try:
             async for _, chunk in way.receive_chunks(writer):
                 digests.append(loop.run_in_executor(self._threads, chunk_digest, chunk))
+                del chunk  # what refers to the buffer keeps it from being sealed
             of_chunks = b"".join(await asyncio.gather(*digests))
             digests.clear()
             return await self._in_thread(partial(writer.seal, of_chunks))

@@ -14,6 +14,7 @@ from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2_grpc import WeightStoreServicer
 from shoal_server.parameters.bulk.offers import Offers, Purpose, Use
+from shoal_server.parameters.weights.differences import WeightDifferences
 from shoal_server.parameters.weights.holdings import WeightHoldings
 from shoal_server.parameters.weights.peers import WeightPeers
 from shoal_server.parameters.weights.records import SeriesRecords
@@ -27,6 +28,8 @@ log = structlog.get_logger(__name__)
 PUBLISHING = frozenset({Role.WORKER, Role.OPERATOR, Role.SERVER})
 """Roles that may put segments: publishers, and servers that pass one on."""
 
+SWEEP_EACH_S = 1.0
+
 Replies = AsyncGenerator[Sequence[Message | bytes], None]
 
 
@@ -39,14 +42,23 @@ class WeightsServicer(WeightStoreServicer):
         *,
         records: SeriesRecords,
         holdings: WeightHoldings,
+        differences: WeightDifferences,
         peers: WeightPeers,
         offers: Offers,
     ) -> None:
         self._server_id = server_id
         self._records = records
         self._holdings = holdings
+        self._differences = differences
         self._peers = peers
         self._offers = offers
+
+    async def sweep_for_ever(self) -> None:
+        """Free what nobody needs any more."""
+        while True:
+            await asyncio.sleep(SWEEP_EACH_S)
+            self._holdings.sweep()
+            self._differences.sweep()
 
     # --- over gRPC ---
 
@@ -69,6 +81,21 @@ class WeightsServicer(WeightStoreServicer):
                 )
             held.append(segment.digest)
         return pb.CopySegmentsReply(held=held)
+
+    async def Difference(
+        self, request: pb.DifferenceRequest, context: Context
+    ) -> pb.DifferenceReply:
+        series = request.series
+        base = self._holdings.find(series, request.base)
+        target = self._holdings.get(series, _checked_digest(request.target))
+        if base is None:
+            # Dropped meanwhile: the reader fetches the whole.
+            return pb.DifferenceReply()
+        elements = [(each.element_bytes, each.num_bytes) for each in request.elements]
+        difference = await self._differences.between(series, base, target, elements)
+        if difference is None:
+            return pb.DifferenceReply()
+        return pb.DifferenceReply(digest=difference.digest, num_bytes=difference.num_bytes)
 
     # --- over bulk connections ---
 
@@ -127,9 +154,11 @@ class WeightsServicer(WeightStoreServicer):
         return reply.holders
 
     async def fetch(self, request: pb.FetchSegmentRequest, use: Use, way: SegmentWay) -> Replies:
-        """Give a segment out: as a descriptor if that can be, else its chunks."""
+        """Give a segment or a difference out: as a descriptor if that can be, else its chunks."""
         _check_use(request.series, use)
-        segment = self._holdings.get(request.series, _checked_digest(request.digest))
+        digest = _checked_digest(request.digest)
+        difference = self._differences.find(request.series, digest)
+        segment = difference or self._holdings.get(request.series, digest)
         as_descriptor = way.is_local and request.takes_descriptor
         reply = pb.FetchSegmentReply(
             num_bytes=segment.num_bytes,

@@ -75,7 +75,7 @@ def test_publications_are_committed_in_order_so_an_older_one_goes_at_once() -> N
     store = SegmentStore()
     put(store, A, 1)
     put(store, B, 2)
-    put(store, C, 3)
+    put(store, C, 3, rank=1)
     assert store.follow(SERIES, (1, 2), {B.digest: (1, 2)}, 1.0) == [A]
     assert held(store) == [B, C]
 
