@@ -110,6 +110,7 @@ class MemoryReader:
 
     def __init__(self, series: MemorySeries) -> None:
         self._series = series
+        self.fetched_bytes = 0
 
     def view(self) -> weights_pb2.SeriesView:
         return weights_pb2.SeriesView(series="job/policy", versions=self._series.records)
@@ -140,6 +141,8 @@ class MemoryReader:
         record: weights_pb2.VersionRecord,
         segments: Sequence[int] | None = None,
         ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+        *,
+        base: object = None,
     ) -> list[Segment]:
         assert record.number in self._series.leases, "a fetch without a lease"
         numbers = range(len(record.segments)) if segments is None else segments

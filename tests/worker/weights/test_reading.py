@@ -64,7 +64,8 @@ def install_on_mesh(dim: int, publishers: int, placements: list[Any]) -> dict[st
         for name, shape in SHAPES.items()
     }
     installation = Installation(VersionLayout(raw), targets)
-    installation.write({each: segments[each] for each in installation.ranges})
+    needed = installation.ranges or segments
+    installation.write({each: segments[each] for each in needed})
     wholes = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in targets.items()}
     return {name: torch.equal(whole, values(name)) for name, whole in wholes.items()}
 

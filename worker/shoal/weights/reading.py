@@ -143,8 +143,11 @@ class Installation:
             _check_fits(layout.tensors[name], shard)
 
     @property
-    def ranges(self) -> dict[int, list[tuple[int, int]]]:
-        """By segment the bytes that hold something of these slices; others need not be fetched."""
+    def ranges(self) -> dict[int, list[tuple[int, int]]] | None:
+        """By segment the bytes that hold something of these slices; others need not be fetched.
+        None: the reader has all of each tensor."""
+        if all(each.chunk.sizes == tuple(each.shape) for each in self._shards.values()):
+            return None
         return self._layout.ranges_of({name: each.chunk for name, each in self._shards.items()})
 
     def write(self, segments: Mapping[int, Tensor]) -> None:

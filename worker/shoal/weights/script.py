@@ -12,6 +12,7 @@ from shoal.weights.series import Contributor, Place, Publications, SeriesOptions
 from shoal.weights.subscription import Subscription, looking_at, reader_id
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import SeriesReader
+from shoal_difference.codec import apply
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.names import SERIES_RULE, check_name, is_series
@@ -40,7 +41,8 @@ def subscribe(
     addresses = _connected(series, coordinator)
     if reader is not None:
         check_name(reader, "reader")
-    return Subscription(SeriesReader(addresses, series, reader or reader_id()), series)
+    own = SeriesReader(addresses, series, reader or reader_id(), apply_difference=apply)
+    return Subscription(own, series)
 
 
 def publish(

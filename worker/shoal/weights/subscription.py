@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.weights.reading import Installation, Target, VersionLayout, whole_tensors
 from shoal.weights.version import Version
-from shoal_client.weights.reader import SeriesReader
+from shoal_client.weights.reader import Base, SeriesReader
 from shoal_proto.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -86,6 +86,8 @@ class Subscription:
         self._layouts: dict[bytes, VersionLayout] = {}
         self._installing = threading.RLock()
         self._installed: Version | None = None
+        self._base: Base | None = None
+        """What was fetched over a network last."""
 
     # --- what there is ---
 
@@ -218,8 +220,13 @@ class Subscription:
         wanted: Mapping[int, Sequence[tuple[int, int]]] | None,
     ) -> dict[int, Segment]:
         numbers = list(range(len(record.segments))) if wanted is None else sorted(wanted)
-        found = self._reader.fetch(record, numbers, wanted)
+        before = self._reader.fetched_bytes
+        found = self._reader.fetch(record, numbers, wanted, base=self._base)
         segments = dict(zip(numbers, found, strict=True))
+        if wanted is None and self._reader.fetched_bytes > before:
+            # Over a network the next version is fetched as a difference to this one. Memory of this
+            # host's servers is not held on to: they are to be free to drop it.
+            self._base = Base(record, found)
         digests = [
             segments[number].digest if number in segments else own.digest
             for number, own in enumerate(record.segments)
