@@ -371,7 +371,7 @@ class Publications:
         except ShoalError as error:
             text = str(error)[:500]
             log.warning("publication_failed", series=self.name, step=ticket.step, reason=text)
-            ticket.failed(error)
+            ticket.failed(error if own.contributor in self._contributors else _ended(error))
         except BaseException as error:
             what = f"series {self.name} was not published"
             ticket.failed(PublicationAbandoned(what, seen=repr(error)))
@@ -387,6 +387,14 @@ class Publications:
                 ticket.await_end(CLOSE_S)
         self._drop()
         self._writers.close()
+
+
+def _ended(error: ShoalError) -> PublicationAbandoned:
+    return PublicationAbandoned(
+        "this member's generation, or its session, ended before the publication was committed",
+        seen=str(error)[:500],
+        expected="the next version from the members that are there now",
+    )
 
 
 def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
