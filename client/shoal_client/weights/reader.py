@@ -86,7 +86,15 @@ class SeriesReader:
     def wait(self, newer_than: int = 0, timeout_s: float | None = None) -> pb.VersionRecord:
         """The newest version, once there is one with a number above `newer_than`; versions between
         are skipped. Raises DeadlineExceeded."""
-        return self._watch.newest(newer_than, timeout_s).versions[-1]
+        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if give_up_s is None else max(give_up_s - time.monotonic(), 0.0)
+            view = self._watch.newest(newer_than, left_s)
+            if view.versions and view.versions[-1].number > newer_than:
+                return view.versions[-1]
+            # Its job has begun anew, or servers were lost: the next one has a number above the
+            # versions that went.
+            newer_than = view.head
 
     def record(self, number: int, timeout_s: float | None = TIMEOUT_S) -> pb.VersionRecord:
         """A version that is kept. Raises VersionGone for another one."""
