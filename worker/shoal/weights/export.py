@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.state.host_copies import as_bytes
+from shoal.weights.script import subscribe
 from shoal.weights.subscription import Weights
 from shoal_proto.errors import InvalidSpec
 
@@ -78,6 +79,21 @@ def export(
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return target
+
+
+def export_series(
+    series: str,
+    directory: Path | str,
+    *,
+    coordinator: str | None = None,
+    version: int | None = None,
+    format: Format = "safetensors",  # noqa: A002 - as `export`
+    base: Path | str | None = None,
+) -> Path:
+    """`shoal weights export`: fetch a version, by default the newest one, and write it."""
+    with subscribe(series, coordinator=coordinator) as subscription:
+        weights = subscription.fetch("newest" if version is None else version)
+        return export(weights, directory, format=format, base=base)
 
 
 def _check_same(target: Path, weights: Weights) -> None:
