@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,12 +51,13 @@ class Readers:
 
 
 def check_orders(installed: dict[str, list[tuple[int, int, str]]]) -> None:
-    """Each reader's numbers and steps rise, and a number is one content for all of them."""
+    """Each reader's numbers rise, and a number is one content for all of them. Steps may fall once,
+    where members have gone back to copies that they had of a lost one's state."""
     for versions in installed.values():
         numbers = [number for number, *_ in versions]
         assert numbers == sorted(set(numbers))
         steps = [step for _, step, _ in versions]
-        assert steps == sorted(steps)
+        assert sum(after < before for before, after in pairwise(steps)) <= 1
     contents: dict[int, set[tuple[int, str]]] = {}
     for versions in installed.values():
         for number, step, digest in versions:
