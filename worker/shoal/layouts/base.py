@@ -154,6 +154,11 @@ class Layout(ABC):
         """
         return name in self.parameters or self.world.rank == 0
 
+    def replicas(self, name: str) -> Sequence[int]:
+        """Ranks that hold the same chunk of one of `held` as this one, bit for bit, and publish it
+        in parts among them. As it stands: this rank for what it `counts`, and else others."""
+        return (self.world.rank,) if self.counts(name) else ()
+
     def travels(self, name: str) -> bool:
         """Whether the shard of this name in a state (`model.`, `optim.`) is lost with this rank.
 

@@ -97,6 +97,10 @@ class ReplicatedLayout(Layout):
     def counts(self, name: str) -> bool:
         return self.world.rank == 0
 
+    def replicas(self, name: str) -> Sequence[int]:
+        # Of buffers the first rank's are everybody's.
+        return range(self.world.world_size if name in self._parameters else 1)
+
     def travels(self, name: str) -> bool:
         return False
 

@@ -57,6 +57,10 @@ class SeveralLayouts(Layout):
         model, _, own = name.partition(".")
         return self.layouts[model].counts(own)
 
+    def replicas(self, name: str) -> Sequence[int]:
+        model, _, own = name.partition(".")
+        return self.layouts[model].replicas(own)
+
     def travels(self, name: str) -> bool:
         kind = MODEL if name.startswith(MODEL) else OPTIM
         model, _, own = name.removeprefix(kind).partition(".")

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -33,6 +34,7 @@ from shoal.session.distribution import Chosen, Distribution, How, Models, Optimi
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
 from shoal.session.leaving import Leaving
+from shoal.session.publishing import Series
 from shoal.session.shared_calls import Reduction, SharedCalls, Value, present, stop
 from shoal.session.step import Step, Steps
 from shoal.session.step_reports import StepReports, check_entered
@@ -41,6 +43,7 @@ from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal.tracking.scalars import Scalar
 from shoal.tracking.tracker import Tracker
+from shoal.weights.series import SeriesOptions
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_number
 
@@ -423,6 +426,35 @@ class Session:
         """
         self._steps.check_closed("session.all_reduce")
         return SharedCalls(self._controller, self._trained.fields).all_reduce(value, op)
+
+    def series(
+        self,
+        name: str,
+        *,
+        keep: int = 2,
+        copies: int = 2,
+        dtype: torch.dtype | None = None,
+    ) -> Series:
+        """A series of versions of the model, `JOB/name`, which readers outside of the job fetch:
+        rollout engines, evaluators, serving replicas. See docs/weights.md.
+
+            policy = session.series("policy", dtype=torch.bfloat16)
+            for batch in session.batches(...):
+                with session.step() as step:
+                    ...
+                if step.committed:
+                    policy.publish()
+
+        The newest `keep` versions are kept, each on `copies` parameter servers; floating point
+        numbers are published in `dtype`, if it is given. Raises InvalidSpec for options out of
+        range, a name that is taken, and in a session without a cluster.
+        """
+        check_entered(self._reports, "session.series")
+        options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
+        fields, check_closed = self._trained.fields, self._steps.check_closed
+        found = Series(self._controller, fields, name, options, check_closed)
+        self._held.push(found.end)
+        return found
 
     def log(self, values: Mapping[str, Scalar]) -> None:
         """Log numbers by name, `{"loss": loss}`, to the page, to metrics and to the `trackers`,

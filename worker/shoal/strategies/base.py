@@ -27,6 +27,7 @@ from shoal.data.batches import Order
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.membership.generation import Context, Generation
 from shoal.state.registered.objects import RegisteredState
+from shoal.weights.pieces import HeldWeights
 from shoal_proto.errors import InvalidSpec, ShoalError
 
 if TYPE_CHECKING:
@@ -294,6 +295,14 @@ class Strategy(ABC):
     def state_dict(self) -> Mapping[str, Tensor]:
         """The whole model by name, as of the last committed step. Synchronous strategies: called by
         all members at the same step."""
+
+    def weights(self) -> HeldWeights:
+        """What this member holds of the model behind the last committed step, to be published: not
+        copied. Raises GenerationBroken outside of a generation."""
+        raise InvalidSpec(
+            f"strategy {self.name} does not publish its weights",
+            expected="one of Shoal's own strategies; or publish(model=...) of a module",
+        )
 
     def check_result(self) -> None:  # noqa: B027 - nothing is wrong by default
         """All samples were trained on: raise TrainingFailed if what came of it is no result."""

@@ -46,6 +46,7 @@ from shoal_proto.v1 import (
     shards_pb2,
     snapshots_pb2,
     tables_pb2,
+    weights_pb2,
 )
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -54,7 +55,7 @@ from shoal_server.serving.access.roles import MAY_CALL, READS_OUTPUT, as_markdow
 ROOT = Path(__file__).parents[4]
 MODULES = (
     *(clocks_pb2, membership_pb2, parameters_pb2, rendezvous_pb2, repair_pb2, replication_pb2),
-    *(outputs_pb2, samples_pb2, shards_pb2, snapshots_pb2, tables_pb2, health_pb2),
+    *(outputs_pb2, samples_pb2, shards_pb2, snapshots_pb2, tables_pb2, weights_pb2, health_pb2),
 )
 METHODS: Mapping[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
@@ -62,7 +63,7 @@ METHODS: Mapping[str, MethodDescriptor] = {
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
-ON_A_SERVER = ("Parameters/", "Tables/", "Replication/", "ShardSnapshots/")
+ON_A_SERVER = ("Parameters/", "Tables/", "Replication/", "ShardSnapshots/", "WeightStore/")
 OF_NO_JOB = (
     "/shoal.v1.Membership/GetCluster",
     "/grpc.health.v1.Health/Check",
@@ -84,9 +85,11 @@ def filled(kind: Descriptor, token: Token, depth: int = 3) -> Message:
         if field.message_type is None:
             if field.name in ("job", "member_id", "incarnation"):
                 setattr(message, field.name, getattr(token, field.name))
+            elif field.name == "series":
+                message.series = f"{token.job}/policy"
         elif field.message_type.full_name == "shoal.v1.Token":
             getattr(message, field.name).CopyFrom(token)
-        elif field.name in ("spec", "header"):
+        elif field.name in ("spec", "header", "publisher"):
             getattr(message, field.name).CopyFrom(filled(field.message_type, token, depth - 1))
         elif field.name == "beats":
             getattr(message, field.name).append(filled(field.message_type, token, depth - 1))

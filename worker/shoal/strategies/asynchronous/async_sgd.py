@@ -32,6 +32,7 @@ from shoal.embedding.row_codec import row_codec
 from shoal.membership.generation import Context, Generation
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.gradients import StepGradients, refuse_sparse
+from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.state.whole_model import on_host
 from shoal.strategies.asynchronous.first_values import await_servers, first_values
 from shoal.strategies.asynchronous.gradients import gradients_of
@@ -50,6 +51,7 @@ from shoal.strategies.asynchronous.staleness_policy import policy_in_words, to_p
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal.torch_private.schedulers import mark_stepped
+from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_client.parameters.dense import ParameterClient, PushResult
 from shoal_client.parameters.joint_step import JointStep
 from shoal_proto.errors import (
@@ -500,6 +502,18 @@ class AsyncSGD(Strategy):
         job, before that as of its last push. Buffers are its own; the optimizer's state lives on
         the servers."""
         return on_host(self._shared.model)
+
+    def weights(self) -> HeldWeights:
+        """The values in hand, whole: one member publishes for all."""
+        model = self._shared.model
+        return held_by_all(
+            dict(model.named_parameters()),
+            persistent_buffers(model),
+            step=self._step,
+            rank=0,
+            world_size=1,
+            tied=tied(model),
+        )
 
     def metrics(self) -> Mapping[str, float]:
         counts = self._counts.metrics()

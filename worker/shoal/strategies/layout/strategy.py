@@ -40,6 +40,7 @@ from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.compiling import is_routing_compiled
 from shoal.torch_private.dtensor import clear_sharding_cache
+from shoal.weights.pieces import HeldWeights, held_in
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 from shoal_proto.v1 import membership_pb2 as pb
 
@@ -511,6 +512,17 @@ class LayoutStrategy(SynchronousStrategy):
         assert binding is not None, "it has the group"
         self._passes.settle_buffers()
         return binding.whole_model(self._step, group)
+
+    def weights(self) -> HeldWeights:
+        binding, _ = self._binding, self.group
+        assert binding is not None, "there is a group"
+        self._passes.settle_buffers()
+        return held_in(
+            binding.layout,
+            step=self._step,
+            tied=self._meta_model.tied,
+            without_elements=binding.without_elements,
+        )
 
     def close(self) -> None:
         self._whole = False  # No generation follows that would need what is held here.

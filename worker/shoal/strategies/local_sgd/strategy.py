@@ -29,6 +29,7 @@ from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
+from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
@@ -36,6 +37,7 @@ from shoal.strategies.local_sgd.outer_loop import OuterLoop
 from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_proto.errors import (
     DtypeMismatch,
     GenerationBroken,
@@ -310,9 +312,27 @@ class LocalSGD(SynchronousStrategy):
         copies = {name: agreed[name].to("cpu", copy=True) for name in names.values()}
         return {name: copies[names[tensor]] for name, tensor in held.items()}
 
+    def weights(self) -> HeldWeights:
+        """As of the last meeting, as `state_dict`."""
+        world_size, agreed = self.group.size(), self._outer_loop.agreed
+        return held_by_all(
+            _of_kind(agreed.tensors, "parameter/", dict(self._model.named_parameters())),
+            _of_kind(agreed.tensors, "buffer/", persistent_buffers(self._model)),
+            step=agreed.step,
+            rank=self._rank,
+            world_size=world_size,
+            tied=tied(self._model),
+        )
+
     def metrics(self) -> Mapping[str, float]:
         """Bytes that this member sent for its rounds, and how many times less than plainly."""
         return self._outer_loop.traffic.metrics()
+
+
+def _of_kind(
+    tensors: Mapping[str, Tensor], kind: str, names: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    return {name: tensors[kind + name] for name in names}
 
 
 class DiLoCo(LocalSGD):

@@ -33,6 +33,7 @@ from shoal.model.gradients import (
     watch_parameters,
 )
 from shoal.model.several import models_of, proxies_of, refuse_untrained
+from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.state.registered.objects import into_shard, into_state, of_shard, of_state
@@ -46,6 +47,7 @@ from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.replicated_module import ReplicatedModule
 from shoal.torch_private.tensors import foreach_mul_
+from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 
@@ -376,6 +378,18 @@ class DDP(SynchronousStrategy):
     def state_dict(self) -> Mapping[str, Tensor]:
         """The whole model on the host; the same on every member behind the same step."""
         return on_host(self._model)
+
+    def weights(self) -> HeldWeights:
+        world_size = self.group.size()
+        self._passes.settle_buffers()
+        return held_by_all(
+            self._state.parameters,
+            persistent_buffers(self._model),
+            step=self._step,
+            rank=self._rank,
+            world_size=world_size,
+            tied=tied(self._model),
+        )
 
     def restore(self, state: State) -> None:
         own, registered = of_state(state)
