@@ -45,6 +45,8 @@ class ReaderLeases:
         """Held during a report: a later one says all that an earlier one said."""
         self._leased: Counter[int] = Counter()
         self._gone: set[int] = set()
+        self._reported: set[int] = set()
+        """Leases of the last report: the coordinator holds them until the next one."""
         self._until_s: dict[int, float] = {}
         self._lease_s = FIRST_LEASE_S
         self.installed = Installed()
@@ -123,7 +125,7 @@ class ReaderLeases:
             with self._lock:
                 if self._is_closed:
                     return
-                is_needed = bool(self._leased) or bool(self.installed.number)
+                is_needed = bool(self._leased or self._reported or self.installed.number)
             if not is_needed:
                 continue
             try:
@@ -137,7 +139,9 @@ class ReaderLeases:
         with self._reporting:
             request = self._request()
             sent_s = time.monotonic()
+            self._reported |= set(request.leased)
             reply = self._call(request, timeout_s)
+            self._reported = set(request.leased)
             with self._lock:
                 self._lease_s = reply.lease_s or FIRST_LEASE_S
                 self._gone |= {each for each in reply.gone if each in self._leased}

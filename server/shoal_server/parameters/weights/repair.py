@@ -65,7 +65,9 @@ class WeightRepair:
         """True if the segment is held now, or need not be any more."""
         failure: ShoalError = Unavailable("no other server of the record is there")
         segment = self._wanted.get(series, {}).get(digest)
-        for holder in segment.holders if segment is not None else ():
+        if segment is None:
+            return True
+        for holder in segment.holders:
             address = self._directory.address_of(holder)
             if holder == self._server_id or address is None:
                 continue
