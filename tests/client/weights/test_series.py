@@ -226,6 +226,24 @@ def _all_hold(cluster: ParameterCluster, reader: SeriesReader, record: pb.Versio
     return True
 
 
+def test_a_durable_version_survives_the_end_of_all_servers(tmp_path: Path) -> None:
+    part = os.urandom(CHUNK_BYTES + 2)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(ParameterCluster(tmp_path, 2, with_journals=True))
+        script = stack.enter_context(closing(Script(cluster)))
+        reader = stack.enter_context(
+            closing(SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1"))
+        )
+        script.publish(part)
+        awaited(lambda: reader.view().versions[-1].durable, LIMIT_S, "the version is durable")
+        cluster.kill_all()
+        cluster.await_unlisted()
+        for server_id in ("ps-0", "ps-1"):
+            cluster.start(server_id)
+        cluster.await_ready()
+        assert contents(reader.fetch(reader.wait(0, LIMIT_S))) == [part]
+
+
 def test_a_late_reader_gets_a_version_whose_publisher_is_gone(
     cluster: ParameterCluster,
 ) -> None:

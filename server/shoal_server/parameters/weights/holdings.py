@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from functools import partial
@@ -93,9 +93,16 @@ class WeightHoldings:
     ) -> Segment:
         """Hold a segment of another server here too. Raises what that server raises, Unavailable,
         or Overloaded."""
+        return await self.take(
+            series, num_bytes, partial(self._peers.fetch, source, series, digest)
+        )
+
+    async def take(
+        self, series: str, num_bytes: int, get: Callable[[], Awaitable[Segment]]
+    ) -> Segment:
+        """Hold the verified segment that `get` gives. Raises what it raises, or Overloaded."""
         with self._claimed(num_bytes) as claim:
-            segment = await self._peers.fetch(source, series, digest)
-            return self._hold(series, segment, None, claim)
+            return self._hold(series, await get(), None, claim)
 
     def follow(self, series: str, newest: Position, named: Mapping[bytes, Position]) -> None:
         """See `SegmentStore.follow`."""

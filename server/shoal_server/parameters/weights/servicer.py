@@ -20,6 +20,7 @@ from shoal_server.parameters.weights.peers import WeightPeers
 from shoal_server.parameters.weights.records import SeriesRecords
 from shoal_server.parameters.weights.segment_way import SegmentWay
 from shoal_server.parameters.weights.store import Origin
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
 from shoal_server.serving.access.checks import known_caller
 from shoal_server.serving.rpc import Context
 
@@ -43,6 +44,7 @@ class WeightsServicer(WeightStoreServicer):
         records: SeriesRecords,
         holdings: WeightHoldings,
         differences: WeightDifferences,
+        upkeep: WeightUpkeep,
         peers: WeightPeers,
         offers: Offers,
     ) -> None:
@@ -50,6 +52,7 @@ class WeightsServicer(WeightStoreServicer):
         self._records = records
         self._holdings = holdings
         self._differences = differences
+        self._upkeep = upkeep
         self._peers = peers
         self._offers = offers
 
@@ -59,6 +62,8 @@ class WeightsServicer(WeightStoreServicer):
             await asyncio.sleep(SWEEP_EACH_S)
             self._holdings.sweep()
             self._differences.sweep()
+            if self._records.is_in_sync:
+                self._upkeep.allow_removal()
 
     # --- over gRPC ---
 
@@ -70,7 +75,8 @@ class WeightsServicer(WeightStoreServicer):
         self, request: pb.HoldsSegmentsRequest, context: Context
     ) -> pb.HoldsSegmentsReply:
         held = [each for each in request.digests if self._holdings.holds(request.series, each)]
-        return pb.HoldsSegmentsReply(held=held)
+        durable = [each for each in held if self._upkeep.is_durable(request.series, each)]
+        return pb.HoldsSegmentsReply(held=held, durable=durable)
 
     async def Copy(self, request: pb.CopySegmentsRequest, context: Context) -> pb.CopySegmentsReply:
         held = []
