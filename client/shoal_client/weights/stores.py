@@ -8,7 +8,7 @@ from typing import TypeVar
 import grpc
 import structlog
 
-from shoal_client.connection.coordinators import CHANNEL_OPTIONS, close_channels
+from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
 from shoal_client.connection.tls_refusals import explained
 from shoal_proto.errors import CorruptError, RetryError, ShoalError, Unavailable
 from shoal_proto.segments.sealed import Segment
@@ -50,7 +50,8 @@ class WeightStores:
         self._idle: dict[str, list[SegmentConnection]] = {}
         self._in_use: set[SegmentConnection] = set()
         self._local: set[str] = set()
-        """Addresses on this host, as far as it is known."""
+        """Addresses on this host, of those that were looked at."""
+        self._looked_at: set[str] = set()
 
     def put(
         self, server: StoreServer, request: PutSegmentRequest, segment: Segment, timeout_s: float
@@ -60,8 +61,8 @@ class WeightStores:
         return self._call(server.address, lambda c: c.put(request, segment, timeout_s))
 
     def fetch(self, holders: Sequence[StoreServer], staged: Staged, timeout_s: float) -> Segment:
-        """A segment from the first of these servers that gives it; what one has sent counts also if
-        the rest comes from another.
+        """A segment from the first of these servers that gives it, one on this host if there is
+        one; what a server has sent counts also if the rest comes from another.
 
         Raises what the last one raised.
         """
@@ -92,10 +93,12 @@ class WeightStores:
     def is_local(self, holders: Sequence[StoreServer]) -> bool:
         """True if one of these servers gives descriptors: then nothing need be sent at all."""
         for holder in holders:
-            try:
-                self._call(holder.address, lambda connection: None)
-            except ShoalError as error:
-                log.info("server_not_reached", server=holder.id, reason=str(error))
+            if holder.address not in self._looked_at:
+                self._looked_at.add(holder.address)
+                try:
+                    self._call(holder.address, lambda connection: None)
+                except ShoalError as error:
+                    log.info("server_not_reached", server=holder.id, reason=str(error))
         return any(holder.address in self._local for holder in holders)
 
     def difference(
@@ -121,7 +124,10 @@ class WeightStores:
         close_channels(channels)
 
     def _nearest_first(self, holders: Sequence[StoreServer]) -> list[StoreServer]:
-        return sorted(holders, key=lambda holder: holder.address not in self._local)
+        if len(holders) > 1 and self._may_be_local:
+            self.is_local(holders)
+        # Readers on other hosts begin at different servers.
+        return sorted(holders, key=lambda h: (h.address not in self._local, chance()))
 
     def _call(self, address: str, call: Callable[[SegmentConnection], T]) -> T:
         connection = self._connection(address)

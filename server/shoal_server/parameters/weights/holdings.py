@@ -4,20 +4,23 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import TypeVar
 
 import structlog
 
 from shoal_proto.errors import ChecksumMismatch, Unavailable
-from shoal_proto.segments.digests import chunk_digest
+from shoal_proto.segments.digests import chunk_digest, num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.v1.weights_pb2 import StoreServer
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.weights.peers import WeightPeers
 from shoal_server.parameters.weights.segment_way import SegmentWay
 from shoal_server.parameters.weights.store import Held, Origin, Position, SegmentStore
+
+STALLED_S = 30.0
+"""The longest that a publisher may take to send the next chunk."""
 
 log = structlog.get_logger(__name__)
 
@@ -77,11 +80,12 @@ class WeightHoldings:
     ) -> Segment:
         """Take a segment in, as a descriptor if that can be, and hold it once it is verified.
 
-        Raises Overloaded if the server has no memory for it, ChecksumMismatch if it is another one.
+        Raises Overloaded if the server has no memory for it, ChecksumMismatch if it is another one,
+        and Unavailable if nothing comes for STALLED_S: room is kept for it meanwhile.
         """
         with self._claimed(num_bytes) as claim:
             if way.is_local:
-                descriptor = await way.receive_descriptor()
+                descriptor = await _soon(way.receive_descriptor())
                 segment = await self._in_thread(partial(Segment.adopt, descriptor, num_bytes))
             else:
                 segment = await self._from_chunks(num_bytes, way)
@@ -165,9 +169,11 @@ class WeightHoldings:
         loop = asyncio.get_running_loop()
         digests: list[asyncio.Future[bytes]] = []
         try:
-            async for _, chunk in way.receive_chunks(writer):
-                digests.append(loop.run_in_executor(self._threads, chunk_digest, chunk))
-                del chunk  # what refers to the buffer keeps it from being sealed
+            async with aclosing(way.receive_chunks(writer)) as chunks:
+                for _ in range(num_chunks(num_bytes)):
+                    chunk = await _soon(anext(chunks))
+                    digests.append(loop.run_in_executor(self._threads, chunk_digest, chunk))
+                    del chunk  # what refers to the buffer keeps it from being sealed
             of_chunks = b"".join(await asyncio.gather(*digests))
             digests.clear()
             return await self._in_thread(partial(writer.seal, of_chunks))
@@ -186,3 +192,15 @@ class WeightHoldings:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+async def _soon(arriving: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(STALLED_S):
+            return await arriving
+    except TimeoutError:
+        raise Unavailable(
+            "the publisher of a segment has stopped sending",
+            seen=f"nothing for {STALLED_S:g} s",
+            expected="the next chunk, or the descriptor",
+        ) from None

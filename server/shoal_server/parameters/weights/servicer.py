@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 import structlog
 from google.protobuf.message import Message
 
-from shoal_proto.errors import AccessDenied, InvalidSpec, Overloaded, ShoalError
+from shoal_proto.errors import AccessDenied, InvalidSpec, Overloaded, ShoalError, Unavailable
 from shoal_proto.segments.digests import DIGEST_BYTES, num_chunks
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.tls.names import Role
@@ -30,6 +30,8 @@ PUBLISHING = frozenset({Role.WORKER, Role.OPERATOR, Role.SERVER})
 """Roles that may put segments: publishers, and servers that pass one on."""
 
 SWEEP_EACH_S = 1.0
+STALLED_S = 30.0
+"""The longest that one chunk may take."""
 
 Replies = AsyncGenerator[Sequence[Message | bytes], None]
 
@@ -179,9 +181,24 @@ class WeightsServicer(WeightStoreServicer):
             return
         for wanted in _ranges(request, segment.num_bytes):
             for index in wanted:
-                await way.send_chunk(index, segment)
-                # Others have their turn on the event loop.
-                await asyncio.sleep(0)
+                await _sent(index, segment, way)
+
+
+async def _sent(index: int, segment: Segment, way: SegmentWay) -> None:
+    """Send a chunk. Raises Unavailable for a reader that takes nothing for STALLED_S: it would keep
+    the memory of a segment that is dropped."""
+    try:
+        async with asyncio.timeout(STALLED_S):
+            await way.send_chunk(index, segment)
+    except TimeoutError:
+        way.end()
+        raise Unavailable(
+            "the reader of a segment has stopped reading",
+            seen=f"chunk {index} not taken within {STALLED_S:g} s",
+            expected="8 MiB in that time",
+        ) from None
+    # Others have their turn on the event loop.
+    await asyncio.sleep(0)
 
 
 def _ranges(request: pb.FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
