@@ -16,8 +16,25 @@ from shoal_proto.segments.digests import chunk_digests, root_digest
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later; the module `mmap` does not name it."""
+_open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
 POPULATED_BYTES = 4 * 1024 * 1024
 """Faulted in by one call. The interpreter's lock is held meanwhile."""
+
+
+def _closing(owner: "Segment | SegmentWriter", descriptor: int) -> weakref.finalize:
+    """What closes the descriptor: once, when it is called, or when the owner is gone."""
+    _open.add(owner)
+    return weakref.finalize(owner, os.close, descriptor)
+
+
+def _close_after_fork() -> None:
+    """Close the descriptors that a forked process has inherited: they would keep the memory of
+    segments from being freed as long as it lives. Views that it has inherited stay valid."""
+    for owner in list(_open):
+        owner._close()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class Segment:
@@ -34,7 +51,7 @@ class Segment:
         self.is_whole = is_whole
         self.descriptor = descriptor
         self._mapped: mmap.mmap | None = None
-        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close = _closing(self, descriptor)
 
     @classmethod
     def adopt(cls, descriptor: int, num_bytes: int, *, of_chunks: bytes | None = None) -> "Segment":
@@ -110,12 +127,14 @@ class SegmentWriter:
             )
         except OSError as error:
             raise _no_memory(num_bytes, error) from error
-        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close = _closing(self, self._descriptor)
         self._mapped: mmap.mmap | None = None
         try:
             os.ftruncate(self._descriptor, num_bytes)
             if num_bytes:
                 self._mapped = mmap.mmap(self._descriptor, num_bytes)
+                # A writable mapping in a forked process would keep it from being sealed.
+                self._mapped.madvise(mmap.MADV_DONTFORK)
         except (OSError, ValueError) as error:
             self._close()
             raise _no_memory(num_bytes, error) from error

@@ -14,9 +14,9 @@ from shoal_proto.segments.sealed import Segment
 GRACE_S = 120.0
 """How long a segment is held that no version names: longer than any publication takes to be
 committed, or to be given up."""
-MAX_UNDECIDED = 2
-"""Publications of one rank of which it is not known whether they became a version: the one on its
-way, and one whose record has not arrived here yet."""
+MAX_UNDECIDED = 1
+"""Segments of one rank of which it is not known yet if they become part of a version. With the
+versions that are kept, that bounds what a series takes."""
 
 
 Position = tuple[int, int]
@@ -95,15 +95,14 @@ class SegmentStore:
             if other != digest
             and held.origin is not None
             and held.origin.rank == origin.rank
-            and held.origin.publication != origin.publication
             and not held.was_named
         }
         if len(undecided) >= MAX_UNDECIDED:
             raise Overloaded(
                 f"rank {origin.rank} publishes {series} faster than versions are committed",
                 seen=f"publications {sorted(undecided)} undecided",
-                expected=f"fewer than {MAX_UNDECIDED} beside publication {origin.publication}",
-                fix="Publish again once they are committed; what was given up is freed after"
+                expected=f"at most {MAX_UNDECIDED}, before publication {origin.publication} too",
+                fix="Publish again once it is committed; what was given up is freed after"
                 f" {GRACE_S:g} s.",
             )
 
