@@ -1,6 +1,7 @@
 """Segments to and from real parameter servers: by descriptor on one host, and over sockets."""
 
 import os
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -178,11 +179,13 @@ def test_a_segment_for_which_there_is_no_memory_is_overloaded(stores: WeightStor
 def test_a_rank_that_publishes_faster_than_versions_come_about_is_overloaded(
     servers: ParameterServers, stores: WeightStores
 ) -> None:
-    put(stores, drawn(10), at(servers, 0), publication=11, rank=7)
-    with pytest.raises(Overloaded, match="publications \\[11\\] undecided"):
-        put(stores, drawn(10), at(servers, 0), publication=12, rank=7)
+    rank = random.getrandbits(30)
+    for publication in (11, 12):
+        put(stores, drawn(10), at(servers, 0), publication=publication, rank=rank)
+    with pytest.raises(Overloaded, match="publications \\[11, 12\\] undecided"):
+        put(stores, drawn(10), at(servers, 0), publication=13, rank=rank)
     # Those that the publisher knows to be refused make room.
-    put(stores, drawn(10), at(servers, 0), publication=13, rank=7, abandoned=[11, 12])
+    put(stores, drawn(10), at(servers, 0), publication=13, rank=rank, abandoned=[11, 12])
 
 
 def test_a_key_is_good_for_its_own_series_alone(servers: ParameterServers) -> None:

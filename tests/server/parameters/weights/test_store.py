@@ -89,16 +89,18 @@ def test_a_later_epoch_refuses_and_frees_what_is_of_an_earlier_one() -> None:
     put(store, B, 1, epoch=2)
 
 
-def test_a_rank_has_one_undecided_publication() -> None:
-    store = SegmentStore()
+def test_a_rank_has_few_undecided_segments() -> None:
+    store, further = SegmentStore(), sealed(b"d")
     put(store, A, 1)
-    with pytest.raises(Overloaded):
-        put(store, B, 2)
-    put(store, A, 1)
-    put(store, C, 2, rank=1)
-    # Once it is committed, there is room.
-    store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
     put(store, B, 2)
+    for publication in (2, 3):
+        with pytest.raises(Overloaded):
+            put(store, further, publication)
+    put(store, A, 1)
+    put(store, C, 3, rank=1)
+    # Once one is committed, there is room.
+    store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
+    put(store, further, 3)
 
 
 def test_what_its_publisher_gave_up_goes_at_once() -> None:
