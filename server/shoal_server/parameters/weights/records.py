@@ -70,7 +70,7 @@ class SeriesRecords:
 
     def _flush(self) -> None:
         changed, self._changed = self._changed, set()
-        for series in changed:
+        for series in sorted(changed):
             records = self._records.get(series)
             if records is None:
                 self._holdings.forget(series)
