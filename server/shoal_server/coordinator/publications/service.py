@@ -230,6 +230,8 @@ class WeightSeriesService(WeightSeriesServicer):
         if not request.ending:
             messages.check_rank(request.rank, request.world)
             present = self._stores.present
+            if not present and not self._stores.mirror.is_in_sync:
+                raise Unavailable("the parameter servers are not known yet", expected="in a moment")
             servers = servers_for(request.rank, copies, present, near=_host(context.peer()))
             if not servers:
                 raise NoServers(
@@ -250,6 +252,8 @@ class WeightSeriesService(WeightSeriesServicer):
             )
         )
         assert isinstance(begun, Begun)
+        # One that was deposed does not know how much its successor keeps.
+        await self._check.confirm()
         addresses = self._stores.addresses
         return pb.BeginPublicationReply(
             epoch=begun.epoch,
