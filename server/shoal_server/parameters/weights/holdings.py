@@ -80,8 +80,9 @@ class WeightHoldings:
     ) -> Segment:
         """Take a segment in, as a descriptor if that can be, and hold it once it is verified.
 
-        Raises Overloaded if the server has no memory for it, ChecksumMismatch if it is another one,
-        and Unavailable if nothing comes for STALLED_S: room is kept for it meanwhile.
+        Raises what `admit` raises, Overloaded if the server has no memory for it, ChecksumMismatch
+        if it is another one, and Unavailable if nothing comes for STALLED_S: room is kept for it
+        meanwhile.
         """
         with self._claimed(num_bytes) as claim:
             if way.is_local:
@@ -90,6 +91,8 @@ class WeightHoldings:
             else:
                 segment = await self._from_chunks(num_bytes, way)
             self._check(segment, digest)
+            # The series may have gone on to a later epoch meanwhile.
+            self._store.admit(series, digest, origin)
             return self._hold(series, segment, origin, claim)
 
     async def copy(
