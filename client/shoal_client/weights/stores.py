@@ -115,11 +115,13 @@ class WeightStores:
         """Close every connection; calls under way fail."""
         with self._lock:
             self._is_closed = True
-            connections = [*self._in_use, *(each for idle in self._idle.values() for each in idle)]
+            idle = [each for kept in self._idle.values() for each in kept]
+            for connection in self._in_use:
+                connection.abort()
             channels = list(self._channels.values())
             self._idle.clear()
             self._channels.clear()
-        for connection in connections:
+        for connection in idle:
             connection.close()
         close_channels(channels)
 
