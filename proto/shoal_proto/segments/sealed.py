@@ -5,6 +5,7 @@ shrink it or grow it any more, not even the process that made it, and it outlive
 See memfd_create(2).
 """
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -16,9 +17,10 @@ from shoal_proto.segments.digests import chunk_digests, root_digest
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later; the module `mmap` does not name it."""
+_libc = ctypes.CDLL(None)
 _open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
 POPULATED_BYTES = 4 * 1024 * 1024
-"""Faulted in by one call. The interpreter's lock is held meanwhile."""
+"""Faulted in by one call."""
 
 
 def _closing(owner: "Segment | SegmentWriter", descriptor: int) -> weakref.finalize:
@@ -207,10 +209,12 @@ class SegmentWriter:
 
 
 def _populate(mapped: mmap.mmap, start: int, num_bytes: int) -> None:
-    """Have the pages in the page table, so that writing to them faults no more."""
-    try:
-        mapped.madvise(MADV_POPULATE_WRITE, start, num_bytes)
-    except OSError:
+    """Have the pages in the page table, so that writing to them faults no more.
+
+    Not by `mapped.madvise`, which holds the interpreter's lock meanwhile: training goes on.
+    """
+    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped, start)))
+    if _libc.madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE):
         # An older kernel: the first write to each page faults it in.
         for page in range(start, start + num_bytes, mmap.PAGESIZE):
             mapped[page] = 0
