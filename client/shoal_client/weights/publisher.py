@@ -160,7 +160,10 @@ class SeriesPublisher:
             ending=is_ending,
         )
         return self._coordinators.call(
-            lambda channel: WeightSeriesStub(channel).Begin, request, timeout_s=timeout_s
+            lambda channel: WeightSeriesStub(channel).Begin,
+            request,
+            timeout_s=timeout_s,
+            gives_up=self._closing.is_set,
         )
 
     def _put(

@@ -176,6 +176,16 @@ def test_a_segment_for_which_there_is_no_memory_is_overloaded(stores: WeightStor
         assert found.view() == first.view()
 
 
+def test_a_server_of_the_chain_without_memory_is_overloaded(
+    servers: ParameterServers, stores: WeightStores
+) -> None:
+    segment = drawn(2 * CHUNK_BYTES)
+    with ParameterServers(1, memory_limit_bytes=CHUNK_BYTES) as small:
+        with pytest.raises(Overloaded, match="no memory left for published weights"):
+            put(stores, segment, [*at(servers, 0), *at(small, 0)])
+    assert put(stores, segment, at(servers, 0, 1)).holders == ["ps-0", "ps-1"]
+
+
 def test_a_rank_that_publishes_faster_than_versions_come_about_is_overloaded(
     servers: ParameterServers, stores: WeightStores
 ) -> None:

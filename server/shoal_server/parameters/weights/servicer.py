@@ -6,7 +6,14 @@ from collections.abc import AsyncGenerator, Sequence
 import structlog
 from google.protobuf.message import Message
 
-from shoal_proto.errors import AccessDenied, InvalidSpec, Overloaded, ShoalError, Unavailable
+from shoal_proto.errors import (
+    AccessDenied,
+    InvalidSpec,
+    Overloaded,
+    RefusedError,
+    ShoalError,
+    Unavailable,
+)
 from shoal_proto.segments.digests import DIGEST_BYTES, num_chunks
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.tls.names import Role
@@ -147,7 +154,8 @@ class WeightsServicer(WeightStoreServicer):
             self._holdings.admit(series, digest, origin)
 
     async def _passed_on(self, request: pb.PutSegmentRequest, segment: Segment) -> Sequence[str]:
-        """The servers of the chain that hold the segment now."""
+        """The servers of the chain that hold the segment now. Raises what one of them refuses it
+        with, and Overloaded."""
         if not request.chain:
             return ()
         following = pb.PutSegmentRequest()
@@ -156,6 +164,8 @@ class WeightsServicer(WeightStoreServicer):
         to = request.chain[0]
         try:
             reply = await self._peers.pass_on(to, following, segment)
+        except (Overloaded, RefusedError):
+            raise
         except ShoalError as error:
             log.warning("segment_not_passed_on", series=request.series, to=to.id, reason=str(error))
             return ()
