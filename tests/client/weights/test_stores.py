@@ -180,9 +180,11 @@ def test_a_server_of_the_chain_without_memory_is_overloaded(
     servers: ParameterServers, stores: WeightStores
 ) -> None:
     segment = drawn(2 * CHUNK_BYTES)
-    with ParameterServers(1, memory_limit_bytes=CHUNK_BYTES) as small:
-        with pytest.raises(Overloaded, match="no memory left for published weights"):
-            put(stores, segment, [*at(servers, 0), *at(small, 0)])
+    with (
+        ParameterServers(1, memory_limit_bytes=CHUNK_BYTES) as small,
+        pytest.raises(Overloaded, match="no memory left for published weights"),
+    ):
+        put(stores, segment, [*at(servers, 0), *at(small, 0)])
     assert put(stores, segment, at(servers, 0, 1)).holders == ["ps-0", "ps-1"]
 
 
