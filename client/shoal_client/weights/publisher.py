@@ -45,10 +45,11 @@ class SeriesPublisher:
         rank: int = 0,
         world: int = 1,
         options: pb.SeriesOptions | None = None,
-        may_be_local: bool = True,
+        may_be_local: bool | None = None,
     ) -> None:
         """`publisher` gives the identity for each call: the token as it is now, or always the same
-        incarnation. `may_be_local`: False to send segments through TCP on one host, too."""
+        incarnation. `may_be_local`: False to send segments through TCP on one host, too; None:
+        as SHOAL_TRANSPORT says."""
         self._series = series
         self._publisher = publisher
         self._rank = rank

@@ -8,6 +8,7 @@ from typing import TypeVar
 import grpc
 import structlog
 
+from shoal_client.bulk.way import transport_of
 from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
 from shoal_client.connection.tls_refusals import explained
 from shoal_proto.errors import CorruptError, RetryError, ShoalError, Unavailable
@@ -40,9 +41,12 @@ T = TypeVar("T")
 class WeightStores:
     """Thread-safe. Each call has a connection of its own while it lasts."""
 
-    def __init__(self, series: str, *, may_be_local: bool = True) -> None:
-        """`may_be_local`: False to go through TCP to servers on this host, too."""
+    def __init__(self, series: str, *, may_be_local: bool | None = None) -> None:
+        """`may_be_local`: False to go through TCP to servers on this host, too; None: as
+        SHOAL_TRANSPORT says. Raises InvalidSpec for a transport that is not known."""
         self._series = series
+        if may_be_local is None:
+            may_be_local = transport_of(None) == "auto"
         self._may_be_local = may_be_local
         self._lock = threading.Lock()
         self._is_closed = False
