@@ -67,7 +67,8 @@ class SeriesReader:
         apply_difference: ApplyDifference | None = None,
     ) -> None:
         """`reader` names it in `shoal status`. `may_be_local`: False to fetch through TCP on one
-        host, too; None: as SHOAL_TRANSPORT says. `apply_difference`: None to fetch whole segments alone."""
+        host, too; None: as SHOAL_TRANSPORT says. `apply_difference`: None to fetch whole segments
+        alone."""
         self.series = series
         self._coordinators = Coordinators(coordinators)
         self._reports = Coordinators(coordinators)
