@@ -142,6 +142,7 @@ def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
         is_leaving=request.leaving,
         fetch_s=request.fetch_s,
         fetch_bytes=request.fetch_bytes,
+        sequence=request.sequence,
     )
 
 

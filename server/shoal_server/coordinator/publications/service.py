@@ -86,7 +86,7 @@ class WeightSeriesService(WeightSeriesServicer):
         self._is_job = is_job
         self._clock = clock
         self._call_wait_s = call_wait_s
-        self._stores = Stores(store, calls)
+        self._stores = Stores(store, calls, self._servers_changed)
         self._check = LeadingCheck(store)
         self._layouts = MergedLayouts()
         self._actors: dict[str, SeriesActor] = {}
@@ -146,6 +146,11 @@ class WeightSeriesService(WeightSeriesServicer):
         if forgets_numbers and self._actors.pop(name, None) is not None:
             actor.end(UnknownSeries(f"series {name} was removed with its job"))
             await actor.writer.take_away()
+
+    def _servers_changed(self) -> None:
+        """Readers fetch from the servers by the addresses that they were shown last."""
+        for actor in self._actors.values():
+            actor.notify()
 
     async def _care(self) -> None:
         while True:
@@ -225,6 +230,8 @@ class WeightSeriesService(WeightSeriesServicer):
         if not request.ending:
             messages.check_rank(request.rank, request.world)
             present = self._stores.present
+            if not present and not self._stores.mirror.is_in_sync:
+                raise Unavailable("the parameter servers are not known yet", expected="in a moment")
             servers = servers_for(request.rank, copies, present, near=_host(context.peer()))
             if not servers:
                 raise NoServers(
@@ -245,6 +252,8 @@ class WeightSeriesService(WeightSeriesServicer):
             )
         )
         assert isinstance(begun, Begun)
+        # One that was deposed does not know how much its successor keeps.
+        await self._check.confirm()
         addresses = self._stores.addresses
         return pb.BeginPublicationReply(
             epoch=begun.epoch,
