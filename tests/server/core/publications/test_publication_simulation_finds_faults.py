@@ -6,7 +6,6 @@ import pytest
 from support.sim.publications.schedule import simulate_publications
 
 from shoal_server.coordinator.publications import layouts
-from shoal_server.coordinator.publications.actor import SeriesActor
 from shoal_server.coordinator.publications.leading_check import LeadingCheck
 from shoal_server.core.publications import keeping, series
 from shoal_server.core.publications.protocol import PartContributed
@@ -74,15 +73,6 @@ def parts_are_not_counted(patch: Patch) -> None:
     patch.setattr(layouts, "check_cover", lambda layout: None)
 
 
-def servers_are_not_asked_before_the_commit(patch: Patch) -> None:
-    """One may have been started again since it has acknowledged the segment."""
-
-    async def verified(self: SeriesActor, segments: list[Segment]) -> tuple[Segment, ...]:
-        return tuple(segments)
-
-    patch.setattr(SeriesActor, "_verified", verified)
-
-
 def a_number_is_that_of_the_versions_that_are_kept(patch: Patch) -> None:
     """Those that were lost count, too."""
     real = Series._put_newest
@@ -122,7 +112,6 @@ FAULTS: Sequence[Fault] = (
     leases_are_not_looked_at,
     leases_are_held_for_less_than_readers_count_on,
     parts_are_not_counted,
-    servers_are_not_asked_before_the_commit,
     a_number_is_that_of_the_versions_that_are_kept,
     a_committed_part_counts_as_new,
     copies_of_a_server_that_is_gone_are_not_replaced,
