@@ -27,6 +27,7 @@ from shoal_server.status.views import (
     MemberView,
     OutputView,
     ProcessView,
+    PublishedSeriesView,
     PushesView,
     Readiness,
     ReplicationView,
@@ -52,6 +53,7 @@ class World:
     samples_of: dict[str, SamplesView] = field(default_factory=dict)
     shards_of: dict[str, ShardsView] = field(default_factory=dict)
     shards_error: Exception | None = None
+    published: list[PublishedSeriesView] = field(default_factory=list)
     printed: dict[str, list[str]] = field(default_factory=dict)
     """Lines by member, of any job; positions are their numbers."""
     launchers_live: bool = True
@@ -89,6 +91,9 @@ class World:
         if self.shards_error is not None:
             raise self.shards_error
         return self.shards_of.get(job)
+
+    def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:
+        return [each for each in self.published if each.series.startswith(f"{job}/" if job else "")]
 
     async def output(
         self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
