@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "shoal_proto": ROOT / "proto",
+    "shoal_difference": ROOT / "proto",
     "shoal_client": ROOT / "client",
     "shoal": ROOT / "worker",
     "shoal_server": ROOT / "server",

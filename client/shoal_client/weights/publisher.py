@@ -11,6 +11,7 @@ from shoal_client.connection.coordinators import OUTLASTED, Coordinators, chance
 from shoal_client.weights.stores import WeightStores
 from shoal_proto.errors import (
     ChecksumMismatch,
+    NoServers,
     Overloaded,
     PublicationAbandoned,
     RetryError,
@@ -44,10 +45,11 @@ class SeriesPublisher:
         rank: int = 0,
         world: int = 1,
         options: pb.SeriesOptions | None = None,
-        may_be_local: bool = True,
+        may_be_local: bool | None = None,
     ) -> None:
         """`publisher` gives the identity for each call: the token as it is now, or always the same
-        incarnation. `may_be_local`: False to send segments through TCP on one host, too."""
+        incarnation. `may_be_local`: False to send segments through TCP on one host, too; None:
+        as SHOAL_TRANSPORT says."""
         self._series = series
         self._publisher = publisher
         self._rank = rank
@@ -99,8 +101,8 @@ class SeriesPublisher:
         segment has it.
 
         Raises StaleEpoch if another publisher has replaced this one, PublicationAbandoned if the
-        version will never be, Overloaded if there is no room for it, and other RetryErrors once
-        `timeout_s` has passed: then it is not known whether it becomes a version.
+        version will never be, Overloaded or NoServers if there is no room for it, and other
+        RetryErrors once `timeout_s` has passed: then it is not known whether it becomes a version.
         """
         give_up_s = time.monotonic() + timeout_s
         back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
@@ -125,7 +127,7 @@ class SeriesPublisher:
             except PublicationAbandoned:
                 self._abandoned = [*self._abandoned, publication][-MAX_ABANDONED:]
                 raise
-            except (RetryError, ChecksumMismatch) as error:
+            except (RetryError, ChecksumMismatch, NoServers) as error:
                 now_s = time.monotonic()
                 full_since_s = min(full_since_s, now_s) if _is_full(error) else float("inf")
                 if now_s >= min(give_up_s, full_since_s + OVERLOADED_S):
@@ -159,7 +161,10 @@ class SeriesPublisher:
             ending=is_ending,
         )
         return self._coordinators.call(
-            lambda channel: WeightSeriesStub(channel).Begin, request, timeout_s=timeout_s
+            lambda channel: WeightSeriesStub(channel).Begin,
+            request,
+            timeout_s=timeout_s,
+            gives_up=self._closing.is_set,
         )
 
     def _put(
@@ -250,4 +255,4 @@ class SeriesPublisher:
 
 
 def _is_full(error: ShoalError) -> bool:
-    return isinstance(error, Overloaded)
+    return isinstance(error, Overloaded | NoServers)

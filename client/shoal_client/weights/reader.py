@@ -1,22 +1,28 @@
 """Reading: the versions of a series, leases on them, and their segments."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+
+import structlog
 
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import Coordinators, chance
+from shoal_client.weights.elements import elements_of
 from shoal_client.weights.leases import Installed, ReaderLeases
 from shoal_client.weights.stores import WeightStores
 from shoal_client.weights.watch import SeriesWatch
 from shoal_proto import CHUNK_BYTES
-from shoal_proto.errors import CorruptError, RetryError, VersionGone
-from shoal_proto.segments.sealed import Segment
+from shoal_proto.errors import CorruptError, MalformedMessage, RetryError, VersionGone
+from shoal_proto.segments.digests import check_root
+from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import Staged
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
+
+log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 600.0
 CALL_S = 10.0
@@ -25,6 +31,19 @@ AT_ONCE = 4
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
 """By index of a segment: the parts of it that are wanted, as (first byte, byte behind the last)."""
+
+
+ApplyDifference = Callable[[memoryview, memoryview, memoryview], None]
+"""Writes the target of a base and a difference into a third memory: `shoal_difference.codec.apply`
+for processes that have numpy. Raises MalformedMessage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A version that this process has in staged memory, all of it."""
+
+    record: pb.VersionRecord
+    segments: Sequence[Segment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +63,19 @@ class SeriesReader:
         series: str,
         reader: str,
         *,
-        may_be_local: bool = True,
+        may_be_local: bool | None = None,
+        apply_difference: ApplyDifference | None = None,
     ) -> None:
         """`reader` names it in `shoal status`. `may_be_local`: False to fetch through TCP on one
-        host, too."""
+        host, too; None: as SHOAL_TRANSPORT says. `apply_difference`: None to fetch whole segments
+        alone."""
         self.series = series
         self._coordinators = Coordinators(coordinators)
         self._reports = Coordinators(coordinators)
         self._stores = WeightStores(series, may_be_local=may_be_local)
         self._watch = SeriesWatch(self._coordinators, series)
         self._leases = ReaderLeases(self._reports, series, reader)
+        self._apply_difference = apply_difference
         self._layouts: dict[bytes, pb.Layout] = {}
         self.fetched_bytes = 0
         """Bytes that came over a network, or through a socket; not those that were mapped."""
@@ -114,6 +136,7 @@ class SeriesReader:
         segments: Sequence[int] | None = None,
         ranges: Ranges | None = None,
         *,
+        base: Base | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> list[Segment]:
         """Segments of a version (by index; None: all), in the order asked for.
@@ -121,6 +144,8 @@ class SeriesReader:
         They are leased meanwhile, verified, and there as a whole, or an exception is raised. On a
         server's host they are its own memory, mapped. With `ranges`, only the chunks that cover
         these bytes of a segment need arrive; the others may read as zeros, at the same offsets.
+        With `base`, what has not changed since is not fetched again, and of a segment that has
+        changed a little only the difference is, where a server has made one.
 
         Raises VersionGone if the version is dropped before all is there, and RetryErrors or
         CorruptErrors of the last attempt once `timeout_s` has passed.
@@ -133,7 +158,9 @@ class SeriesReader:
         with self.leased(record.number, min(timeout_s, CALL_S)):
             try:
                 with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="shoal-fetch") as pool:
-                    calls += [pool.submit(self._fetch, record, each, give_up_s) for each in wanted]
+                    calls += [
+                        pool.submit(self._fetch, record, each, base, give_up_s) for each in wanted
+                    ]
                     found += [call.result() for call in calls]
             except BaseException:
                 for call in calls:
@@ -162,7 +189,70 @@ class SeriesReader:
         self._coordinators.close()
         self._reports.close()
 
-    def _fetch(self, record: pb.VersionRecord, wanted: _Wanted, give_up_s: float) -> Segment:
+    def _fetch(
+        self, record: pb.VersionRecord, wanted: _Wanted, base: Base | None, give_up_s: float
+    ) -> Segment:
+        """One segment: as it is in the base, by its difference to that, or as a whole."""
+        if base is not None:
+            digest = record.segments[wanted.index].digest
+            for each in base.segments:
+                if each.digest == digest and each.is_whole:
+                    return each.duplicate()
+            if self._apply_difference is not None and not wanted.chunks:
+                made = self._by_difference(record, wanted.index, base, give_up_s)
+                if made is not None:
+                    return made
+        return self._fetch_whole(record, wanted, give_up_s)
+
+    def _by_difference(
+        self, record: pb.VersionRecord, index: int, base: Base, give_up_s: float
+    ) -> Segment | None:
+        """A segment made of the base's and a difference, verified by its digest; None if the whole
+        is to be fetched."""
+        if base.record.layout_digest != record.layout_digest:
+            return None
+        old, new = base.segments[index], record.segments[index]
+        holders = _holders(self.view(give_up_s - time.monotonic()), record, index)
+        if not old.is_whole or old.num_bytes != new.num_bytes or self._stores.is_local(holders):
+            return None
+        elements = elements_of(self.layout(record), index)
+        request = pb.DifferenceRequest(
+            series=self.series, base=old.digest, target=new.digest, elements=elements
+        )
+        for holder in holders:
+            try:
+                left_s = give_up_s - time.monotonic()
+                reply = self._stores.difference(holder, request, left_s)
+                if not reply.digest:
+                    return None
+                staged = Staged(reply.digest)
+                with closing(self._stores.fetch([holder], staged, left_s)) as difference:
+                    self.fetched_bytes += staged.received_bytes
+                    return self._applied(old, difference, new.digest)
+            except (RetryError, CorruptError, MalformedMessage) as error:
+                log.warning(
+                    "difference_not_fetched",
+                    series=self.series,
+                    version=record.number,
+                    server=holder.id,
+                    reason=str(error),
+                )
+        return None
+
+    def _applied(self, old: Segment, difference: Segment, digest: bytes) -> Segment:
+        """Raises MalformedMessage, or ChecksumMismatch if the result is another segment."""
+        assert self._apply_difference is not None
+        writer = SegmentWriter(old.num_bytes)
+        try:
+            self._apply_difference(old.view(), difference.view(), writer.buffer)
+            made = writer.seal()
+        except BaseException:
+            writer.close()
+            raise
+        check_root(made.chunk_digests, made.num_bytes, digest)
+        return made
+
+    def _fetch_whole(self, record: pb.VersionRecord, wanted: _Wanted, give_up_s: float) -> Segment:
         """One segment, from any server that has it by now."""
         segment = record.segments[wanted.index]
         staged, back_off = Staged(segment.digest, wanted.chunks), BackOff()

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
+from shoal_proto.dtypes import ITEM_BYTES
 from shoal_proto.errors import InternalError, InvalidSpec
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.coordinator.publications.stored_series import MAX_LAYOUT_BYTES
@@ -13,16 +14,6 @@ from shoal_server.core.publications.coverage import Layout, NotCovered, Slice, T
 from shoal_server.core.publications.coverage import merged as merge
 from shoal_server.core.publications.protocol import Part
 
-ITEM_BYTES: Mapping[str, int] = {
-    **dict.fromkeys(("bool", "uint8", "int8"), 1),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
-    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    "complex128": 16,
-}
-"""Element types, as torch writes them without its prefix."""
 REMEMBERED = 64
 """Layouts of versions: a model's is the same from version to version."""
 

@@ -86,7 +86,7 @@ class WeightSeriesService(WeightSeriesServicer):
         self._is_job = is_job
         self._clock = clock
         self._call_wait_s = call_wait_s
-        self._stores = Stores(store, calls)
+        self._stores = Stores(store, calls, self._servers_changed)
         self._check = LeadingCheck(store)
         self._layouts = MergedLayouts()
         self._actors: dict[str, SeriesActor] = {}
@@ -148,6 +148,11 @@ class WeightSeriesService(WeightSeriesServicer):
         if forgets_numbers and self._actors.pop(name, None) is not None:
             actor.end(UnknownSeries(f"series {name} was removed with its job"))
             await actor.writer.take_away()
+
+    def _servers_changed(self) -> None:
+        """Readers fetch from the servers by the addresses that they were shown last."""
+        for actor in self._actors.values():
+            actor.notify()
 
     async def _care(self) -> None:
         while True:

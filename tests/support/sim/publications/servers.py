@@ -1,4 +1,4 @@
-"""Parameter servers as stores of segments: their own store and repair, over memory in name only."""
+"""Parameter servers as stores of segments: their own store and upkeep, over memory in name only."""
 
 import asyncio
 import json
@@ -15,8 +15,8 @@ from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put
 from shoal_server.parameters.weights.records import SeriesRecords
-from shoal_server.parameters.weights.repair import WeightRepair
 from shoal_server.parameters.weights.store import Origin, Position, SegmentStore
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
 LISTED_FOR_S = 5.0
 """A server that etcd does not hear is listed for so long."""
@@ -45,15 +45,17 @@ class SimServer:
         self.heard_s = etcd.clock.now_s
         holdings = cast("Any", SimHoldings(self))
         keyspace = cast("Any", SimKeyspace(etcd, self.process))
-        self._repair = WeightRepair(server_id, holdings, cast("Any", SimDirectory(self)))
-        self._records = SeriesRecords(keyspace, holdings, self._repair)
+        directory = cast("Any", SimDirectory(self))
+        no_threads = cast("Any", None)
+        self._upkeep = WeightUpkeep(server_id, holdings, directory, threads=no_threads, disk=None)
+        self._records = SeriesRecords(keyspace, holdings, self._upkeep)
 
     def start(self) -> None:
         self.process.start(self._serve())
 
     async def _serve(self) -> None:
         async with self._records:
-            await asyncio.gather(self._repair.work_for_ever(), self._sweep(), self._register())
+            await asyncio.gather(self._upkeep.work_for_ever(), self._sweep(), self._register())
 
     async def _sweep(self) -> None:
         while True:
@@ -123,7 +125,7 @@ class SimServer:
 
 
 class SimHoldings:
-    """What the records and the repair of a server see of its memory."""
+    """What the records and the upkeep of a server see of its memory."""
 
     def __init__(self, server: SimServer) -> None:
         self._server = server
