@@ -11,7 +11,7 @@ from shoal_server.core.publications import keeping, series
 from shoal_server.core.publications.protocol import PartContributed
 from shoal_server.core.publications.records import Segment, StoredSeries
 from shoal_server.core.publications.series import Series
-from shoal_server.parameters.weights.repair import WeightRepair
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
 MAX_SEEDS = 60
 
@@ -92,10 +92,10 @@ def a_committed_part_counts_as_new(patch: Patch) -> None:
 def copies_of_a_server_that_is_gone_are_not_replaced(patch: Patch) -> None:
     """The next loss takes the version."""
 
-    def follow(self: WeightRepair, name: str, segments: Mapping[bytes, Segment]) -> None:
+    def follow(self: WeightUpkeep, name: str, segments: Mapping[bytes, Segment]) -> None:
         return None
 
-    patch.setattr(WeightRepair, "follow", follow)
+    patch.setattr(WeightUpkeep, "follow", follow)
 
 
 FOCUS: Mapping[Fault, Collection[str]] = {
