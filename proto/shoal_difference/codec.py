@@ -12,7 +12,6 @@ A difference gives the target from its own base alone: the caller verifies both 
 import struct
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -223,8 +222,9 @@ def _apply_distances(after: Bytes, streams: list[Bytes]) -> None:
 def _ranked(values: Shorts) -> Shorts:
     """Bit patterns of 16-bit floating-point numbers in the order of the numbers, as two's
     complement: -0.0 is just below 0.0. Its own inverse."""
-    signs: Any = values.view(np.int16) >> 15
-    return values ^ (signs.view(np.uint16) & np.uint16(0x7FFF))
+    signs = (values.view(np.int16) >> np.int16(15)).view(np.uint16)
+    ranked: Shorts = values ^ (signs & np.uint16(0x7FFF))
+    return ranked
 
 
 # --- elements of other sizes ---

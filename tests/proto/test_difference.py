@@ -80,8 +80,7 @@ def test_any_bytes_become_any_others(base: bytes, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(base)), max_size=4)))
     bounds = [0, *cuts, len(base)]
     elements = [
-        (data.draw(st.sampled_from(codec.SIZES)), stop - start)
-        for start, stop in pairwise(bounds)
+        (data.draw(st.sampled_from(codec.SIZES)), stop - start) for start, stop in pairwise(bounds)
     ]
     difference = b"".join(codec.encode(base, target, elements))
     assert applied(base, difference) == target

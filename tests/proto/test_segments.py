@@ -3,6 +3,7 @@
 import gc
 import mmap
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,27 @@ def test_descriptors_are_given_back() -> None:
         segment.close()
         segment.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_forked_process_keeps_nothing_from_being_sealed_or_freed() -> None:
+    """Data loaders fork while the memory of the next version is ready already."""
+    held, writer = sealed(b"weights"), SegmentWriter.prepare(100)
+    view = held.view()
+    numbers = {held.descriptor, writer._descriptor}
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        left = {int(path.name) for path in Path("/proc/self/fd").iterdir()} & numbers
+        os.write(writing, repr((left, bytes(view))).encode())
+        signal.pause()
+    try:
+        assert os.read(reading, 100) == repr((set(), b"weights")).encode()
+        assert writer.seal().num_bytes == 100
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
 
 
 def test_a_changed_bit_is_noticed_in_its_chunk() -> None:

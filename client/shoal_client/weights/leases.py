@@ -43,8 +43,11 @@ class ReaderLeases:
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
         """Held during a report: a later one says all that an earlier one said."""
+        self._num_reports = 0
         self._leased: Counter[int] = Counter()
         self._gone: set[int] = set()
+        self._reported: set[int] = set()
+        """Leases of the last report: the coordinator holds them until the next one."""
         self._until_s: dict[int, float] = {}
         self._lease_s = FIRST_LEASE_S
         self.installed = Installed()
@@ -123,7 +126,7 @@ class ReaderLeases:
             with self._lock:
                 if self._is_closed:
                     return
-                is_needed = bool(self._leased) or bool(self.installed.number)
+                is_needed = bool(self._leased or self._reported or self.installed.number)
             if not is_needed:
                 continue
             try:
@@ -137,7 +140,9 @@ class ReaderLeases:
         with self._reporting:
             request = self._request()
             sent_s = time.monotonic()
+            self._reported |= set(request.leased)
             reply = self._call(request, timeout_s)
+            self._reported = set(request.leased)
             with self._lock:
                 self._lease_s = reply.lease_s or FIRST_LEASE_S
                 self._gone |= {each for each in reply.gone if each in self._leased}
@@ -148,6 +153,7 @@ class ReaderLeases:
 
     def _request(self, *, is_leaving: bool = False) -> ReaderReport:
         with self._lock:
+            self._num_reports += 1
             return ReaderReport(
                 series=self._series,
                 reader=self._reader,
@@ -158,6 +164,7 @@ class ReaderLeases:
                 leaving=is_leaving,
                 fetch_s=self.installed.fetch_s,
                 fetch_bytes=self.installed.fetch_bytes,
+                sequence=self._num_reports,
             )
 
     def _call(self, request: ReaderReport, timeout_s: float) -> ReaderReportReply:

@@ -45,10 +45,11 @@ class SeriesPublisher:
         rank: int = 0,
         world: int = 1,
         options: pb.SeriesOptions | None = None,
-        may_be_local: bool = True,
+        may_be_local: bool | None = None,
     ) -> None:
         """`publisher` gives the identity for each call: the token as it is now, or always the same
-        incarnation. `may_be_local`: False to send segments through TCP on one host, too."""
+        incarnation. `may_be_local`: False to send segments through TCP on one host, too; None:
+        as SHOAL_TRANSPORT says."""
         self._series = series
         self._publisher = publisher
         self._rank = rank
@@ -160,7 +161,10 @@ class SeriesPublisher:
             ending=is_ending,
         )
         return self._coordinators.call(
-            lambda channel: WeightSeriesStub(channel).Begin, request, timeout_s=timeout_s
+            lambda channel: WeightSeriesStub(channel).Begin,
+            request,
+            timeout_s=timeout_s,
+            gives_up=self._closing.is_set,
         )
 
     def _put(

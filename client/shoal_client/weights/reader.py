@@ -63,11 +63,12 @@ class SeriesReader:
         series: str,
         reader: str,
         *,
-        may_be_local: bool = True,
+        may_be_local: bool | None = None,
         apply_difference: ApplyDifference | None = None,
     ) -> None:
         """`reader` names it in `shoal status`. `may_be_local`: False to fetch through TCP on one
-        host, too. `apply_difference`: None to fetch whole segments alone."""
+        host, too; None: as SHOAL_TRANSPORT says. `apply_difference`: None to fetch whole segments
+        alone."""
         self.series = series
         self._coordinators = Coordinators(coordinators)
         self._reports = Coordinators(coordinators)

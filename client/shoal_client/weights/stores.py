@@ -8,7 +8,8 @@ from typing import TypeVar
 import grpc
 import structlog
 
-from shoal_client.connection.coordinators import CHANNEL_OPTIONS, close_channels
+from shoal_client.bulk.way import transport_of
+from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
 from shoal_client.connection.tls_refusals import explained
 from shoal_proto.errors import CorruptError, RetryError, ShoalError, Unavailable
 from shoal_proto.segments.sealed import Segment
@@ -40,9 +41,12 @@ T = TypeVar("T")
 class WeightStores:
     """Thread-safe. Each call has a connection of its own while it lasts."""
 
-    def __init__(self, series: str, *, may_be_local: bool = True) -> None:
-        """`may_be_local`: False to go through TCP to servers on this host, too."""
+    def __init__(self, series: str, *, may_be_local: bool | None = None) -> None:
+        """`may_be_local`: False to go through TCP to servers on this host, too; None: as
+        SHOAL_TRANSPORT says. Raises InvalidSpec for a transport that is not known."""
         self._series = series
+        if may_be_local is None:
+            may_be_local = transport_of(None) == "auto"
         self._may_be_local = may_be_local
         self._lock = threading.Lock()
         self._is_closed = False
@@ -50,7 +54,8 @@ class WeightStores:
         self._idle: dict[str, list[SegmentConnection]] = {}
         self._in_use: set[SegmentConnection] = set()
         self._local: set[str] = set()
-        """Addresses on this host, as far as it is known."""
+        """Addresses on this host, of those that were looked at."""
+        self._looked_at: set[str] = set()
 
     def put(
         self, server: StoreServer, request: PutSegmentRequest, segment: Segment, timeout_s: float
@@ -60,8 +65,8 @@ class WeightStores:
         return self._call(server.address, lambda c: c.put(request, segment, timeout_s))
 
     def fetch(self, holders: Sequence[StoreServer], staged: Staged, timeout_s: float) -> Segment:
-        """A segment from the first of these servers that gives it; what one has sent counts also if
-        the rest comes from another.
+        """A segment from the first of these servers that gives it, one on this host if there is
+        one; what a server has sent counts also if the rest comes from another.
 
         Raises what the last one raised.
         """
@@ -92,10 +97,12 @@ class WeightStores:
     def is_local(self, holders: Sequence[StoreServer]) -> bool:
         """True if one of these servers gives descriptors: then nothing need be sent at all."""
         for holder in holders:
-            try:
-                self._call(holder.address, lambda connection: None)
-            except ShoalError as error:
-                log.info("server_not_reached", server=holder.id, reason=str(error))
+            if holder.address not in self._looked_at:
+                self._looked_at.add(holder.address)
+                try:
+                    self._call(holder.address, lambda connection: None)
+                except ShoalError as error:
+                    log.info("server_not_reached", server=holder.id, reason=str(error))
         return any(holder.address in self._local for holder in holders)
 
     def difference(
@@ -112,16 +119,21 @@ class WeightStores:
         """Close every connection; calls under way fail."""
         with self._lock:
             self._is_closed = True
-            connections = [*self._in_use, *(each for idle in self._idle.values() for each in idle)]
+            idle = [each for kept in self._idle.values() for each in kept]
+            for connection in self._in_use:
+                connection.abort()
             channels = list(self._channels.values())
             self._idle.clear()
             self._channels.clear()
-        for connection in connections:
+        for connection in idle:
             connection.close()
         close_channels(channels)
 
     def _nearest_first(self, holders: Sequence[StoreServer]) -> list[StoreServer]:
-        return sorted(holders, key=lambda holder: holder.address not in self._local)
+        if len(holders) > 1 and self._may_be_local:
+            self.is_local(holders)
+        # Readers on other hosts begin at different servers.
+        return sorted(holders, key=lambda h: (h.address not in self._local, chance()))
 
     def _call(self, address: str, call: Callable[[SegmentConnection], T]) -> T:
         connection = self._connection(address)

@@ -5,6 +5,7 @@ shrink it or grow it any more, not even the process that made it, and it outlive
 See memfd_create(2).
 """
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -16,8 +17,26 @@ from shoal_proto.segments.digests import chunk_digests, root_digest
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later; the module `mmap` does not name it."""
+_libc = ctypes.CDLL(None)
+_open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
 POPULATED_BYTES = 4 * 1024 * 1024
-"""Faulted in by one call. The interpreter's lock is held meanwhile."""
+"""Faulted in by one call."""
+
+
+def _closing(owner: "Segment | SegmentWriter", descriptor: int) -> weakref.finalize:
+    """What closes the descriptor: once, when it is called, or when the owner is gone."""
+    _open.add(owner)
+    return weakref.finalize(owner, os.close, descriptor)
+
+
+def _close_after_fork() -> None:
+    """Close the descriptors that a forked process has inherited: they would keep the memory of
+    segments from being freed as long as it lives. Views that it has inherited stay valid."""
+    for owner in list(_open):
+        owner._close()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class Segment:
@@ -34,7 +53,7 @@ class Segment:
         self.is_whole = is_whole
         self.descriptor = descriptor
         self._mapped: mmap.mmap | None = None
-        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close = _closing(self, descriptor)
 
     @classmethod
     def adopt(cls, descriptor: int, num_bytes: int, *, of_chunks: bytes | None = None) -> "Segment":
@@ -110,12 +129,14 @@ class SegmentWriter:
             )
         except OSError as error:
             raise _no_memory(num_bytes, error) from error
-        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close = _closing(self, self._descriptor)
         self._mapped: mmap.mmap | None = None
         try:
             os.ftruncate(self._descriptor, num_bytes)
             if num_bytes:
                 self._mapped = mmap.mmap(self._descriptor, num_bytes)
+                # A writable mapping in a forked process would keep it from being sealed.
+                self._mapped.madvise(mmap.MADV_DONTFORK)
         except (OSError, ValueError) as error:
             self._close()
             raise _no_memory(num_bytes, error) from error
@@ -188,10 +209,12 @@ class SegmentWriter:
 
 
 def _populate(mapped: mmap.mmap, start: int, num_bytes: int) -> None:
-    """Have the pages in the page table, so that writing to them faults no more."""
-    try:
-        mapped.madvise(MADV_POPULATE_WRITE, start, num_bytes)
-    except OSError:
+    """Have the pages in the page table, so that writing to them faults no more.
+
+    Not by `mapped.madvise`, which holds the interpreter's lock meanwhile: training goes on.
+    """
+    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped, start)))
+    if _libc.madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE):
         # An older kernel: the first write to each page faults it in.
         for page in range(start, start + num_bytes, mmap.PAGESIZE):
             mapped[page] = 0

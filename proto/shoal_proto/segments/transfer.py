@@ -153,11 +153,14 @@ class SegmentConnection:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Close the connection. A call on another thread fails."""
+    def abort(self) -> None:
+        """Have a call on another thread fail, which then closes the connection."""
         with suppress(OSError):
-            # Not as TLS has it: that would read what another thread is reading.
+            # Not as TLS has it: that would read what the other thread is reading.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. To be called by the thread that made the calls."""
         self._socket.close()
         self._drop_descriptors()
 

@@ -740,6 +740,7 @@ class ReaderReport(_message.Message):
     LEAVING_FIELD_NUMBER: _builtins.int
     FETCH_S_FIELD_NUMBER: _builtins.int
     FETCH_BYTES_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     series: _builtins.str
     reader: _builtins.str
     installed: _builtins.int
@@ -749,6 +750,8 @@ class ReaderReport(_message.Message):
     """The reader ends: its leases end now."""
     fetch_s: _builtins.float
     fetch_bytes: _builtins.int
+    sequence: _builtins.int
+    """Rises from report to report of a process: one that arrives behind a later one changes nothing."""
     @_builtins.property
     def leased(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions to hold a lease on. One that is not kept any more is answered in `gone`."""
@@ -765,10 +768,11 @@ class ReaderReport(_message.Message):
         leaving: _builtins.bool = ...,
         fetch_s: _builtins.float = ...,
         fetch_bytes: _builtins.int = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_bytes", b"fetch_bytes", "fetch_s", b"fetch_s", "installed", b"installed", "installed_digest", b"installed_digest", "leased", b"leased", "leaving", b"leaving", "reader", b"reader", "series", b"series", "serves_at", b"serves_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_bytes", b"fetch_bytes", "fetch_s", b"fetch_s", "installed", b"installed", "installed_digest", b"installed_digest", "leased", b"leased", "leaving", b"leaving", "reader", b"reader", "sequence", b"sequence", "series", b"series", "serves_at", b"serves_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

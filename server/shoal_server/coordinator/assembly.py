@@ -130,7 +130,13 @@ class Coordinator:
             weights=self.weights,
         )
         self.view = CoordinatorView(
-            self.registry, self.samples, self.clocks, shard_reader, self.shards, outputs=outputs
+            self.registry,
+            self.samples,
+            self.clocks,
+            shard_reader,
+            self.shards,
+            outputs=outputs,
+            weights=self.weights,
         )
         self.retention = Retention(
             leading,

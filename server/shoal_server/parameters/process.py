@@ -55,11 +55,12 @@ from shoal_server.parameters.shard.workers import Workers
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.parameters.weights.differences import WeightDifferences
+from shoal_server.parameters.weights.disk import WeightDisk
 from shoal_server.parameters.weights.holdings import WeightHoldings
 from shoal_server.parameters.weights.peers import WeightPeers
 from shoal_server.parameters.weights.records import SeriesRecords
-from shoal_server.parameters.weights.repair import WeightRepair
 from shoal_server.parameters.weights.servicer import WeightsServicer
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
 from shoal_server.serving import tasks
 from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.calls import CallCounts
@@ -207,7 +208,16 @@ async def running(
             read_roots=partial(snapshot_roots.read, store),
         )
         add_ShardSnapshotsServicer_to_server(snapshots, server)
-        weights = await stack.enter_async_context(_weights(server, store, replicas, memory, offers))
+        weights = await stack.enter_async_context(
+            _weights(
+                server,
+                store,
+                replicas,
+                memory=memory,
+                offers=offers,
+                directory=config.weights_directory,
+            )
+        )
         await server.start()
         if config.journal is not None:
             await stack.enter_async_context(_journal(config.journal, store, replicas, config))
@@ -263,22 +273,27 @@ async def _weights(
     server: grpc.aio.Server,
     store: KeyValueStore,
     replicas: ShardReplicas,
+    *,
     memory: Memory,
     offers: Offers,
+    directory: Path | None,
 ) -> AsyncIterator[WeightsServicer]:
-    """Published weights, held as the series' records say while the block runs."""
+    """Published weights, held as the series' records say while the block runs; also on disk, if
+    there is a directory for them."""
     server_id = replicas.me.server_id
+    disk = await asyncio.to_thread(WeightDisk, directory) if directory is not None else None
     with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="shoal-weights") as threads:
         peers = WeightPeers(threads)
         holdings = WeightHoldings(memory, threads, peers)
         differences = WeightDifferences(memory, threads)
-        repair = WeightRepair(server_id, holdings, replicas.directory)
-        records = SeriesRecords(store, holdings, repair)
+        upkeep = WeightUpkeep(server_id, holdings, replicas.directory, threads=threads, disk=disk)
+        records = SeriesRecords(store, holdings, upkeep)
         servicer = WeightsServicer(
             server_id,
             records=records,
             holdings=holdings,
             differences=differences,
+            upkeep=upkeep,
             peers=peers,
             offers=offers,
         )
@@ -288,7 +303,7 @@ async def _weights(
                 records,
                 tasks.running(
                     tasks.keep_on(servicer.sweep_for_ever, "published-weights"),
-                    tasks.keep_on(repair.work_for_ever, "repair-of-weights"),
+                    tasks.keep_on(upkeep.work_for_ever, "upkeep-of-weights"),
                 ),
             ):
                 yield servicer

@@ -1,6 +1,7 @@
 """Segments to and from real parameter servers: by descriptor on one host, and over sockets."""
 
 import os
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -57,8 +58,10 @@ def at(servers: ParameterServers, *numbers: int) -> list[StoreServer]:
 
 
 def request(segment: Segment, chain: list[StoreServer], **fields: Any) -> PutSegmentRequest:
+    """By default for a rank that has put nothing else: what it has put before is undecided."""
     described = Described(digest=segment.digest, num_bytes=segment.num_bytes)
-    named: dict[str, Any] = {"series": SERIES, "epoch": 1, "publication": 1, "rank": 0} | fields
+    rank = {"rank": int.from_bytes(segment.digest[:3])}
+    named: dict[str, Any] = {"series": SERIES, "epoch": 1, "publication": 1} | rank | fields
     return PutSegmentRequest(segment=described, chain=chain, **named)
 
 
@@ -173,15 +176,28 @@ def test_a_segment_for_which_there_is_no_memory_is_overloaded(stores: WeightStor
         assert found.view() == first.view()
 
 
+def test_a_server_of_the_chain_without_memory_is_overloaded(
+    servers: ParameterServers, stores: WeightStores
+) -> None:
+    segment = drawn(2 * CHUNK_BYTES)
+    with (
+        ParameterServers(1, memory_limit_bytes=CHUNK_BYTES) as small,
+        pytest.raises(Overloaded, match="no memory left for published weights"),
+    ):
+        put(stores, segment, [*at(servers, 0), *at(small, 0)])
+    assert put(stores, segment, at(servers, 0, 1)).holders == ["ps-0", "ps-1"]
+
+
 def test_a_rank_that_publishes_faster_than_versions_come_about_is_overloaded(
     servers: ParameterServers, stores: WeightStores
 ) -> None:
+    rank = random.getrandbits(30)
     for publication in (11, 12):
-        put(stores, drawn(10), at(servers, 0), publication=publication, rank=7)
+        put(stores, drawn(10), at(servers, 0), publication=publication, rank=rank)
     with pytest.raises(Overloaded, match="publications \\[11, 12\\] undecided"):
-        put(stores, drawn(10), at(servers, 0), publication=13, rank=7)
+        put(stores, drawn(10), at(servers, 0), publication=13, rank=rank)
     # Those that the publisher knows to be refused make room.
-    put(stores, drawn(10), at(servers, 0), publication=13, rank=7, abandoned=[11, 12])
+    put(stores, drawn(10), at(servers, 0), publication=13, rank=rank, abandoned=[11, 12])
 
 
 def test_a_key_is_good_for_its_own_series_alone(servers: ParameterServers) -> None:

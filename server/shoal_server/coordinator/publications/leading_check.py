@@ -20,6 +20,8 @@ class LeadingCheck:
         """
         if self._next is None:
             self._next = asyncio.create_task(self._ask_after(self._current), name="leading-check")
+            # Whoever has asked may wait no longer.
+            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._next)
 
     async def _ask_after(self, before: "asyncio.Task[None] | None") -> None:

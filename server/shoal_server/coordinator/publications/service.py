@@ -86,7 +86,7 @@ class WeightSeriesService(WeightSeriesServicer):
         self._is_job = is_job
         self._clock = clock
         self._call_wait_s = call_wait_s
-        self._stores = Stores(store, calls)
+        self._stores = Stores(store, calls, self._servers_changed)
         self._check = LeadingCheck(store)
         self._layouts = MergedLayouts()
         self._actors: dict[str, SeriesActor] = {}
@@ -94,12 +94,14 @@ class WeightSeriesService(WeightSeriesServicer):
         self._opening = asyncio.Lock()
         self._tasks = SupervisedTasks()
         self._num_watchers = 0
+        self._num_terms = 0
 
     # --- from the coordinator ---
 
     @asynccontextmanager
     async def leading(self) -> AsyncIterator[None]:
         """Read all series, and answer as long as the block runs. Raises what the store raises."""
+        self._num_terms += 1
         found, self._broken = await stored_series.read_all(self._store)
         for name, why in self._broken.items():
             log.error("series_unreadable", series=name, reason=str(why))
@@ -146,6 +148,11 @@ class WeightSeriesService(WeightSeriesServicer):
         if forgets_numbers and self._actors.pop(name, None) is not None:
             actor.end(UnknownSeries(f"series {name} was removed with its job"))
             await actor.writer.take_away()
+
+    def _servers_changed(self) -> None:
+        """Readers fetch from the servers by the addresses that they were shown last."""
+        for actor in self._actors.values():
+            actor.notify()
 
     async def _care(self) -> None:
         while True:
@@ -196,8 +203,12 @@ class WeightSeriesService(WeightSeriesServicer):
                 expected=f"fewer than {MAX_SERIES}",
                 fix="`shoal rm JOB` removes those of a job.",
             )
+        term = self._num_terms
         stored, writer = await stored_series.read_one(self._store, name)
         self._require_leading()
+        if term != self._num_terms:
+            # What was read is of an earlier term: another coordinator may have written since.
+            raise NotLeader("the term in which this was asked has ended", details={"leader": ""})
         self._broken.pop(name, None)
         return self._actor(Series(name, stored, self._clock()), writer)
 
@@ -225,6 +236,8 @@ class WeightSeriesService(WeightSeriesServicer):
         if not request.ending:
             messages.check_rank(request.rank, request.world)
             present = self._stores.present
+            if not present and not self._stores.mirror.is_in_sync:
+                raise Unavailable("the parameter servers are not known yet", expected="in a moment")
             servers = servers_for(request.rank, copies, present, near=_host(context.peer()))
             if not servers:
                 raise NoServers(
@@ -245,6 +258,8 @@ class WeightSeriesService(WeightSeriesServicer):
             )
         )
         assert isinstance(begun, Begun)
+        # One that was deposed does not know how much its successor keeps.
+        await self._check.confirm()
         addresses = self._stores.addresses
         return pb.BeginPublicationReply(
             epoch=begun.epoch,

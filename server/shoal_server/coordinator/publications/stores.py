@@ -1,7 +1,7 @@
 """The parameter servers as stores of segments: which there are, and what they hold."""
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 
@@ -25,9 +25,14 @@ ANSWER_S = 5.0
 class Stores:
     """Follows the registered servers while its block runs."""
 
-    def __init__(self, store: LeaderStore, calls: ServerCalls) -> None:
+    def __init__(
+        self, store: LeaderStore, calls: ServerCalls, on_change: Callable[[], object]
+    ) -> None:
+        """`on_change` is called after servers came, went, or came back at another address."""
         self._calls = calls
-        self._mirror: PrefixMirror[Server] = PrefixMirror(store, keys.SERVERS, _parsed, resync=True)
+        self._mirror: PrefixMirror[Server] = PrefixMirror(
+            store, keys.SERVERS, _parsed, on_change=on_change, resync=True
+        )
 
     @property
     def mirror(self) -> PrefixMirror[Server]:

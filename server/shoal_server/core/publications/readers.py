@@ -26,6 +26,8 @@ class ReaderReport:
     is_leaving: bool = False
     fetch_s: float = 0.0
     fetch_bytes: int = 0
+    sequence: int = 0
+    """Rises from report to report."""
 
 
 @dataclass(slots=True)
@@ -70,6 +72,9 @@ class Readers:
         Raises TooManyReaders and InstalledOlder; then its leases are as they were.
         """
         known = self._known.get(report.reader)
+        if known is not None and report.sequence < known.report.sequence:
+            # Its answer is for nobody: the reader has asked again since.
+            return [], sorted(set(report.leased))
         if report.is_leaving:
             self._known.pop(report.reader, None)
             return [], []

@@ -44,7 +44,7 @@ from shoal_server.core.publications.protocol import (
     Written,
 )
 from shoal_server.core.publications.publication import Mismatch, Publication, Stage
-from shoal_server.core.publications.readers import ReaderReport, Readers
+from shoal_server.core.publications.readers import Reader, ReaderReport, Readers
 from shoal_server.core.publications.records import (
     DIGESTS_KEPT,
     LOSSES_KEPT,
@@ -156,6 +156,12 @@ class Series:
         kept = [number for number in self.head.kept if number not in dropping]
         return self.readers.report(report, kept, now_s)
 
+    def differs(self, reader: Reader) -> bool:
+        """True if the reader has installed other bytes than the version of that number has."""
+        report = reader.report
+        known = self.head.digests.get(report.installed)
+        return known is not None and report.installed_digest != known
+
     # --- one change at a time ---
 
     def _wish(self, wish: Wish) -> None:
@@ -217,21 +223,22 @@ class Series:
         if refused := self._refusal_of(event, now_s):
             yield refused
             return
-        is_new = publisher != head.publisher or not head.epoch
         options = replace(head, keep=event.keep, copies=event.copies)
-        if is_new:
+        if publisher != head.publisher or not head.epoch:
             options = replace(options, epoch=head.epoch + 1, publisher=publisher, publication=0)
-        if not is_new and not keeping.has_room(self.stored, self._leased(now_s)):
-            yield self._overloaded(event.call, now_s)
-            return
         if publisher.script:
             self._script = _Script(now_s + HELD_S)
-        begun = Begun(call=event.call, epoch=options.epoch, head=head.number)
-        if options == head:
-            yield begun
+        stored = replace(self.stored, head=options)
+        answer: Effect = Begun(call=event.call, epoch=options.epoch, head=head.number)
+        if not keeping.has_room(stored, self._leased(now_s)):
+            # The series is the publisher's all the same: who had it before publishes no more.
+            answer = self._overloaded(event.call, now_s)
+        # What makes room goes first: a successor of this leader would keep it for a while.
+        drop = keeping.droppable(stored, self._leased(now_s))
+        if drop or options != head:
+            yield self._write(stored, drop=drop, then=[answer])
         else:
-            stored = replace(self.stored, head=options)
-            yield self._write(stored, then=[begun])
+            yield answer
 
     def _refusal_of(self, event: BeginRequested, now_s: float) -> Refused | None:
         """Why this publisher may not publish; None if it may."""

@@ -324,7 +324,7 @@ class _BulkCall:
         """See `SegmentWay`."""
         return await self._wire.next_descriptor()
 
-    async def receive_chunks(self, writer: SegmentWriter) -> AsyncIterator[tuple[int, memoryview]]:
+    async def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
         """See `SegmentWay`."""
         try:
             for index in range(num_chunks(writer.num_bytes)):
@@ -338,9 +338,13 @@ class _BulkCall:
                         seen=f"{frame.kind.name} at {frame.offset_bytes}",
                         expected=f"CHUNK at {start}",
                     )
-                yield index, room
+                yield room
         finally:
             self._wire.place_chunks(None)
+
+    def end(self) -> None:
+        """See `SegmentWay`."""
+        self._wire.end_sending()
 
     async def send_descriptor(self, segment: Segment) -> None:
         """See `SegmentWay`."""

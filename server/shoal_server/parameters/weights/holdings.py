@@ -2,22 +2,25 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import TypeVar
 
 import structlog
 
 from shoal_proto.errors import ChecksumMismatch, Unavailable
-from shoal_proto.segments.digests import chunk_digest
+from shoal_proto.segments.digests import chunk_digest, num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.v1.weights_pb2 import StoreServer
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.weights.peers import WeightPeers
 from shoal_server.parameters.weights.segment_way import SegmentWay
 from shoal_server.parameters.weights.store import Held, Origin, Position, SegmentStore
+
+STALLED_S = 30.0
+"""The longest that a publisher may take to send the next chunk."""
 
 log = structlog.get_logger(__name__)
 
@@ -77,15 +80,19 @@ class WeightHoldings:
     ) -> Segment:
         """Take a segment in, as a descriptor if that can be, and hold it once it is verified.
 
-        Raises Overloaded if the server has no memory for it, ChecksumMismatch if it is another one.
+        Raises what `admit` raises, Overloaded if the server has no memory for it, ChecksumMismatch
+        if it is another one, and Unavailable if nothing comes for STALLED_S: room is kept for it
+        meanwhile.
         """
         with self._claimed(num_bytes) as claim:
             if way.is_local:
-                descriptor = await way.receive_descriptor()
+                descriptor = await _soon(way.receive_descriptor())
                 segment = await self._in_thread(partial(Segment.adopt, descriptor, num_bytes))
             else:
                 segment = await self._from_chunks(num_bytes, way)
             self._check(segment, digest)
+            # The series may have gone on to a later epoch meanwhile.
+            self._store.admit(series, digest, origin)
             return self._hold(series, segment, origin, claim)
 
     async def copy(
@@ -93,9 +100,16 @@ class WeightHoldings:
     ) -> Segment:
         """Hold a segment of another server here too. Raises what that server raises, Unavailable,
         or Overloaded."""
+        return await self.take(
+            series, num_bytes, partial(self._peers.fetch, source, series, digest)
+        )
+
+    async def take(
+        self, series: str, num_bytes: int, get: Callable[[], Awaitable[Segment]]
+    ) -> Segment:
+        """Hold the verified segment that `get` gives. Raises what it raises, or Overloaded."""
         with self._claimed(num_bytes) as claim:
-            segment = await self._peers.fetch(source, series, digest)
-            return self._hold(series, segment, None, claim)
+            return self._hold(series, await get(), None, claim)
 
     def follow(self, series: str, newest: Position, named: Mapping[bytes, Position]) -> None:
         """See `SegmentStore.follow`."""
@@ -158,9 +172,11 @@ class WeightHoldings:
         loop = asyncio.get_running_loop()
         digests: list[asyncio.Future[bytes]] = []
         try:
-            async for _, chunk in way.receive_chunks(writer):
-                digests.append(loop.run_in_executor(self._threads, chunk_digest, chunk))
-                del chunk  # what refers to the buffer keeps it from being sealed
+            async with aclosing(way.receive_chunks(writer)) as chunks:
+                for _ in range(num_chunks(num_bytes)):
+                    chunk = await _soon(anext(chunks))
+                    digests.append(loop.run_in_executor(self._threads, chunk_digest, chunk))
+                    del chunk  # what refers to the buffer keeps it from being sealed
             of_chunks = b"".join(await asyncio.gather(*digests))
             digests.clear()
             return await self._in_thread(partial(writer.seal, of_chunks))
@@ -179,3 +195,15 @@ class WeightHoldings:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+async def _soon(arriving: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(STALLED_S):
+            return await arriving
+    except TimeoutError:
+        raise Unavailable(
+            "the publisher of a segment has stopped sending",
+            seen=f"nothing for {STALLED_S:g} s",
+            expected="the next chunk, or the descriptor",
+        ) from None

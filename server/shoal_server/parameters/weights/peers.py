@@ -77,7 +77,12 @@ class WeightPeers:
         opening = loop.run_in_executor(self._threads, SegmentConnection.open, offer, server.address)
         connection = await opening
         try:
-            return await loop.run_in_executor(self._threads, partial(call, connection))
-        finally:
-            # If this task was cancelled, the thread's call fails.
-            connection.close()
+            return await loop.run_in_executor(self._threads, partial(_closing, connection, call))
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+
+
+def _closing(connection: SegmentConnection, call: Callable[[SegmentConnection], T]) -> T:
+    with connection:
+        return call(connection)

@@ -9,8 +9,8 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.mirror import Item, PrefixMirror
 from shoal_server.etcd.records.series import parse_head, parse_version, split_name
 from shoal_server.parameters.weights.holdings import WeightHoldings
-from shoal_server.parameters.weights.repair import WeightRepair
 from shoal_server.parameters.weights.store import Position
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
 HEAD = "head"
 
@@ -21,12 +21,12 @@ class SeriesRecords:
     """Lives on the event loop. As of the newest event seen; while etcd is away, as of before."""
 
     def __init__(
-        self, store: KeyValueStore, holdings: WeightHoldings, repair: WeightRepair
+        self, store: KeyValueStore, holdings: WeightHoldings, upkeep: WeightUpkeep
     ) -> None:
         """Both are told of each change: what may go, and what is to be here."""
         self._store = store
         self._holdings = holdings
-        self._repair = repair
+        self._upkeep = upkeep
         self._records: dict[str, dict[str, Record]] = {}
         self._changed: set[str] = set()
         self._mirror: PrefixMirror[Record] = PrefixMirror(
@@ -45,6 +45,11 @@ class SeriesRecords:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._mirror.__aexit__(*exc)
+
+    @property
+    def is_in_sync(self) -> bool:
+        """True if all records have been seen."""
+        return self._mirror.is_in_sync
 
     async def refresh(self, series: str) -> None:
         """Take in the records of a series as they are now. Raises what etcd raises."""
@@ -70,17 +75,17 @@ class SeriesRecords:
 
     def _flush(self) -> None:
         changed, self._changed = self._changed, set()
-        for series in changed:
+        for series in sorted(changed):
             records = self._records.get(series)
             if records is None:
                 self._holdings.forget(series)
-                self._repair.follow(series, {})
+                self._upkeep.follow(series, {})
                 continue
             head = records.get(HEAD)
             newest = (head.epoch, head.publication) if isinstance(head, SeriesHead) else (0, 0)
             versions = [each for each in records.values() if isinstance(each, Version)]
             self._holdings.follow(series, newest, _positions(versions))
-            self._repair.follow(series, _segments(versions))
+            self._upkeep.follow(series, _segments(versions))
 
 
 def _parsed(item: Item) -> Record | None:

@@ -1,6 +1,6 @@
 """What a call about a segment asks of the connection that carries it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from shoal_proto.segments.sealed import Segment, SegmentWriter
@@ -18,9 +18,13 @@ class SegmentWay(Protocol):
         """The descriptor that the caller sends; to be closed. Raises MalformedMessage."""
         ...
 
-    def receive_chunks(self, writer: SegmentWriter) -> AsyncIterator[tuple[int, memoryview]]:
-        """The chunks that the caller sends, in order: index, and where it lies in the writer.
-        Raises MalformedMessage."""
+    def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
+        """The chunks that the caller sends, in order, where they lie in the writer. Raises
+        MalformedMessage."""
+        ...
+
+    def end(self) -> None:
+        """Send nothing more: a call that waits for the other end to read fails."""
         ...
 
     async def send_descriptor(self, segment: Segment) -> None: ...

@@ -6,7 +6,14 @@ from collections.abc import AsyncGenerator, Sequence
 import structlog
 from google.protobuf.message import Message
 
-from shoal_proto.errors import AccessDenied, InvalidSpec, Overloaded, ShoalError
+from shoal_proto.errors import (
+    AccessDenied,
+    InvalidSpec,
+    Overloaded,
+    RefusedError,
+    ShoalError,
+    Unavailable,
+)
 from shoal_proto.segments.digests import DIGEST_BYTES, num_chunks
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.tls.names import Role
@@ -20,6 +27,7 @@ from shoal_server.parameters.weights.peers import WeightPeers
 from shoal_server.parameters.weights.records import SeriesRecords
 from shoal_server.parameters.weights.segment_way import SegmentWay
 from shoal_server.parameters.weights.store import Origin
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
 from shoal_server.serving.access.checks import known_caller
 from shoal_server.serving.rpc import Context
 
@@ -29,6 +37,8 @@ PUBLISHING = frozenset({Role.WORKER, Role.OPERATOR, Role.SERVER})
 """Roles that may put segments: publishers, and servers that pass one on."""
 
 SWEEP_EACH_S = 1.0
+STALLED_S = 30.0
+"""The longest that one chunk may take."""
 
 Replies = AsyncGenerator[Sequence[Message | bytes], None]
 
@@ -43,6 +53,7 @@ class WeightsServicer(WeightStoreServicer):
         records: SeriesRecords,
         holdings: WeightHoldings,
         differences: WeightDifferences,
+        upkeep: WeightUpkeep,
         peers: WeightPeers,
         offers: Offers,
     ) -> None:
@@ -50,6 +61,7 @@ class WeightsServicer(WeightStoreServicer):
         self._records = records
         self._holdings = holdings
         self._differences = differences
+        self._upkeep = upkeep
         self._peers = peers
         self._offers = offers
 
@@ -59,6 +71,8 @@ class WeightsServicer(WeightStoreServicer):
             await asyncio.sleep(SWEEP_EACH_S)
             self._holdings.sweep()
             self._differences.sweep()
+            if self._records.is_in_sync:
+                self._upkeep.allow_removal()
 
     # --- over gRPC ---
 
@@ -70,7 +84,8 @@ class WeightsServicer(WeightStoreServicer):
         self, request: pb.HoldsSegmentsRequest, context: Context
     ) -> pb.HoldsSegmentsReply:
         held = [each for each in request.digests if self._holdings.holds(request.series, each)]
-        return pb.HoldsSegmentsReply(held=held)
+        durable = [each for each in held if self._upkeep.is_durable(request.series, each)]
+        return pb.HoldsSegmentsReply(held=held, durable=durable)
 
     async def Copy(self, request: pb.CopySegmentsRequest, context: Context) -> pb.CopySegmentsReply:
         held = []
@@ -139,7 +154,8 @@ class WeightsServicer(WeightStoreServicer):
             self._holdings.admit(series, digest, origin)
 
     async def _passed_on(self, request: pb.PutSegmentRequest, segment: Segment) -> Sequence[str]:
-        """The servers of the chain that hold the segment now."""
+        """The servers of the chain that hold the segment now. Raises what one of them refuses it
+        with, and Overloaded."""
         if not request.chain:
             return ()
         following = pb.PutSegmentRequest()
@@ -148,6 +164,8 @@ class WeightsServicer(WeightStoreServicer):
         to = request.chain[0]
         try:
             reply = await self._peers.pass_on(to, following, segment)
+        except (Overloaded, RefusedError):
+            raise
         except ShoalError as error:
             log.warning("segment_not_passed_on", series=request.series, to=to.id, reason=str(error))
             return ()
@@ -173,9 +191,24 @@ class WeightsServicer(WeightStoreServicer):
             return
         for wanted in _ranges(request, segment.num_bytes):
             for index in wanted:
-                await way.send_chunk(index, segment)
-                # Others have their turn on the event loop.
-                await asyncio.sleep(0)
+                await _sent(index, segment, way)
+
+
+async def _sent(index: int, segment: Segment, way: SegmentWay) -> None:
+    """Send a chunk. Raises Unavailable for a reader that takes nothing for STALLED_S: it would keep
+    the memory of a segment that is dropped."""
+    try:
+        async with asyncio.timeout(STALLED_S):
+            await way.send_chunk(index, segment)
+    except TimeoutError:
+        way.end()
+        raise Unavailable(
+            "the reader of a segment has stopped reading",
+            seen=f"chunk {index} not taken within {STALLED_S:g} s",
+            expected="8 MiB in that time",
+        ) from None
+    # Others have their turn on the event loop.
+    await asyncio.sleep(0)
 
 
 def _ranges(request: pb.FetchSegmentRequest, num_bytes: int) -> Sequence[range]:

@@ -15,8 +15,9 @@ GRACE_S = 120.0
 """How long a segment is held that no version names: longer than any publication takes to be
 committed, or to be given up."""
 MAX_UNDECIDED = 2
-"""Publications of one rank of which it is not known whether they became a version: the one on its
-way, and one whose record has not arrived here yet."""
+"""Segments of one rank that no version names yet: of the publication on its way, and of one before
+it that may lack the part of a rank for ever. With those of the versions that are kept, that bounds
+what a series takes."""
 
 
 Position = tuple[int, int]
@@ -89,20 +90,19 @@ class SegmentStore:
                 expected=f"epoch {known.newest[0]}",
                 fix="Begin again: the newest generation of the job publishes.",
             )
-        undecided = {
+        undecided = [
             held.origin.publication
             for other, held in known.held.items()
             if other != digest
             and held.origin is not None
             and held.origin.rank == origin.rank
-            and held.origin.publication != origin.publication
             and not held.was_named
-        }
+        ]
         if len(undecided) >= MAX_UNDECIDED:
             raise Overloaded(
                 f"rank {origin.rank} publishes {series} faster than versions are committed",
-                seen=f"publications {sorted(undecided)} undecided",
-                expected=f"fewer than {MAX_UNDECIDED} beside publication {origin.publication}",
+                seen=f"segments of publications {sorted(undecided)} undecided",
+                expected=f"fewer than {MAX_UNDECIDED}, for one of {origin.publication} to come in",
                 fix="Publish again once they are committed; what was given up is freed after"
                 f" {GRACE_S:g} s.",
             )

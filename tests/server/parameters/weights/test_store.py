@@ -73,7 +73,7 @@ def test_a_segment_of_the_next_publication_survives_the_version_before() -> None
 
 def test_publications_are_committed_in_order_so_an_older_one_goes_at_once() -> None:
     store = SegmentStore()
-    put(store, A, 1)
+    put(store, A, 1, rank=2)
     put(store, B, 2)
     put(store, C, 3, rank=1)
     assert store.follow(SERIES, (1, 2), {B.digest: (1, 2)}, 1.0) == [A]
@@ -89,22 +89,23 @@ def test_a_later_epoch_refuses_and_frees_what_is_of_an_earlier_one() -> None:
     put(store, B, 1, epoch=2)
 
 
-def test_a_rank_has_few_undecided_publications() -> None:
-    store = SegmentStore()
+def test_a_rank_has_few_undecided_segments() -> None:
+    store, further = SegmentStore(), sealed(b"d")
     put(store, A, 1)
     put(store, B, 2)
-    with pytest.raises(Overloaded):
-        put(store, C, 3)
+    for publication in (2, 3):
+        with pytest.raises(Overloaded):
+            put(store, further, publication)
+    put(store, A, 1)
     put(store, C, 3, rank=1)
     # Once one is committed, there is room.
     store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
-    put(store, sealed(b"d"), 3)
+    put(store, further, 3)
 
 
 def test_what_its_publisher_gave_up_goes_at_once() -> None:
     store = SegmentStore()
     put(store, A, 1)
-    put(store, B, 2)
     assert store.abandon(SERIES, 1, 1, frozenset({1})) == []
     assert store.abandon(SERIES, 0, 2, frozenset({1})) == []
     assert store.abandon(SERIES, 0, 1, frozenset({1})) == [A]
