@@ -11,7 +11,7 @@ from shoal_server.core.publications import keeping, series
 from shoal_server.core.publications.protocol import PartContributed
 from shoal_server.core.publications.records import Segment, StoredSeries
 from shoal_server.core.publications.series import Series
-from shoal_server.parameters.weights.repair import WeightRepair
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
 MAX_SEEDS = 60
 
@@ -92,16 +92,18 @@ def a_committed_part_counts_as_new(patch: Patch) -> None:
 def copies_of_a_server_that_is_gone_are_not_replaced(patch: Patch) -> None:
     """The next loss takes the version."""
 
-    def follow(self: WeightRepair, name: str, segments: Mapping[bytes, Segment]) -> None:
+    def follow(self: WeightUpkeep, name: str, segments: Mapping[bytes, Segment]) -> None:
         return None
 
-    patch.setattr(WeightRepair, "follow", follow)
+    patch.setattr(WeightUpkeep, "follow", follow)
 
 
 FOCUS: Mapping[Fault, Collection[str]] = {
     a_deposed_leader_grants_leases: ["depose unheard", "slow reader", "cut coordinator"],
     leases_are_held_for_less_than_readers_count_on: ["pause reader"],
-    a_number_is_that_of_the_versions_that_are_kept: ["restart server"],
+    a_number_is_that_of_the_versions_that_are_kept: ["restart server", "kill server"],
+    a_committed_part_counts_as_new: ["cut coordinator", "depose unheard", "slow trainer"],
+    copies_of_a_server_that_is_gone_are_not_replaced: ["restart server"],
 }
 """Faults that meet it more often than those of all kinds do."""
 
