@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
-from shoal_proto import MAX_MESSAGE_BYTES, MAX_PIECE_BYTES
+from shoal_proto import CHUNK_BYTES, MAX_MESSAGE_BYTES, MAX_PIECE_BYTES
 from shoal_proto.checksum import crc32, verify
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage
 
@@ -53,6 +53,16 @@ class Kind(IntEnum):
     """A call: TablePushRequest with the header."""
     TABLE_LOOKUP = 13
     """A call: TableLookupRequest with the header. Pieces and rooms are those of its items."""
+    SEGMENT_PUT = 14
+    """A call: PutSegmentRequest. Its chunks or descriptor follow once the server asks for them."""
+    SEGMENT_FETCH = 15
+    """A call: FetchSegmentRequest."""
+    CHUNK = 16
+    """`num_bytes` of a segment from `offset_bytes` on, in the body: verified by the digest that the
+    segment has for them, so that they have no checksum of their own."""
+    DESCRIPTOR = 17
+    """A segment as a sealed memory file, whose descriptor comes with the header, over a Unix
+    socket."""
 
 
 _HEADER = struct.Struct("<BxxxIQQQI")
@@ -68,6 +78,9 @@ _MAX_BODY_BYTES = {
     Kind.ERROR: MAX_MESSAGE_BYTES,
     Kind.TABLE_PUSH: MAX_MESSAGE_BYTES,
     Kind.TABLE_LOOKUP: MAX_MESSAGE_BYTES,
+    Kind.SEGMENT_PUT: MAX_MESSAGE_BYTES,
+    Kind.SEGMENT_FETCH: MAX_MESSAGE_BYTES,
+    Kind.CHUNK: CHUNK_BYTES,
 }
 _MESSAGES = frozenset(
     {
@@ -78,6 +91,8 @@ _MESSAGES = frozenset(
         Kind.ERROR,
         Kind.TABLE_PUSH,
         Kind.TABLE_LOOKUP,
+        Kind.SEGMENT_PUT,
+        Kind.SEGMENT_FETCH,
     }
 )
 _EMPTY = memoryview(b"")
@@ -127,9 +142,9 @@ class FrameReader:
     def __init__(
         self, allocate: Callable[[int], memoryview] = _new, *, first: Kind | None = None
     ) -> None:
-        """`allocate` gives the memory for the body of a piece of so many bytes. `first`: the kind
-        that the first frame has to have. Nobody is known before it: a stranger's header of another
-        kind gets no memory for what it announces."""
+        """`allocate` gives the memory for the body of a piece or chunk of so many bytes. `first`:
+        the kind that the first frame has to have. Nobody is known before it: a stranger's header of
+        another kind gets no memory for what it announces."""
         self._allocate = allocate
         self._first = first
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -207,7 +222,7 @@ class FrameReader:
                 expected=f"at most {limit}",
             )
         self._first = None
-        if kind is Kind.PIECE:
+        if kind is Kind.PIECE or kind is Kind.CHUNK:
             body = self._allocate(num_bytes)
         else:
             body = _new(num_bytes) if kind in _MESSAGES and num_bytes else _EMPTY

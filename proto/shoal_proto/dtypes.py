@@ -1,5 +1,17 @@
-"""Element types that parameters and rows may have on parameter servers, by torch's names."""
+"""Element types by torch's names without its prefix, and the bytes of one element."""
 
 from collections.abc import Mapping
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+"""Those that parameters and rows may have on parameter servers."""
+
+ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Those that published weights may have."""

@@ -236,6 +236,31 @@ class StalePush(RefusedError):
     """The gradient is of values that too many updates came after: pull, and compute it anew."""
 
 
+class UnknownSeries(RefusedError):
+    """No series of published weights has that name."""
+
+
+class SeriesHeld(RefusedError):
+    """Another script publishes this series, and its lease has not ended."""
+
+
+class StaleEpoch(RefusedError):
+    """This publisher was replaced: another one publishes the series now, under a later epoch."""
+
+
+class PublicationAbandoned(RefusedError):
+    """The publication will not become a version: a rank of it was lost, or its parts do not cover
+    each element exactly once. Earlier versions are untouched."""
+
+
+class VersionGone(RefusedError):
+    """The version is not kept any more, or this reader's lease on it has ended."""
+
+
+class Regressed(RefusedError):
+    """The version is older than one that this reader has installed."""
+
+
 class ShapeMismatch(RefusedError):
     """A tensor's shape or length is not the one that was agreed."""
 

@@ -8,6 +8,8 @@ from shoal_proto.errors import InvalidSpec
 MAX_NAME_LENGTH = 128
 NAME_RULE = f"1 to {MAX_NAME_LENGTH} letters, digits, '.', '_' or '-', not starting with '.' or '-'"
 
+SERIES_RULE = "JOB/NAME, each of letters, digits, '.', '_' and '-'"
+
 MAX_PREFIX_LENGTH = 200
 PREFIX_RULE = (
     "names of letters, digits, '.', '_' and '-', each after a slash, as in /team-a:"
@@ -35,6 +37,12 @@ each. `fsspec` is asked for no other: it reaches far more than storage."""
 def is_name(text: str) -> bool:
     """Whether `text` may name a job, a member or a server; `NAME_RULE` says what may."""
     return _NAME.fullmatch(text) is not None
+
+
+def is_series(text: str) -> bool:
+    """True if `text` may name a series of published weights: a job's name, a slash, and a name."""
+    parts = text.split("/")
+    return len(parts) == 2 and all(map(is_name, parts))
 
 
 def check_name(name: str, what: str) -> None:

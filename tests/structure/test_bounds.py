@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 import shoal_proto.v1
+from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
 from shoal_server.serving import bounds
 
 WITHOUT = (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM)
 """Bounded by their own kind."""
 TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+SENT_IN_BULK = (FetchSegmentRequest, PutSegmentRequest)
+"""They open calls of the bulk transport alone."""
 REALS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 
 def requests() -> Iterator[Descriptor]:
-    """All that a service of ours is sent, and what is in it."""
+    """Every message that a service or a bulk connection is sent, and what is in it."""
     seen: set[str] = set()
 
     def within(message: Descriptor) -> Iterator[Descriptor]:
@@ -28,6 +31,8 @@ def requests() -> Iterator[Descriptor]:
             if field.message_type is not None:
                 yield from within(field.message_type)
 
+    for message in SENT_IN_BULK:
+        yield from within(message.DESCRIPTOR)
     for module in pkgutil.iter_modules(shoal_proto.v1.__path__):
         if module.name.endswith("_pb2"):
             file = importlib.import_module(f"shoal_proto.v1.{module.name}").DESCRIPTOR

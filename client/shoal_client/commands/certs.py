@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.names import NAME_RULE, SERIES_RULE, is_name, is_series
 from shoal_proto.tls.names import Caller, Role
 
 DEFAULT_FOLDER = Path("shoal-certs")
@@ -34,7 +34,8 @@ class CertsConfig:
     )
     """What to do."""
     role: Annotated[str, Parameter(show_default=False)] = field(default="", kw_only=False)
-    """For issue: operator, viewer, worker, server (a parameter server) or coordinator."""
+    """For issue: operator, viewer, worker, server (a parameter server), coordinator, or reader (of
+    published weights)."""
     folder: Annotated[Path, Parameter(name="--dir", metavar="DIRECTORY", env_var="SHOAL_TLS")] = (
         DEFAULT_FOLDER
     )
@@ -44,6 +45,8 @@ class CertsConfig:
     """For issue: the name of the holder and of the file. By default the role."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""
     """For issue worker: the only job that the holder may act in. By default any."""
+    series: Annotated[str, Parameter(metavar="JOB/NAME")] = ""
+    """For issue reader: the only series that the holder may read. By default any."""
     hosts: Annotated[
         Sequence[str], Parameter(name="--host", metavar="NAME", allow_repeating=True)
     ] = ()
@@ -72,6 +75,14 @@ class CertsConfig:
                 seen=f"--job with {self.role or self.action}",
                 expected="shoal certs issue worker --job NAME",
             )
+        if self.series and self.role != Role.READER.value:
+            raise InvalidSpec(
+                "only a reader is bound to a series",
+                seen=f"--series with {self.role or self.action}",
+                expected="shoal certs issue reader --series JOB/NAME",
+            )
+        if self.series and not is_series(self.series):
+            raise InvalidSpec("bad --series", seen=repr(self.series), expected=SERIES_RULE)
         for option, name in (("--name", self.name), ("--job", self.job)):
             if name and not is_name(name):
                 raise InvalidSpec(f"bad {option}", seen=repr(name), expected=NAME_RULE)
@@ -101,7 +112,8 @@ def certs(config: CertsConfig) -> int:
                 f"Have the parts of the cluster use them: export SHOAL_TLS={folder.path.resolve()}"
             )
         case "issue":
-            caller = Caller(Role(config.role), config.name or config.role, config.job)
+            name = config.name or config.role
+            caller = Caller(Role(config.role), name, config.job, config.series)
             path = folder.issue(CertificateHolder(caller=caller, hosts=config.hosts, valid=valid))
             print(f"{path} and {path.with_suffix('.key')}: {caller}, valid for {valid}")
         case "renew":

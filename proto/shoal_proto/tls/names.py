@@ -1,9 +1,10 @@
-"""What a certificate says of its holder: a role, a name, and for some workers a job.
+"""What a certificate says of its holder: a role, a name, and for some a job or a series.
 
 The role stands in a URI, as SPIFFE has it: `spiffe://shoal/worker/NAME`, or with the job that the
-holder is bound to, `spiffe://shoal/worker/NAME/job/JOB`. A process that serves has a DNS name of
-its role besides, by which its callers know it, whatever address they reach it at: certificates need
-no addresses, and a worker's certificate is not taken for a server's.
+holder is bound to, `spiffe://shoal/worker/NAME/job/JOB`. A reader of published weights may be bound
+to one series: `spiffe://shoal/reader/NAME/series/JOB/SERIES`. A process that serves has a DNS name
+of its role besides, by which its callers know it, whatever address they reach it at: certificates
+need no addresses, and a worker's certificate is not taken for a server's.
 """
 
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from shoal_proto.names import is_name
+from shoal_proto.names import is_name, is_series
 
 COORDINATOR_NAME = "coordinator.shoal"
 SERVER_NAME = "server.shoal"
@@ -26,6 +27,7 @@ class Role(Enum):
     WORKER = "worker"
     SERVER = "server"
     COORDINATOR = "coordinator"
+    READER = "reader"
 
 
 SERVES_AS = {Role.COORDINATOR: COORDINATOR_NAME, Role.SERVER: SERVER_NAME}
@@ -40,15 +42,19 @@ class Caller:
     name: str
     job: str = ""
     """The only job that it may act in; empty: any."""
+    series: str = ""
+    """Of a reader: the only series that it may read, as JOB/NAME; empty: any."""
 
     def __str__(self) -> str:
         bound = f" of job {self.job}" if self.job else ""
+        bound += f" of series {self.series}" if self.series else ""
         return f"{self.role.value} {self.name}{bound}"
 
     @property
     def uri(self) -> str:
         """As it stands in the certificate."""
         bound = f"/job/{self.job}" if self.job else ""
+        bound += f"/series/{self.series}" if self.series else ""
         return f"{URI_START}{self.role.value}/{self.name}{bound}"
 
 
@@ -69,6 +75,8 @@ def _read(uri: bytes) -> Caller | None:
     match parts[1:]:
         case [name] if is_name(name):
             return Caller(role, name)
-        case [name, "job", job] if is_name(name) and is_name(job):
+        case [name, "job", job] if is_name(name) and is_name(job) and role is not Role.READER:
             return Caller(role, name, job)
+        case [name, "series", *series] if is_name(name) and is_series("/".join(series)):
+            return Caller(role, name, series="/".join(series)) if role is Role.READER else None
     return None

@@ -15,6 +15,7 @@ from shoal_proto.v1 import (
     samples_pb2_grpc,
     shards_pb2_grpc,
     snapshots_pb2_grpc,
+    weights_pb2_grpc,
 )
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.history import HistoryKeeper
@@ -25,6 +26,7 @@ from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
+from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.rendezvous import RendezvousService
 from shoal_server.coordinator.repair.service import RepairService
 from shoal_server.coordinator.retention import Retention
@@ -106,6 +108,15 @@ class Coordinator:
             self.registry.clock,
             stuck_after_s=limits.collective_s,
         )
+        self.weights = WeightSeriesService(
+            leading,
+            server_calls,
+            authorize=self.registry.authorize,
+            require_leading=self.registry.require_leading,
+            is_job=lambda job: not self.registry.is_free(job),
+            clock=self.registry.clock,
+            call_wait_s=bounds.call_wait_s,
+        )
         outputs = OutputsService(self.registry)
         self.resetting = JobReset(
             leading,
@@ -115,9 +126,16 @@ class Coordinator:
             clocks=self.clocks,
             rendezvous=self.rendezvous,
             outputs=outputs,
+            weights=self.weights,
         )
         self.view = CoordinatorView(
-            self.registry, self.samples, self.clocks, shard_reader, self.shards, outputs=outputs
+            self.registry,
+            self.samples,
+            self.clocks,
+            shard_reader,
+            self.shards,
+            outputs=outputs,
+            weights=self.weights,
         )
         self.retention = Retention(
             leading,
@@ -222,6 +240,7 @@ class Coordinator:
         samples_pb2_grpc.add_SamplesServicer_to_server(self.samples, server)
         shards_pb2_grpc.add_ShardsServicer_to_server(self.shards, server)
         snapshots_pb2_grpc.add_SnapshotsServicer_to_server(self.snapshots, server)
+        weights_pb2_grpc.add_WeightSeriesServicer_to_server(self.weights, server)
         repairs = RepairService(self._store, self.registry, self._take_up_again)
         repair_pb2_grpc.add_RepairsServicer_to_server(repairs, server)
 
@@ -240,6 +259,7 @@ class Coordinator:
         self.term.begin(conditions)
         await self.snapshots.announce_roots(self._store)
         await self.resetting.read()
+        await self._while_leading.enter_async_context(self.weights.leading())
         await self.registry.read(self.samples.open_existing)
         for actor in self.registry.begin():
             self.clocks.inherit(actor.job.spec.job, actor.trainers())

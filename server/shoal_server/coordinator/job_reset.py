@@ -17,6 +17,7 @@ from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused, from_json
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.coordinator.persistence.stored_json import named_under
+from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.rendezvous import RendezvousService
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.generations.roster import NO_GENERATION, Generation
@@ -45,6 +46,7 @@ class JobReset:
         clocks: ClocksService,
         rendezvous: RendezvousService,
         outputs: OutputsService,
+        weights: WeightSeriesService,
     ) -> None:
         self._store = store
         self._jobs = jobs
@@ -53,6 +55,7 @@ class JobReset:
         self._clocks = clocks
         self._rendezvous = rendezvous
         self._outputs = outputs
+        self._weights = weights
 
     async def read(self) -> None:
         """Learn which jobs were begun anew: to be called before the registry takes jobs over."""
@@ -92,6 +95,7 @@ class JobReset:
             members = (await self._store.range(keys.members(job))).items
             check_unused(job, [each.key.removeprefix(keys.members(job)) for each in members])
             existed = bool(held) or actor is not None
+            await self._weights.clear(job, forgets_numbers=forgets_processes)
             if not existed:
                 return False, known.last_generation if known else NO_GENERATION
             earlier = known or EarlierRuns(job=job, last_generation=NO_GENERATION)

@@ -13,6 +13,9 @@ ASSIGNMENTS = ROOT + "assignments/"
 RESETS = ROOT + "resets/"
 ENDED_SERVERS = ROOT + "ended_servers/"
 LAST_PROCESSES = ROOT + "last_processes/"
+SERIES = ROOT + "series/"
+"""Series of published weights, all of whose records every parameter server watches."""
+SERIES_LAYOUTS = ROOT + "series_layouts/"
 CLOCK = ROOT + "clock"
 """What time it was when somebody led last: {"unix_s": ...}."""
 SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
@@ -162,3 +165,37 @@ def sample_deltas(job: str) -> str:
 def sample_delta(job: str, token: str, number: int) -> str:
     """One step of that, of the ledger whose token it is, in bytes of its own format; from 0."""
     return f"{JOBS}{job}/samples/{token}/{number:06d}"
+
+
+def series_of_job(job: str) -> str:
+    """All records of the series of a job."""
+    return f"{SERIES}{job}/"
+
+
+def series_head(series: str) -> str:
+    """What decides which versions a series `JOB/NAME` has, as a serialized SeriesHead message."""
+    return f"{SERIES}{series}/head"
+
+
+def series_version(series: str, number: int) -> str:
+    """A version that the head names, as a serialized VersionRecord message. Zero-padded, so that
+    key order is number order."""
+    return f"{SERIES}{series}/versions/{number:015d}"
+
+
+def series_layouts_of_job(job: str) -> str:
+    """The layouts of all series of a job."""
+    return f"{SERIES_LAYOUTS}{job}/"
+
+
+def series_layouts(series: str, digest: str = "") -> str:
+    """The chunks of the Layout of that digest, or of any.
+
+    Apart from the series' records: every parameter server watches those.
+    """
+    return f"{SERIES_LAYOUTS}{series}/{digest}/" if digest else f"{SERIES_LAYOUTS}{series}/"
+
+
+def series_layout_chunk(series: str, digest: str, number: int) -> str:
+    """A part of a serialized Layout message, deflated."""
+    return f"{series_layouts(series, digest)}{number:04d}"

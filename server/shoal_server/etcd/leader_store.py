@@ -112,6 +112,13 @@ class LeaderStore:
                 raise self._deposed()
         return TransactionResult(False, result.revision, result.reads[: len(otherwise)])
 
+    async def confirm(self) -> None:
+        """Return if this coordinator leads as etcd has it now. Raises NotLeader if it does not."""
+        leadership = self._leadership()
+        looks = [Get(each.key) for each in leadership]
+        if not (await self._store.transact(leadership, looks, looks)).succeeded:
+            raise self._deposed()
+
     def _deposed(self) -> NotLeader:
         error = NotLeader(
             "this coordinator no longer leads",

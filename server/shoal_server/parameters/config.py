@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -70,12 +71,19 @@ class ParameterServerConfig:
     """Name of this server in etcd and in shard maps. By default its host and port."""
     timeouts: Annotated[PeerTimeouts, FLAT] = field(default_factory=PeerTimeouts)
     journal: Annotated[JournalConfig | None, FLAT] = None
+    weights_directory: Annotated[
+        Path | None, Parameter(name="--weights-directory", metavar="DIRECTORY")
+    ] = None
+    """Also keep published weights in this directory, on a disk that honours `fsync`: needed for
+    durable versions, which outlast the end of all servers at once. Each server needs a directory of
+    its own."""
     memory_limit_bytes: Annotated[int, Parameter(metavar="BYTES")] = field(
         default_factory=default_limit_bytes
     )
-    """Limit for shards with their optimizer state, copies included, and gradients not applied yet.
-    Beyond it, no shard is created, no copy is taken and no table grows. By default 80 % of the
-    cgroup's memory limit, or of the machine's memory."""
+    """Limit for shards with their optimizer state, copies included, for gradients not applied yet
+    and for published weights. Beyond it, no shard is created, no copy is taken, no table grows and
+    no weights are published. By default 80 % of the cgroup's memory limit, or of the machine's
+    memory."""
     max_sessions: Annotated[int, Parameter(metavar="N")] = MAX_SESSIONS
     """Number of sessions whose pushes a shard remembers: at least the number of live members that
     push to it. Must be the same on all servers of a cluster."""

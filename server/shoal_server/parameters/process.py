@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import grpc.aio
 import structlog
 import torch
 from prometheus_client.metrics_core import Metric
@@ -23,6 +24,7 @@ from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
 from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
+from shoal_proto.v1.weights_pb2_grpc import add_WeightStoreServicer_to_server
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd.api import KeyValueStore
@@ -52,6 +54,13 @@ from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.workers import Workers
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.restore import restore
+from shoal_server.parameters.weights.differences import WeightDifferences
+from shoal_server.parameters.weights.disk import WeightDisk
+from shoal_server.parameters.weights.holdings import WeightHoldings
+from shoal_server.parameters.weights.peers import WeightPeers
+from shoal_server.parameters.weights.records import SeriesRecords
+from shoal_server.parameters.weights.servicer import WeightsServicer
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
 from shoal_server.serving import tasks
 from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.calls import CallCounts
@@ -69,6 +78,8 @@ from shoal_server.serving.rpc import bind, call_durations, new_server
 log = structlog.get_logger(__name__)
 
 SNAPSHOT_THREADS = 2
+WEIGHT_THREADS = 4
+"""For digests of segments, and for their transfer from and to other servers."""
 LEASES_TO_WAIT_FOR = 4
 MAX_TOLD = 20
 """Shards that a line of the log names."""
@@ -197,6 +208,16 @@ async def running(
             read_roots=partial(snapshot_roots.read, store),
         )
         add_ShardSnapshotsServicer_to_server(snapshots, server)
+        weights = await stack.enter_async_context(
+            _weights(
+                server,
+                store,
+                replicas,
+                memory=memory,
+                offers=offers,
+                directory=config.weights_directory,
+            )
+        )
         await server.start()
         if config.journal is not None:
             await stack.enter_async_context(_journal(config.journal, store, replicas, config))
@@ -207,13 +228,12 @@ async def running(
             await stack.enter_async_context(tasks.running(disowning.look_for_ever()))
         stack.push_async_callback(server.stop, 1.0)
         listener = BulkListener(
-            BulkServices(servicer, tables, replication),
+            BulkServices(servicer, tables, replication, weights),
             offers,
             memory,
             most=config.work.most_bulk_connections,
         )
-        host = config.listen.rpartition(":")[0]
-        await stack.enter_async_context(listener.listening(host, config.bulk_port))
+        await stack.enter_async_context(listener.listening(_host(config.listen), config.bulk_port))
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
         identity = ServerIdentity(
             holder=me,
@@ -246,6 +266,50 @@ async def running(
             registration=registration,
         )
     log.info("parameter_server_stopped", server_id=server_id)
+
+
+@asynccontextmanager
+async def _weights(
+    server: grpc.aio.Server,
+    store: KeyValueStore,
+    replicas: ShardReplicas,
+    *,
+    memory: Memory,
+    offers: Offers,
+    directory: Path | None,
+) -> AsyncIterator[WeightsServicer]:
+    """Published weights, held as the series' records say while the block runs; also on disk, if
+    there is a directory for them."""
+    server_id = replicas.me.server_id
+    disk = await asyncio.to_thread(WeightDisk, directory) if directory is not None else None
+    with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="shoal-weights") as threads:
+        peers = WeightPeers(threads)
+        holdings = WeightHoldings(memory, threads, peers)
+        differences = WeightDifferences(memory, threads)
+        upkeep = WeightUpkeep(server_id, holdings, replicas.directory, threads=threads, disk=disk)
+        records = SeriesRecords(store, holdings, upkeep)
+        servicer = WeightsServicer(
+            server_id,
+            records=records,
+            holdings=holdings,
+            differences=differences,
+            upkeep=upkeep,
+            peers=peers,
+            offers=offers,
+        )
+        add_WeightStoreServicer_to_server(servicer, server)
+        try:
+            async with (
+                records,
+                tasks.running(
+                    tasks.keep_on(servicer.sweep_for_ever, "published-weights"),
+                    tasks.keep_on(upkeep.work_for_ever, "upkeep-of-weights"),
+                ),
+            ):
+                yield servicer
+        finally:
+            differences.close()
+            holdings.close()
 
 
 @asynccontextmanager
@@ -318,6 +382,10 @@ async def _until(stop: asyncio.Event, server: RunningServer) -> None:
             wait.result()
     finally:
         await tasks.cancel(*waits)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def _id_of(address: str) -> str:

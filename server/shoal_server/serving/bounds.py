@@ -11,6 +11,7 @@ from shoal_proto import MAX_MESSAGE_BYTES
 from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_proto.packing.listings import MAX_LISTING_BYTES
 from shoal_proto.secrets import MAX_LENGTH
+from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP, MAX_WORLD
 
 MAX_SECONDS = 1e10
 """Centuries: what waits is bounded by each service far below it."""
@@ -48,6 +49,9 @@ WORD = text(100)
 """The name of a kind, a version, a dtype."""
 SENTENCES = text(4096)
 DIGEST = text(128)
+SERIES = text(2 * MAX_NAME_LENGTH + 1)
+CONTENT = Bound(length=64)
+"""A digest of bytes that are published."""
 PATH = text(4096)
 DATA = Bound(length=MAX_MESSAGE_BYTES)
 COUNTED = whole(EXACT)
@@ -113,7 +117,18 @@ NAMED: Mapping[str, Bound] = {
     "cut_id": NAME,
     "key": text(4096),
     "keys": text(4096),
+    "series": SERIES,
+    "reader": NAME,
+    "holders": text(MAX_NAME_LENGTH, count=64),
+    "layout_digest": CONTENT,
+    "installed_digest": CONTENT,
+    "serves_at": HOST,
     # how far
+    "world": whole(MAX_WORLD),
+    "publication": COUNTED,
+    "installed": COUNTED,
+    "leased": whole(EXACT, count=256),
+    "to": COUNTED,
     "generation": COUNTED,
     "step": COUNTED,
     "next_step": COUNTED,
@@ -167,7 +182,17 @@ NAMED: Mapping[str, Bound] = {
     "columns": COUNTED,
     "blocks": ANY,
     "absent_blocks": ANY,
+    "fetch_bytes": COUNTED,
+    "segment_bytes": whole(EXACT, count=MAX_WORLD),
+    "sizes": whole(EXACT, count=64),
+    "offsets": whole(EXACT, count=64),
+    "at": COUNTED,
+    "element_bytes": whole(16),
+    "keep": whole(MAX_KEEP),
+    "copies": whole(MAX_COPIES),
     # which
+    "tensor": ANY,
+    "segment": ANY,
     "shard_id": ANY,
     "shard_ids": ANY,
     "all_shard_ids": ANY,
@@ -198,6 +223,7 @@ NAMED: Mapping[str, Bound] = {
     "own_code_s": SECONDS,
     "last_call_s": SECONDS,
     "max_idle_s": SECONDS,
+    "fetch_s": SECONDS,
     "at_unix_s": SECONDS,
     # optimizers
     "lr": REAL,
@@ -248,6 +274,12 @@ NAMED: Mapping[str, Bound] = {
     "phases": some(1 << 10),
     "low_rank": some(1 << 17),
     "tensors": some(1 << 12),
+    "slices": some(1 << 17),
+    "segments": some(MAX_WORLD),
+    "elements": some(1 << 17),
+    "metadata": some(64),
+    "chain": some(64),
+    "chunks": some(1 << 12),
 }
 """By the field's name, wherever it stands."""
 
@@ -269,6 +301,14 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "TablePushRequest.rows": some(1 << 17),
     "StepPhase.step_size": COUNTED,
     "OutputPart.data": Bound(length=1 << 18),
+    "Layout.tensors": some(1 << 17),
+    "MetadataEntry.key": text(256),
+    "MetadataEntry.value": SENTENCES,
+    "HoldsSegmentsRequest.digests": Bound(length=64, count=1 << 16),
+    "StoreServer.id": NAME,
+    "DifferenceRequest.base": CONTENT,
+    "DifferenceRequest.target": CONTENT,
+    "PutSegmentRequest.abandoned": whole(EXACT, count=1 << 10),
 }
 """By message and field: what means something else there."""
 

@@ -141,7 +141,7 @@ class ParameterCluster:
     ) -> None:
         """With a network, every server lies behind wires of its own, which can be cut. With hosts,
         each server has one of its id, and etcd and the coordinator have `etcd` and `coordinator`.
-        With journals, each finds its own again when it is started again."""
+        With journals, each finds its own again when it is started again, and its weights."""
         self._with_journals = with_journals
         self._hosts = hosts
         self._directory = directory
@@ -203,6 +203,9 @@ class ParameterCluster:
             ready_file=self._directory / f"{server_id}.json",
             lease_ttl_s=LEASE_S,
             journal=JournalConfig(directory=self._directory / f"{server_id}-journal")
+            if self._with_journals
+            else None,
+            weights_directory=self._directory / f"{server_id}-weights"
             if self._with_journals
             else None,
             work=WorkLimits(num_threads=2),

@@ -48,6 +48,6 @@ def test_neither_the_trainer_nor_the_end_of_its_process_waits_for_it() -> None:
         timeout=60,
         check=False,
     )
-    assert ended.stdout.splitlines()[0] == "retired True False", ended.stderr
+    assert "retired True False" in ended.stdout.splitlines(), ended.stderr
     assert ended.returncode == 0, ended.stderr
     assert "groups_not_freed" in ended.stdout + ended.stderr

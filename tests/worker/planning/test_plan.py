@@ -30,8 +30,7 @@ from shoal.backends.process_group.collectives import Count, counts, reset_counts
 from shoal.layouts.base import World
 from shoal.layouts.replicated import ReplicatedLayout
 from shoal.layouts.sharded.layout import ShardedLayout
-from shoal.planning.figures import GroupFigures, Plan
-from shoal.planning.table import fold
+from shoal.planning.figures import GroupFigures, Plan, fold
 from shoal.strategies.base import Strategy
 from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2, Zero3
 from shoal.strategies.layout.zero1 import Zero1

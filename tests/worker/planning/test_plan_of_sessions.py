@@ -10,7 +10,7 @@ from torch import nn
 import shoal
 from shoal.backends.process_group.collectives import Count, counts, reset_counts
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.step_agreement import NUM_WORDS
+from shoal.strategies.synchronous.step_vote import NUM_WORDS
 from shoal_client.local.cluster import LocalCluster
 
 NUM_MEMBERS, BATCH, COUNTED_STEP = 2, 6, 2

@@ -14,7 +14,7 @@ from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
-from shoal.state.resharding import gather
+from shoal.state.resharding import gather, gather_if_different
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import GenerationBroken, InvalidSpec, JobFinished
 from shoal_proto.numbers_given import plain_number
@@ -131,13 +131,13 @@ class SharedCalls:
         return strategy
 
     def _check_call(self, call: str, generation: Generation, group: dist.ProcessGroup) -> None:
-        calls = [word.decode() for word in gather(call.encode(), group)]
-        if len(set(calls)) > 1:
+        calls = gather_if_different(call.encode(), group)
+        if calls is not None:
             let_all_hear(group)
-            names = [entry.member_id for entry in generation.entries]
+            said = zip(generation.entries, calls, strict=True)
             raise InvalidSpec(
                 "the members do different things between two steps",
-                seen="; ".join(f"{name}: {word}" for name, word in zip(names, calls, strict=True)),
+                seen="; ".join(f"{each.member_id}: {word.decode()}" for each, word in said),
                 expected="the same calls in the same order on every member",
             )
 

@@ -27,6 +27,7 @@ from shoal.data.batches import Order
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.membership.generation import Context, Generation
 from shoal.state.registered.objects import RegisteredState
+from shoal.weights.pieces import HeldWeights
 from shoal_proto.errors import InvalidSpec, ShoalError
 
 if TYPE_CHECKING:
@@ -295,6 +296,14 @@ class Strategy(ABC):
         """The whole model by name, as of the last committed step. Synchronous strategies: called by
         all members at the same step."""
 
+    def weights(self) -> HeldWeights:
+        """What this member holds of the model behind the last committed step, to be published: not
+        copied. Raises GenerationBroken outside of a generation."""
+        raise InvalidSpec(
+            f"strategy {self.name} does not publish its weights",
+            expected="one of Shoal's own strategies; or publish(model=...) of a module",
+        )
+
     def check_result(self) -> None:  # noqa: B027 - nothing is wrong by default
         """All samples were trained on: raise TrainingFailed if what came of it is no result."""
 
@@ -354,6 +363,11 @@ class Strategy(ABC):
 
     def loads(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
         """The trainer waits for a batch to be loaded, or has it. Free to call."""
+
+    def has_leftovers(self) -> bool:
+        """True if the values that members computed together may be what an aborted collective left:
+        where an abort ends it well, the trainer goes on with half of a result."""
+        return False
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether the error tells that a peer failed to answer, rather than the user's own code.

@@ -33,7 +33,21 @@ class ServerCalls:
         request: Any,
         timeout_s: float,
     ) -> Reply:
-        """The answer. Raises what the server raised, or what became of the call."""
+        """The answer of the service of snapshots. Raises what the server raised, or what became of
+        the call."""
+        # grpc's stubs serve both kinds of channel; their types say so by two names.
+        stub: Any = ShardSnapshotsStub
+        return await self.call_on(stub, address, method, request, timeout_s)
+
+    async def call_on(
+        self,
+        service: Callable[[grpc.aio.Channel], Any],
+        address: str,
+        method: Callable[[Any], Callable[..., Awaitable[Reply]]],
+        request: Any,
+        timeout_s: float,
+    ) -> Reply:
+        """The answer of a service, given by its stub. Raises as `call` does."""
         # After a renewal the old connection goes on with what it carries, until room is wanted.
         key = address, material()
         channel = self._channels.get(key)
@@ -41,10 +55,8 @@ class ServerCalls:
             await self._make_room()
             channel = open_aio_channel(address, SERVER_NAME, CHANNEL_OPTIONS)
             self._channels[key] = channel
-        # grpc's stubs serve both kinds of channel; their types say so by two names.
-        stub: Any = ShardSnapshotsStub(channel)
         try:
-            return await method(stub)(request, timeout=timeout_s)
+            return await method(service(channel))(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, address) from None
 

@@ -20,6 +20,7 @@ class Purpose(Enum):
 
     CALLS = "pulls and pushes of a job's member"
     REPLICATION = "another server's news of its shards"
+    SEGMENTS = "segments of one series of published weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Use:
     purpose: Purpose
     caller: Caller | None
     """Who asked for it, where callers have certificates."""
+    series: str = ""
+    """Of a connection for segments: the series that it is for."""
 
 
 class Offers:
@@ -41,14 +44,16 @@ class Offers:
         """Connections are taken there from now on; at port 0, nowhere."""
         self._local_name, self._port = local_name, port
 
-    def make(self, purpose: Purpose, caller: Caller | None = None) -> OpenBulkReply:
+    def make(
+        self, purpose: Purpose, caller: Caller | None = None, *, series: str = ""
+    ) -> OpenBulkReply:
         """A key for one connection; port 0 where none is taken."""
         if not self._port:
             return OpenBulkReply()
         if len(self._given) >= MAX_KEYS:
             del self._given[next(iter(self._given))]
         key = secrets.token_bytes(KEY_BYTES)
-        self._given[key] = self._now_s() + VALID_S, Use(purpose, caller)
+        self._given[key] = self._now_s() + VALID_S, Use(purpose, caller, series)
         return OpenBulkReply(key=key, local_name=self._local_name, port=self._port)
 
     def redeem(self, key: bytes) -> Use | None:

@@ -1,14 +1,18 @@
 """Frames over a socket, on the event loop."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import structlog
 
+from shoal_proto import bulk
 from shoal_proto.bulk import Frame, FrameReader, Kind
+from shoal_proto.errors import MalformedMessage
 from shoal_proto.pieces import Buffer
+from shoal_proto.segments.descriptors import receive_into
 from shoal_server.parameters.bulk.encryption import PlainBytes, bytes_of
 from shoal_server.parameters.bulk.reading_pauses import ReadingPauses
 
@@ -36,7 +40,8 @@ class FrameConnection:
         """Whether what was sent lies in the memory of the other end's process, which may read it
         after this end is gone, too."""
         self._loop = asyncio.get_running_loop()
-        self._reader = FrameReader(_unset, first=first)
+        self._reader = FrameReader(self._room, first=first)
+        self._room_of_chunk: Callable[[int], memoryview] | None = None
         self._writing = asyncio.Lock()
         self._rest: Buffer = b""
         """Of a frame that `send_now` could not send whole."""
@@ -63,6 +68,57 @@ class FrameConnection:
                 raise HungUp("closed by the other end")
             self._reader.received(count)
         return frame
+
+    def place_chunks(self, room: Callable[[int], memoryview] | None) -> None:
+        """Have the body of each frame from now on received into what `room` gives for its size; it
+        may raise MalformedMessage. None: into memory of its own."""
+        self._room_of_chunk = room
+
+    def _room(self, num_bytes: int) -> memoryview:
+        return (self._room_of_chunk or _unset)(num_bytes)
+
+    async def next_descriptor(self) -> int:
+        """The descriptor that comes with the next frame, DESCRIPTOR; the caller closes it. The
+        other end sends nothing before it is asked for one: to be called before that.
+
+        Raises HungUp, MalformedMessage or ChecksumMismatch.
+        """
+        descriptors: list[int] = []
+        try:
+            while (frame := self._reader.next()) is None:
+                descriptors += await self._receive_descriptors()
+            if frame.kind is not Kind.DESCRIPTOR or len(descriptors) != 1:
+                raise MalformedMessage(
+                    "a segment was to come as a descriptor",
+                    seen=f"{frame.kind.name} with {len(descriptors)} descriptors",
+                    expected="DESCRIPTOR with 1",
+                )
+            return descriptors.pop()
+        finally:
+            for each in descriptors:
+                os.close(each)
+
+    async def _receive_descriptors(self) -> list[int]:
+        while True:
+            try:
+                count, descriptors = receive_into(self.socket, self._reader.space())
+            except BlockingIOError:
+                await self._readiness(self._loop.add_reader, self._loop.remove_reader)
+                continue
+            except OSError as error:
+                raise HungUp(repr(error)) from error
+            if not count:
+                raise HungUp("closed by the other end")
+            self._reader.received(count)
+            return descriptors
+
+    async def _readiness(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
+        ready, number = self._loop.create_future(), self.socket.fileno()
+        add(number, _set_ready, ready)
+        try:
+            await ready
+        finally:
+            remove(number)
 
     def deliver(self, take: TakeFrame | None) -> None:
         """From now on, as long as somebody waits in `next_frame`, `take` is given each frame first,
@@ -137,6 +193,38 @@ class FrameConnection:
             except OSError as error:
                 raise HungUp(repr(error)) from error
 
+    async def send_descriptor(self, descriptor: int) -> None:
+        """Send a frame DESCRIPTOR with the descriptor of a file, over a Unix socket. Raises
+        HungUp."""
+        async with self._writing:
+            self._sent_s = self._loop.time()
+            rest, self._rest = self._rest, b""
+            head = bulk.header(Kind.DESCRIPTOR)
+            try:
+                if rest:
+                    await self._bytes.send_all(rest)
+                while True:
+                    try:
+                        count = socket.send_fds(self.socket, [head], [descriptor])
+                        break
+                    except BlockingIOError:
+                        await self._readiness(self._loop.add_writer, self._loop.remove_writer)
+                if count < len(head):
+                    await self._bytes.send_all(head[count:])
+            except OSError as error:
+                raise HungUp(repr(error)) from error
+
+    async def send_file(self, head: bytes, descriptor: int, start: int, num_bytes: int) -> None:
+        """Send a frame whose body is part of a file that nobody changes any more. As `send`."""
+        async with self._writing:
+            self._sent_s = self._loop.time()
+            rest, self._rest = self._rest, b""
+            try:
+                await self._bytes.send_all(b"".join((rest, head)))
+                await self._bytes.send_file(descriptor, start, num_bytes)
+            except OSError as error:
+                raise HungUp(repr(error)) from error
+
     def send_now(self, frame: bytes) -> bool:
         """Send a frame without a turn of the event loop. False, and then nothing of it is sent,
         while something else is being sent, the kernel has no room, or the connection is broken."""
@@ -197,6 +285,11 @@ class FrameConnection:
     def silent_s(self) -> float:
         """Since when nothing was sent; 0 while something is."""
         return 0.0 if self._writing.locked() else self._loop.time() - self._sent_s
+
+
+def _set_ready(ready: "asyncio.Future[None]") -> None:
+    if not ready.done():
+        ready.set_result(None)
 
 
 def _runs(parts: Sequence[Buffer]) -> Iterator[Buffer]:

@@ -39,6 +39,12 @@ class ServerDirectory:
         server = self._servers.get(holder.server_id)
         return server.address if server is not None and server.holder == holder else None
 
+    def address_of(self, server_id: str) -> str | None:
+        """Where the server of that id is reached, whichever process it is; None if none is
+        registered."""
+        server = self._servers.get(server_id)
+        return None if server is None else server.address
+
     async def reach(self, holder: Holder) -> str | None:
         """The same, asking etcd about a holder that is not known; while etcd is away, as far as is
         known."""

@@ -72,7 +72,8 @@ class ShardReplicas:
         self._catalog = catalog
         self._run = run
         self._timeouts = timeouts
-        self._directory = ServerDirectory(store, self._look_whether_empty)
+        self.directory = ServerDirectory(store, self._look_whether_empty)
+        """Of all servers."""
         self._record = AssignmentTable(store, self._changed, self._record_gone)
         self._images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
         self._incoming = IncomingLinks()
@@ -85,7 +86,7 @@ class ShardReplicas:
             links=self._incoming,
         )
         links = OutgoingLinks(
-            driver, catalog=catalog, directory=self._directory, run=run, timeouts=timeouts
+            driver, catalog=catalog, directory=self.directory, run=run, timeouts=timeouts
         )
         self._roles = ShardRoles(
             driver,
@@ -103,7 +104,7 @@ class ShardReplicas:
         self._empty = asyncio.Event()
 
     async def __aenter__(self) -> "ShardReplicas":
-        await self._directory.__aenter__()
+        await self.directory.__aenter__()
         await self._record.__aenter__()
         self._tasks.start(self._comparing.run_for_ever(), name="comparing")
         return self
@@ -113,7 +114,7 @@ class ShardReplicas:
         self._driver.close()
         for part in self._parts:
             await part.close()
-        await self._directory.__aexit__(*exc)
+        await self.directory.__aexit__(*exc)
 
     def servicer(self, offers: Offers) -> ReplicationServicer:
         """What other servers tell this one by."""
@@ -180,14 +181,14 @@ class ShardReplicas:
         leader, epoch = assignment.primary, assignment.epoch
         if replica is not None and replica.is_handing_over and assignment.successor is not None:
             leader, epoch = assignment.successor, epoch + 1
-        address = self._directory.address(leader)
+        address = self.directory.address(leader)
         return None if address is None else Route(shard_id, epoch, leader.server_id, address)
 
     def next_address(self, job: str, shard_id: int) -> str:
         """Of the server that a shard is to be handed over to; empty: none is known."""
         assignment = self.assignment(job, shard_id)
         successor = assignment.successor if assignment is not None else None
-        return (self._directory.address(successor) or "") if successor is not None else ""
+        return (self.directory.address(successor) or "") if successor is not None else ""
 
     # --- the record ---
 
@@ -281,7 +282,7 @@ class ShardReplicas:
         is_bare = next(self._catalog.shards(), None) is None
         # What only this disk has goes on to another server's before this one leaves.
         is_bare = is_bare and (shard_journal is None or not shard_journal.keeps_for_others)
-        if is_bare or not self._directory.has_others(self.me):
+        if is_bare or not self.directory.has_others(self.me):
             self._empty.set()
         else:
             self._empty.clear()
@@ -386,7 +387,7 @@ class ShardReplicas:
         self._tasks.start(self._ask(effect.peer))
 
     async def _ask(self, peer: Holder) -> None:
-        address = await self._directory.reach(peer)
+        address = await self.directory.reach(peer)
         is_there = address is not None and await answers(
             peer, address, options=PEER_OPTIONS, within_s=self._timeouts.silence_s / 2
         )

@@ -1,22 +1,26 @@
 """One connection of the bulk transport: the calls of one client, one after the other."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError, Message
 
-from shoal_proto import bulk
+from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import BEAT_S, Frame, Kind
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece, ReadPiece
+from shoal_proto.segments.digests import num_chunks
+from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.status import to_detail
 from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest
 from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
+from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
 from shoal_server.parameters.bulk.late_frames import LateFrames
 from shoal_server.parameters.bulk.offers import Purpose, Use
@@ -27,6 +31,7 @@ from shoal_server.parameters.replication.wire.frames import Arriving
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
 from shoal_server.parameters.service.tables_servicer import TablesServicer
 from shoal_server.parameters.shard.reply_writer import CopyOut
+from shoal_server.parameters.weights.servicer import WeightsServicer
 from shoal_server.serving.access.checks import check_request
 from shoal_server.serving.message_bounds import MessageBounds
 from shoal_server.serving.rpc import refusal_of
@@ -42,6 +47,15 @@ class BulkServices:
     parameters: ParametersServicer
     tables: TablesServicer
     replication: ReplicationServicer
+    weights: WeightsServicer
+
+
+_CALLS: Mapping[Purpose, Sequence[Kind]] = {
+    Purpose.CALLS: (Kind.PUSH, Kind.PULL, Kind.TABLE_PUSH, Kind.TABLE_LOOKUP),
+    Purpose.REPLICATION: (Kind.FOLLOW,),
+    Purpose.SEGMENTS: (Kind.SEGMENT_PUT, Kind.SEGMENT_FETCH),
+}
+"""Frames that may begin a call of a connection."""
 
 
 def _unreadable(frame: Frame, error: DecodeError, expected: str) -> MalformedMessage:
@@ -76,6 +90,16 @@ async def _one_by_one(
             yield [reply]
 
 
+def _exactly(room: memoryview, num_bytes: int) -> memoryview:
+    if num_bytes != len(room):
+        raise MalformedMessage(
+            "a chunk of a segment has another size than the others",
+            seen=f"{num_bytes} bytes",
+            expected=f"{len(room)}",
+        )
+    return room
+
+
 class BulkServerConnection:
     """Lives on the event loop."""
 
@@ -86,11 +110,11 @@ class BulkServerConnection:
         arena: SharedArena | None,
         use: Use,
     ) -> None:
-        """Only another server, a peer, may tell this one of its shards."""
+        """`use`: what the connection's key was given for. Its calls are of that kind alone."""
         self._wire = wire
         self._calls = calls
         self._arena = arena
-        self._is_peer = use.purpose is Purpose.REPLICATION
+        self._use = use
         self._caller = use.caller
         self._is_in_call = False
 
@@ -135,6 +159,14 @@ class BulkServerConnection:
         self, opening: Frame, call: "_BulkCall"
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         try:
+            if opening.kind not in _CALLS[self._use.purpose]:
+                raise MalformedMessage(
+                    "a frame that begins no call of this connection",
+                    seen=opening.kind.name,
+                    expected=" or ".join(kind.name for kind in _CALLS[self._use.purpose]),
+                )
+            if self._use.purpose is Purpose.SEGMENTS:
+                return self._segment_replies(opening, call)
             if opening.kind is Kind.PUSH:
                 push = self._checked(PushRequest.FromString(bytes(opening.body)))
                 return self._calls.parameters.push(call.requests(push), call)
@@ -150,13 +182,17 @@ class BulkServerConnection:
                 return self._calls.tables.look_up(asked, call.pieces(), call)
         except DecodeError as error:
             raise _unreadable(opening, error, f"the request of a {opening.kind.name}") from error
-        if opening.kind is Kind.FOLLOW and self._is_peer:
-            return _one_by_one(self._calls.replication.follow(call.told(), call))
-        raise MalformedMessage(
-            "a frame that begins no call of this connection",
-            seen=opening.kind.name,
-            expected="PUSH, PULL, TABLE_PUSH or TABLE_LOOKUP, or FOLLOW of a server",
-        )
+        assert opening.kind is Kind.FOLLOW
+        return _one_by_one(self._calls.replication.follow(call.told(), call))
+
+    def _segment_replies(
+        self, opening: Frame, call: "_BulkCall"
+    ) -> AsyncGenerator[Sequence[Message | bytes], None]:
+        if opening.kind is Kind.SEGMENT_PUT:
+            put = self._checked(PutSegmentRequest.FromString(bytes(opening.body)))
+            return self._calls.weights.put(put, self._use, call)
+        fetch = self._checked(FetchSegmentRequest.FromString(bytes(opening.body)))
+        return self._calls.weights.fetch(fetch, self._use, call)
 
     def _checked(self, request: M) -> M:
         """The request that begins a call, which its caller may make. Raises AccessDenied too."""
@@ -182,7 +218,7 @@ class BulkServerConnection:
 
 class _BulkCall:
     """What comes in of one call, and the way back of its values. A server's call that tells of its
-    shards is a `DirectWay` of it."""
+    shards is a `DirectWay` of it, one about a segment a `SegmentWay`."""
 
     def __init__(self, wire: FrameConnection, arena: SharedArena | None) -> None:
         self._wire = wire
@@ -278,6 +314,48 @@ class _BulkCall:
         """By now it is applied, or whoever keeps it has a copy: its place is free."""
         if frame.kind is Kind.PLACED:
             self._late.free(bulk.header(Kind.ROOM, at=frame.at))
+
+    @property
+    def is_local(self) -> bool:
+        """See `SegmentWay`."""
+        return self._wire.is_local
+
+    async def receive_descriptor(self) -> int:
+        """See `SegmentWay`."""
+        return await self._wire.next_descriptor()
+
+    async def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
+        """See `SegmentWay`."""
+        try:
+            for index in range(num_chunks(writer.num_bytes)):
+                start = index * CHUNK_BYTES
+                room = writer.buffer[start : start + CHUNK_BYTES]
+                self._wire.place_chunks(partial(_exactly, room))
+                frame = await self._wire.next_frame()
+                if frame.kind is not Kind.CHUNK or frame.offset_bytes != start:
+                    raise MalformedMessage(
+                        "a chunk of a segment is not the next one",
+                        seen=f"{frame.kind.name} at {frame.offset_bytes}",
+                        expected=f"CHUNK at {start}",
+                    )
+                yield room
+        finally:
+            self._wire.place_chunks(None)
+
+    def end(self) -> None:
+        """See `SegmentWay`."""
+        self._wire.end_sending()
+
+    async def send_descriptor(self, segment: Segment) -> None:
+        """See `SegmentWay`."""
+        await self._wire.send_descriptor(segment.descriptor)
+
+    async def send_chunk(self, index: int, segment: Segment) -> None:
+        """See `SegmentWay`."""
+        start = index * CHUNK_BYTES
+        size = min(CHUNK_BYTES, segment.num_bytes - start)
+        head = bulk.header(Kind.CHUNK, offset_bytes=start, num_bytes=size)
+        await self._wire.send_file(head, segment.descriptor, start, size)
 
     async def finish(self) -> None:
         """Read what is left of the call."""

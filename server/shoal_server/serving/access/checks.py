@@ -7,11 +7,13 @@ from typing import Any, cast
 import grpc.aio
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
+from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from shoal_proto.errors import AccessDenied, CertificateRefused
 from shoal_proto.tls import identity
 from shoal_proto.tls.names import URI_START, Caller, Role, caller_among
 from shoal_proto.v1.membership_pb2 import DrainRequest
+from shoal_proto.v1.weights_pb2 import PutSegmentRequest
 from shoal_server.serving.access.roles import MAY_CALL
 
 MAX_DEPTH = 3
@@ -60,10 +62,12 @@ def check_role(caller: Caller, method: str) -> None:
 
 
 def check_request(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied for a request about another job than the one that the caller is bound to,
-    and for what a worker may ask only for itself."""
+    """Raise AccessDenied for a request about another job or series than the one that the caller is
+    bound to, for what a worker may ask only for itself, and for what no reader may send."""
     if isinstance(message, DrainRequest) and caller.role is Role.WORKER:
         _check_own_drain(caller, message)
+    if caller.role is Role.READER:
+        _check_reads(caller, message)
     if not caller.job:
         return
     for job in _jobs_of(message):
@@ -76,6 +80,27 @@ def check_request(caller: Caller, message: Message) -> None:
             )
 
 
+def _check_reads(caller: Caller, message: Message) -> None:
+    """A reader asks about series alone, and puts nothing: over bulk connections too, where no
+    table of calls stands in between."""
+    if isinstance(message, HealthCheckRequest):
+        return
+    series = getattr(message, "series", None)
+    if not isinstance(series, str) or isinstance(message, PutSegmentRequest):
+        raise AccessDenied(
+            "a reader reads published weights, and nothing else",
+            seen=f"{type(message).__name__}, by {caller}",
+            expected="a request to read a series",
+        )
+    if caller.series and series != caller.series:
+        raise AccessDenied(
+            "the certificate is for another series",
+            seen=f"series {series}, by {caller}",
+            expected=f"series {caller.series}",
+            fix="Issue a certificate for that series: shoal certs issue reader --series SERIES.",
+        )
+
+
 def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
     if request.public_id or not request.incarnation:
         raise AccessDenied(
@@ -86,9 +111,11 @@ def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
 
 
 def _jobs_of(message: Message) -> Iterator[str]:
+    """The jobs that a message is about: those that it names, and those of the series in it."""
     descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
     for path in _paths(descriptor):
-        yield from filter(None, _at(message, path))
+        for found in filter(None, _at(message, path)):
+            yield found.partition("/")[0] if path[-1] == "series" else found
 
 
 def _at(message: Any, path: Path) -> Iterator[str]:
@@ -106,10 +133,10 @@ def _at(message: Any, path: Path) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _paths(descriptor: Descriptor, depth: int = MAX_DEPTH) -> tuple[Path, ...]:
-    """Where in a message of this type jobs are named."""
+    """Where in a message of this type jobs and series are named."""
     found: list[Path] = []
     for field in descriptor.fields:
-        if field.name == "job" and field.type == FieldDescriptor.TYPE_STRING:
+        if field.name in ("job", "series") and field.type == FieldDescriptor.TYPE_STRING:
             found.append((field.name,))
         elif (inner := field.message_type) is not None and depth > 1 and not _is_map(inner):
             found += [(field.name, *path) for path in _paths(inner, depth - 1)]

@@ -10,6 +10,7 @@ from shoal_proto.tls.names import Role
 
 OPERATOR, VIEWER, WORKER = Role.OPERATOR, Role.VIEWER, Role.WORKER
 SERVER, COORDINATOR = Role.SERVER, Role.COORDINATOR
+READER = Role.READER
 
 Roles = frozenset[Role]
 
@@ -17,6 +18,8 @@ _READ: Roles = frozenset({OPERATOR, VIEWER, WORKER})
 _MEMBER: Roles = frozenset({WORKER})
 _LAUNCHER: Roles = frozenset({OPERATOR, WORKER})
 """`shoal run` reports on its workers with the certificate of who runs it, or with theirs."""
+_WEIGHTS_READER: Roles = frozenset({READER, WORKER, OPERATOR})
+"""A worker bound to a job reads that job's series, a reader bound to a series that one."""
 _COMMAND: Roles = frozenset({OPERATOR})
 _LISTING: Roles = frozenset({OPERATOR, VIEWER})
 _ANY: Roles = frozenset(Role)
@@ -72,6 +75,23 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
     "shoal.v1.ShardSnapshots": dict.fromkeys(
         ("Close", "Freeze", "Write", "Abort", "Load"), frozenset({COORDINATOR})
     ),
+    "shoal.v1.WeightSeries": {
+        "Begin": _MEMBER,
+        "Contribute": _MEMBER,
+        "Watch": _WEIGHTS_READER | _LISTING,
+        "Report": _WEIGHTS_READER,
+        "GetLayout": _WEIGHTS_READER,
+        "List": _READ,
+        "Pin": _COMMAND,
+        "Rollback": _COMMAND,
+    },
+    "shoal.v1.WeightStore": {
+        # For readers to fetch segments, for members to send them too.
+        "OpenBulk": _WEIGHTS_READER | {SERVER},
+        "Holds": _MEMBER | {SERVER, COORDINATOR},
+        "Copy": frozenset({SERVER, COORDINATOR}),
+        "Difference": _WEIGHTS_READER,
+    },
     "grpc.health.v1.Health": {"Check": _ANY, "Watch": _ANY},
 }
 

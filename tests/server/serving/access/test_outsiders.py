@@ -46,15 +46,17 @@ from shoal_proto.v1 import (
     shards_pb2,
     snapshots_pb2,
     tables_pb2,
+    weights_pb2,
 )
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_server.serving.access.checks import check_request
 from shoal_server.serving.access.roles import MAY_CALL, READS_OUTPUT, as_markdown
 
 ROOT = Path(__file__).parents[4]
 MODULES = (
     *(clocks_pb2, membership_pb2, parameters_pb2, rendezvous_pb2, repair_pb2, replication_pb2),
-    *(outputs_pb2, samples_pb2, shards_pb2, snapshots_pb2, tables_pb2, health_pb2),
+    *(outputs_pb2, samples_pb2, shards_pb2, snapshots_pb2, tables_pb2, weights_pb2, health_pb2),
 )
 METHODS: Mapping[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
@@ -62,7 +64,7 @@ METHODS: Mapping[str, MethodDescriptor] = {
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
-ON_A_SERVER = ("Parameters/", "Tables/", "Replication/", "ShardSnapshots/")
+ON_A_SERVER = ("Parameters/", "Tables/", "Replication/", "ShardSnapshots/", "WeightStore/")
 OF_NO_JOB = (
     "/shoal.v1.Membership/GetCluster",
     "/grpc.health.v1.Health/Check",
@@ -84,9 +86,11 @@ def filled(kind: Descriptor, token: Token, depth: int = 3) -> Message:
         if field.message_type is None:
             if field.name in ("job", "member_id", "incarnation"):
                 setattr(message, field.name, getattr(token, field.name))
+            elif field.name == "series":
+                message.series = f"{token.job}/policy"
         elif field.message_type.full_name == "shoal.v1.Token":
             getattr(message, field.name).CopyFrom(token)
-        elif field.name in ("spec", "header"):
+        elif field.name in ("spec", "header", "publisher"):
             getattr(message, field.name).CopyFrom(filled(field.message_type, token, depth - 1))
         elif field.name == "beats":
             getattr(message, field.name).append(filled(field.message_type, token, depth - 1))
@@ -214,6 +218,29 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
             assert "another job" in from_rpc_error(error, "it").what
     assert answered == []
     assert state(world) == before and standing(world) == told and member.failure is None
+
+
+def test_a_reader_reads_its_series_and_nothing_else(
+    world: TlsWorld, member: ScriptedMember
+) -> None:
+    """Each call that its role may make is refused for another series. A segment is put over a bulk
+    connection, where no table of calls stands in between."""
+    before, reader = state(world), Caller(Role.READER, "engine", series="j/policy")
+    other = Token(job="other")
+    with closing(Caught(world, credentials(world.issued(reader)))) as caller:
+        assert caller.call("/shoal.v1.WeightSeries/Watch", member.token()) is None
+        for method, roles in MAY_CALL.items():
+            if Role.READER in roles and "WeightS" in method:
+                error = caller.call(method, other)
+                assert error is not None and error.code() is grpc.StatusCode.PERMISSION_DENIED
+                assert "another series" in from_rpc_error(error, "it").what, method
+    put = weights_pb2.PutSegmentRequest(series="j/policy")
+    with pytest.raises(AccessDenied, match="reads published weights, and nothing else"):
+        check_request(reader, put)
+    with pytest.raises(AccessDenied, match="reads published weights, and nothing else"):
+        check_request(reader, parameters_pb2.PullRequest())
+    check_request(reader, weights_pb2.FetchSegmentRequest(series="j/policy"))
+    assert state(world) == before and member.failure is None
 
 
 def test_a_worker_drains_nobody_but_itself(world: TlsWorld, member: ScriptedMember) -> None:

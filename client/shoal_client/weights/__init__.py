@@ -1,0 +1,1 @@
+"""Published weights: publishing a rank's segment, and fetching versions."""

@@ -1,0 +1,173 @@
+"""A reader's heartbeat: its leases, and the version that it serves."""
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import structlog
+
+from shoal_client.connection.coordinators import OUTLASTED, Coordinators
+from shoal_proto.errors import Regressed, ShoalError, VersionGone
+from shoal_proto.v1.weights_pb2 import ReaderReport, ReaderReportReply
+from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
+
+log = structlog.get_logger(__name__)
+
+FIRST_LEASE_S = 30.0
+"""Until the coordinator has said how long a lease lasts."""
+LEAVING_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What a reader has installed last."""
+
+    number: int = 0
+    digest: bytes = b""
+    fetch_s: float = 0.0
+    fetch_bytes: int = 0
+
+
+class ReaderLeases:
+    """Thread-safe. A version that is leased is kept, as long as a coordinator hears of it in
+    time."""
+
+    def __init__(
+        self, coordinators: Coordinators, series: str, reader: str, serves_at: str = ""
+    ) -> None:
+        self._coordinators = coordinators
+        self._series = series
+        self._reader = reader
+        self._serves_at = serves_at
+        self._lock = threading.Lock()
+        self._reporting = threading.Lock()
+        """Held during a report: a later one says all that an earlier one said."""
+        self._num_reports = 0
+        self._leased: Counter[int] = Counter()
+        self._gone: set[int] = set()
+        self._reported: set[int] = set()
+        """Leases of the last report: the coordinator holds them until the next one."""
+        self._until_s: dict[int, float] = {}
+        self._lease_s = FIRST_LEASE_S
+        self.installed = Installed()
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._beat, name="shoal-reader", daemon=True)
+        self._thread.start()
+
+    def take(self, number: int, timeout_s: float) -> None:
+        """Hold a lease on a version, once more if it is held already.
+
+        Raises VersionGone if it is not kept any more, RetryErrors if no coordinator answers.
+        """
+        with self._lock:
+            self._leased[number] += 1
+            is_held = self._until_s.get(number, 0.0) > time.monotonic()
+        try:
+            if not is_held:
+                self._report(timeout_s)
+            self.check(number)
+        except BaseException:
+            self.release(number)
+            raise
+
+    def release(self, number: int) -> None:
+        """Give up a lease that was taken."""
+        with self._lock:
+            self._leased[number] -= 1
+            if self._leased[number] <= 0:
+                del self._leased[number]
+                self._gone.discard(number)
+                self._until_s.pop(number, None)
+        self._wake.set()
+
+    def check(self, number: int) -> None:
+        """Raise VersionGone if the lease on a version has ended."""
+        with self._lock:
+            is_gone = number in self._gone
+        if is_gone:
+            raise VersionGone(
+                f"version {number} of series {self._series} is not kept any more",
+                expected="one that `shoal weights list` shows",
+                fix="Fetch the newest version; publish with a larger `keep` if readers are slow.",
+            )
+
+    def report(self, installed: Installed) -> None:
+        """Tell the coordinator, soon, what was installed. Raises Regressed for an older version
+        than the last."""
+        with self._lock:
+            if installed.number < self.installed.number:
+                raise Regressed(
+                    f"an older version of series {self._series} is not installed",
+                    seen=f"version {installed.number}",
+                    expected=f"at least {self.installed.number}, which was installed before",
+                    fix="To go back, roll the series back (`shoal weights rollback`): that makes a"
+                    " new version with the old bytes.",
+                )
+            self.installed = installed
+        self._wake.set()
+
+    def close(self) -> None:
+        """Tell the coordinator that this reader leaves, if one answers soon."""
+        with self._lock:
+            self._is_closed = True
+        self._wake.set()
+        self._thread.join()
+        try:
+            self._call(self._request(is_leaving=True), LEAVING_S)
+        except ShoalError as error:
+            log.info("reader_leave_not_reported", series=self._series, reason=str(error))
+
+    def _beat(self) -> None:
+        while True:
+            self._wake.wait(self._lease_s / 3)
+            self._wake.clear()
+            with self._lock:
+                if self._is_closed:
+                    return
+                is_needed = bool(self._leased or self._reported or self.installed.number)
+            if not is_needed:
+                continue
+            try:
+                self._report(self._lease_s / 3)
+            except OUTLASTED as error:
+                log.info("reader_not_reported", series=self._series, reason=str(error))
+            except ShoalError as error:
+                log.warning("reader_refused", series=self._series, reason=str(error))
+
+    def _report(self, timeout_s: float) -> None:
+        with self._reporting:
+            request = self._request()
+            sent_s = time.monotonic()
+            self._reported |= set(request.leased)
+            reply = self._call(request, timeout_s)
+            self._reported = set(request.leased)
+            with self._lock:
+                self._lease_s = reply.lease_s or FIRST_LEASE_S
+                self._gone |= {each for each in reply.gone if each in self._leased}
+                for number in reply.leased:
+                    if number in self._leased:
+                        # A lease counts from when it was asked for.
+                        self._until_s[number] = sent_s + reply.lease_s
+
+    def _request(self, *, is_leaving: bool = False) -> ReaderReport:
+        with self._lock:
+            self._num_reports += 1
+            return ReaderReport(
+                series=self._series,
+                reader=self._reader,
+                leased=sorted(set(self._leased) - self._gone),
+                installed=self.installed.number,
+                installed_digest=self.installed.digest,
+                serves_at=self._serves_at,
+                leaving=is_leaving,
+                fetch_s=self.installed.fetch_s,
+                fetch_bytes=self.installed.fetch_bytes,
+                sequence=self._num_reports,
+            )
+
+    def _call(self, request: ReaderReport, timeout_s: float) -> ReaderReportReply:
+        return self._coordinators.call(
+            lambda channel: WeightSeriesStub(channel).Report, request, timeout_s=timeout_s
+        )

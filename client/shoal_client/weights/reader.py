@@ -1,0 +1,315 @@
+"""Reading: the versions of a series, leases on them, and their segments."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+
+import structlog
+
+from shoal_client.connection.coordinators import Coordinators, chance
+from shoal_client.weights.elements import elements_of
+from shoal_client.weights.leases import Installed, ReaderLeases
+from shoal_client.weights.stores import WeightStores
+from shoal_client.weights.watch import SeriesWatch
+from shoal_proto import CHUNK_BYTES
+from shoal_proto.back_off import BackOff
+from shoal_proto.errors import CorruptError, MalformedMessage, RetryError, VersionGone
+from shoal_proto.segments.digests import check_root
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.transfer import Staged
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
+
+log = structlog.get_logger(__name__)
+
+TIMEOUT_S = 600.0
+CALL_S = 10.0
+AT_ONCE = 4
+"""Segments that are fetched at the same time."""
+
+Ranges = Mapping[int, Sequence[tuple[int, int]]]
+"""By index of a segment: the parts of it that are wanted, as (first byte, byte behind the last)."""
+
+
+ApplyDifference = Callable[[memoryview, memoryview, memoryview], None]
+"""Writes the target of a base and a difference into a third memory: `shoal_difference.codec.apply`
+for processes that have numpy. Raises MalformedMessage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A version that this process has in staged memory, all of it."""
+
+    record: pb.VersionRecord
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A segment to fetch, and the chunks of it."""
+
+    index: int
+    chunks: Sequence[range]
+
+
+class SeriesReader:
+    """One reader of a series. Thread-safe; outlasts the absence of coordinators."""
+
+    def __init__(
+        self,
+        coordinators: Sequence[str],
+        series: str,
+        reader: str,
+        *,
+        may_be_local: bool | None = None,
+        apply_difference: ApplyDifference | None = None,
+    ) -> None:
+        """`reader` names it in `shoal status`. `may_be_local`: False to fetch through TCP on one
+        host, too; None: as SHOAL_TRANSPORT says. `apply_difference`: None to fetch whole segments
+        alone."""
+        self.series = series
+        self._coordinators = Coordinators(coordinators)
+        self._reports = Coordinators(coordinators)
+        self._stores = WeightStores(series, may_be_local=may_be_local)
+        self._watch = SeriesWatch(self._coordinators, series)
+        self._leases = ReaderLeases(self._reports, series, reader)
+        self._apply_difference = apply_difference
+        self._layouts: dict[bytes, pb.Layout] = {}
+        self.fetched_bytes = 0
+        """Bytes that came over a network, or through a socket; not those that were mapped."""
+
+    def view(self, timeout_s: float | None = TIMEOUT_S) -> pb.SeriesView:
+        """The series as it is now. Raises DeadlineExceeded if no coordinator answers."""
+        return self._watch.newest(-1, timeout_s)
+
+    def wait(self, newer_than: int = 0, timeout_s: float | None = None) -> pb.VersionRecord:
+        """The newest version, once there is one with a number above `newer_than`; versions between
+        are skipped. Raises DeadlineExceeded."""
+        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if give_up_s is None else max(give_up_s - time.monotonic(), 0.0)
+            view = self._watch.newest(newer_than, left_s)
+            if view.versions and view.versions[-1].number > newer_than:
+                return view.versions[-1]
+            # Its job has begun anew, or servers were lost: the next one has a number above the
+            # versions that went.
+            newer_than = view.head
+
+    def record(self, number: int, timeout_s: float | None = TIMEOUT_S) -> pb.VersionRecord:
+        """A version that is kept. Raises VersionGone for another one."""
+        view = self.view(timeout_s)
+        for version in view.versions:
+            if version.number == number:
+                return version
+        raise VersionGone(
+            f"series {self.series} has no version {number}",
+            seen=", ".join(str(version.number) for version in view.versions) or "no versions",
+            expected="a version that is kept",
+        )
+
+    def lease(self, number: int, timeout_s: float = CALL_S) -> None:
+        """Have a version kept until `release`, as long as this process reports to a coordinator.
+        Raises VersionGone."""
+        self._leases.take(number, timeout_s)
+
+    def release(self, number: int) -> None:
+        """Give up a lease."""
+        self._leases.release(number)
+
+    @contextmanager
+    def leased(self, number: int, timeout_s: float = CALL_S) -> Iterator[None]:
+        """A lease for the length of a block. Raises VersionGone."""
+        self.lease(number, timeout_s)
+        try:
+            yield
+        finally:
+            self.release(number)
+
+    def layout(self, record: pb.VersionRecord, timeout_s: float = CALL_S) -> pb.Layout:
+        """Where the tensors of a version lie in its segments."""
+        found = self._layouts.get(record.layout_digest)
+        if found is None:
+            request = pb.GetLayoutRequest(series=self.series, layout_digest=record.layout_digest)
+            found = self._coordinators.call(
+                lambda channel: WeightSeriesStub(channel).GetLayout, request, timeout_s=timeout_s
+            )
+            self._layouts = {record.layout_digest: found}
+        return found
+
+    def fetch(
+        self,
+        record: pb.VersionRecord,
+        segments: Sequence[int] | None = None,
+        ranges: Ranges | None = None,
+        *,
+        base: Base | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> list[Segment]:
+        """Segments of a version (by index; None: all), in the order asked for.
+
+        They are leased meanwhile, verified, and there as a whole, or an exception is raised. On a
+        server's host they are its own memory, mapped. With `ranges`, only the chunks that cover
+        these bytes of a segment need arrive; the others may read as zeros, at the same offsets.
+        With `base`, what has not changed since is not fetched again, and of a segment that has
+        changed a little only the difference is, where a server has made one.
+
+        Raises VersionGone if the version is dropped before all is there, and RetryErrors or
+        CorruptErrors of the last attempt once `timeout_s` has passed.
+        """
+        give_up_s = time.monotonic() + timeout_s
+        indices = range(len(record.segments)) if segments is None else segments
+        wanted = [_Wanted(i, _chunks((ranges or {}).get(i, ()))) for i in indices]
+        found: list[Segment] = []
+        calls: list[Future[Segment]] = []
+        with self.leased(record.number, min(timeout_s, CALL_S)):
+            try:
+                with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="shoal-fetch") as pool:
+                    calls += [
+                        pool.submit(self._fetch, record, each, base, give_up_s) for each in wanted
+                    ]
+                    found += [call.result() for call in calls]
+            except BaseException:
+                for call in calls:
+                    with suppress(Exception):
+                        call.result().close()
+                raise
+        return found
+
+    def report(
+        self, installed: int, digest: bytes, fetch_s: float = 0.0, fetch_bytes: int = 0
+    ) -> None:
+        """Tell the coordinator, soon, which version this reader serves, by the digest of what it
+        has installed. Raises Regressed for an older version than the last."""
+        self._leases.report(Installed(installed, digest, fetch_s, fetch_bytes))
+
+    @property
+    def installed(self) -> int:
+        """Number of the version reported last; 0: none."""
+        return self._leases.installed.number
+
+    def close(self) -> None:
+        """End; waiting calls fail, and leases end."""
+        self._watch.close()
+        self._leases.close()
+        self._stores.close()
+        self._coordinators.close()
+        self._reports.close()
+
+    def _fetch(
+        self, record: pb.VersionRecord, wanted: _Wanted, base: Base | None, give_up_s: float
+    ) -> Segment:
+        """One segment: as it is in the base, by its difference to that, or as a whole."""
+        if base is not None:
+            digest = record.segments[wanted.index].digest
+            for each in base.segments:
+                if each.digest == digest and each.is_whole:
+                    return each.duplicate()
+            if self._apply_difference is not None and not wanted.chunks:
+                made = self._by_difference(record, wanted.index, base, give_up_s)
+                if made is not None:
+                    return made
+        return self._fetch_whole(record, wanted, give_up_s)
+
+    def _by_difference(
+        self, record: pb.VersionRecord, index: int, base: Base, give_up_s: float
+    ) -> Segment | None:
+        """A segment made of the base's and a difference, verified by its digest; None if the whole
+        is to be fetched."""
+        if base.record.layout_digest != record.layout_digest:
+            return None
+        old, new = base.segments[index], record.segments[index]
+        holders = _holders(self.view(give_up_s - time.monotonic()), record, index)
+        if not old.is_whole or old.num_bytes != new.num_bytes or self._stores.is_local(holders):
+            return None
+        elements = elements_of(self.layout(record), index)
+        request = pb.DifferenceRequest(
+            series=self.series, base=old.digest, target=new.digest, elements=elements
+        )
+        for holder in holders:
+            try:
+                left_s = give_up_s - time.monotonic()
+                reply = self._stores.difference(holder, request, left_s)
+                if not reply.digest:
+                    return None
+                staged = Staged(reply.digest)
+                with closing(self._stores.fetch([holder], staged, left_s)) as difference:
+                    self.fetched_bytes += staged.received_bytes
+                    return self._applied(old, difference, new.digest)
+            except (RetryError, CorruptError, MalformedMessage) as error:
+                log.warning(
+                    "difference_not_fetched",
+                    series=self.series,
+                    version=record.number,
+                    server=holder.id,
+                    reason=str(error),
+                )
+        return None
+
+    def _applied(self, old: Segment, difference: Segment, digest: bytes) -> Segment:
+        """Raises MalformedMessage, or ChecksumMismatch if the result is another segment."""
+        assert self._apply_difference is not None
+        writer = SegmentWriter(old.num_bytes)
+        try:
+            self._apply_difference(old.view(), difference.view(), writer.buffer)
+            made = writer.seal()
+        except BaseException:
+            writer.close()
+            raise
+        check_root(made.chunk_digests, made.num_bytes, digest)
+        return made
+
+    def _fetch_whole(self, record: pb.VersionRecord, wanted: _Wanted, give_up_s: float) -> Segment:
+        """One segment, from any server that has it by now."""
+        segment = record.segments[wanted.index]
+        staged, back_off = Staged(segment.digest, wanted.chunks), BackOff()
+        view = self.view(give_up_s - time.monotonic())
+        try:
+            while True:
+                holders = _holders(view, record, wanted.index)
+                try:
+                    found = self._stores.fetch(holders, staged, give_up_s - time.monotonic())
+                    self.fetched_bytes += staged.received_bytes
+                    return found
+                except (RetryError, CorruptError):
+                    self._leases.check(record.number)
+                    if time.monotonic() >= give_up_s:
+                        raise
+                # A server that was lost is replaced, which changes the record.
+                view = self._watch.changed_after(view, back_off.pause_s(chance()))
+        except BaseException:
+            staged.close()
+            raise
+
+
+def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[pb.StoreServer]:
+    """The servers that hold a segment of a version by its newest record. Raises VersionGone if it
+    is not kept any more."""
+    for version in view.versions:
+        if version.number == record.number:
+            names = version.segments[index].holders
+            return [server for server in view.servers if server.id in names]
+    if view.head < record.number:
+        # The view is older than the record.
+        names = record.segments[index].holders
+        return [server for server in view.servers if server.id in names]
+    raise VersionGone(
+        f"version {record.number} of series {view.series} was dropped while it was fetched",
+        seen=", ".join(str(version.number) for version in view.versions),
+        expected="a lease that is renewed in time",
+    )
+
+
+def _chunks(wanted: Sequence[tuple[int, int]]) -> list[range]:
+    """The chunks that cover these bytes, in rising order, none twice."""
+    found: list[range] = []
+    for start, stop in sorted(wanted):
+        if stop <= start:
+            continue
+        first, last = start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)
+        if found and first <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(last, found[-1].stop))
+        else:
+            found.append(range(first, last))
+    return found

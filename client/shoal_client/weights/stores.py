@@ -1,0 +1,197 @@
+"""Connections to the parameter servers that hold a series' segments."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import grpc
+import structlog
+
+from shoal_client.bulk.way import transport_of
+from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
+from shoal_client.connection.tls_refusals import explained
+from shoal_proto.errors import CorruptError, RetryError, ShoalError, Unavailable
+from shoal_proto.segments.sealed import Segment
+from shoal_proto.segments.transfer import SegmentConnection, Staged
+from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.channels import material, open_channel
+from shoal_proto.tls.files import Material
+from shoal_proto.tls.names import SERVER_NAME
+from shoal_proto.v1.weights_pb2 import (
+    DifferenceReply,
+    DifferenceRequest,
+    FetchSegmentRequest,
+    OpenSegmentsRequest,
+    PutSegmentReply,
+    PutSegmentRequest,
+    StoreServer,
+)
+from shoal_proto.v1.weights_pb2_grpc import WeightStoreStub
+
+log = structlog.get_logger(__name__)
+
+OPEN_S = 3.0
+MAX_IDLE = 4
+"""Connections to one server that are kept for further calls."""
+
+T = TypeVar("T")
+
+
+class WeightStores:
+    """Thread-safe. Each call has a connection of its own while it lasts."""
+
+    def __init__(self, series: str, *, may_be_local: bool | None = None) -> None:
+        """`may_be_local`: False to go through TCP to servers on this host, too; None: as
+        SHOAL_TRANSPORT says. Raises InvalidSpec for a transport that is not known."""
+        self._series = series
+        if may_be_local is None:
+            may_be_local = transport_of(None) == "auto"
+        self._may_be_local = may_be_local
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._channels: dict[tuple[str, Material | None], grpc.Channel] = {}
+        self._idle: dict[str, list[SegmentConnection]] = {}
+        self._in_use: set[SegmentConnection] = set()
+        self._local: set[str] = set()
+        """Addresses on this host, of those that were looked at."""
+        self._looked_at: set[str] = set()
+
+    def put(
+        self, server: StoreServer, request: PutSegmentRequest, segment: Segment, timeout_s: float
+    ) -> PutSegmentReply:
+        """Hand a segment to a server and those behind it in the chain. Raises what it raises,
+        Unavailable or DeadlineExceeded."""
+        return self._call(server.address, lambda c: c.put(request, segment, timeout_s))
+
+    def fetch(self, holders: Sequence[StoreServer], staged: Staged, timeout_s: float) -> Segment:
+        """A segment from the first of these servers that gives it, one on this host if there is
+        one; what a server has sent counts also if the rest comes from another.
+
+        Raises what the last one raised.
+        """
+        give_up_s = time.monotonic() + timeout_s
+        request = FetchSegmentRequest(series=self._series, digest=staged.digest)
+        failure: ShoalError = Unavailable(
+            f"no server holds a segment of series {self._series}",
+            seen="none that the version's record names is there",
+            expected="at least one",
+        )
+        for holder in self._nearest_first(holders):
+
+            def fetched(connection: SegmentConnection) -> Segment:
+                return connection.fetch(request, staged, give_up_s - time.monotonic())
+
+            try:
+                return self._call(holder.address, fetched)
+            except (RetryError, CorruptError) as error:
+                log.info(
+                    "segment_not_fetched",
+                    series=self._series,
+                    server=holder.id,
+                    reason=str(error),
+                )
+                failure = error
+        raise failure
+
+    def is_local(self, holders: Sequence[StoreServer]) -> bool:
+        """True if one of these servers gives descriptors: then nothing need be sent at all."""
+        for holder in holders:
+            if holder.address not in self._looked_at:
+                self._looked_at.add(holder.address)
+                try:
+                    self._call(holder.address, lambda connection: None)
+                except ShoalError as error:
+                    log.info("server_not_reached", server=holder.id, reason=str(error))
+        return any(holder.address in self._local for holder in holders)
+
+    def difference(
+        self, holder: StoreServer, request: DifferenceRequest, timeout_s: float
+    ) -> DifferenceReply:
+        """Have a server make a difference. Raises what it raises, or Unavailable."""
+        stub = WeightStoreStub(self._channel(holder.address))
+        try:
+            return stub.Difference(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, holder.address) from error
+
+    def close(self) -> None:
+        """Close every connection; calls under way fail."""
+        with self._lock:
+            self._is_closed = True
+            idle = [each for kept in self._idle.values() for each in kept]
+            for connection in self._in_use:
+                connection.abort()
+            channels = list(self._channels.values())
+            self._idle.clear()
+            self._channels.clear()
+        for connection in idle:
+            connection.close()
+        close_channels(channels)
+
+    def _nearest_first(self, holders: Sequence[StoreServer]) -> list[StoreServer]:
+        if len(holders) > 1 and self._may_be_local:
+            self.is_local(holders)
+        # Readers on other hosts begin at different servers.
+        return sorted(holders, key=lambda h: (h.address not in self._local, chance()))
+
+    def _call(self, address: str, call: Callable[[SegmentConnection], T]) -> T:
+        connection = self._connection(address)
+        try:
+            answer = call(connection)
+        except BaseException:
+            self._end(connection)
+            raise
+        with self._lock:
+            self._in_use.discard(connection)
+            idle = self._idle.setdefault(address, [])
+            if len(idle) < MAX_IDLE and not self._is_closed:
+                idle.append(connection)
+                return answer
+        connection.close()
+        return answer
+
+    def _end(self, connection: SegmentConnection) -> None:
+        with self._lock:
+            self._in_use.discard(connection)
+        connection.close()
+
+    def _connection(self, address: str) -> SegmentConnection:
+        with self._lock:
+            idle = self._idle.get(address, [])
+            while idle:
+                connection = idle.pop()
+                if connection.is_open:
+                    self._in_use.add(connection)
+                    return connection
+                connection.close()
+        stub = WeightStoreStub(self._channel(address))
+        try:
+            offer = stub.OpenBulk(OpenSegmentsRequest(series=self._series), timeout=OPEN_S)
+        except grpc.RpcError as error:
+            found = from_rpc_error(error, address)
+            raise explained(found, address, SERVER_NAME) from error
+        connection = SegmentConnection.open(offer, address, may_be_local=self._may_be_local)
+        with self._lock:
+            self._in_use.add(connection)
+            if connection.is_local:
+                self._local.add(address)
+            is_late = self._is_closed
+        if is_late:
+            self._end(connection)
+            raise _closed()
+        return connection
+
+    def _channel(self, address: str) -> grpc.Channel:
+        with self._lock:
+            if self._is_closed:
+                raise _closed()
+            key = address, material()
+            channel = self._channels.get(key)
+            if channel is None:
+                channel = self._channels[key] = open_channel(address, SERVER_NAME, CHANNEL_OPTIONS)
+            return channel
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the connections to the series' servers were closed")

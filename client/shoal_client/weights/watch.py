@@ -1,0 +1,129 @@
+"""A series as the coordinator shows it, followed on a thread."""
+
+import threading
+import time
+
+import grpc
+import structlog
+
+from shoal_client.connection.coordinators import OUTLASTED, Coordinators, chance
+from shoal_client.connection.first_reply import FirstReplyTimeout
+from shoal_client.connection.tls_refusals import explained, note_answer
+from shoal_proto.back_off import BackOff
+from shoal_proto.errors import DeadlineExceeded, ShoalError, Unavailable
+from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.names import COORDINATOR_NAME
+from shoal_proto.v1.weights_pb2 import SeriesView, WatchSeriesRequest
+from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
+
+log = structlog.get_logger(__name__)
+
+FIRST_ANSWER_S = 2.0
+"""A coordinator that says nothing for so long is left for another, twice as late each time."""
+
+
+class SeriesWatch:
+    """The newest view of a series. It never goes back to an older version, whatever an outdated
+    coordinator says. Thread-safe; outlasts the absence of coordinators."""
+
+    def __init__(self, coordinators: Coordinators, series: str) -> None:
+        self._coordinators = coordinators
+        self._series = series
+        self._changed = threading.Condition()
+        self._view: SeriesView | None = None
+        self._failure: ShoalError | None = None
+        self._is_closed = False
+        self._call: grpc.Call | None = None
+        self._thread = threading.Thread(target=self._follow, name="shoal-series", daemon=True)
+        self._thread.start()
+
+    def newest(self, newer_than: int, timeout_s: float | None) -> SeriesView:
+        """The view, once its head is above `newer_than`; -1: as soon as there is one.
+
+        Raises DeadlineExceeded, or the error with which the coordinator refuses this reader.
+        """
+        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self._view is not None and self._view.head > newer_than:
+                    return self._view
+                if self._failure is not None:
+                    raise self._failure
+                if self._is_closed:
+                    raise Unavailable("the reader was closed")
+                left_s = None if give_up_s is None else give_up_s - time.monotonic()
+                if left_s is not None and left_s <= 0.0:
+                    raise self._late(newer_than, timeout_s or 0.0)
+                self._changed.wait(left_s)
+
+    def changed_after(self, seen: SeriesView, timeout_s: float) -> SeriesView:
+        """Another view than `seen`, or `seen` again if none comes in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._view is not seen or self._is_closed, timeout=timeout_s
+            )
+            return self._view or seen
+
+    def close(self) -> None:
+        """End; waiting calls fail."""
+        with self._changed:
+            self._is_closed = True
+            if self._call is not None:
+                self._call.cancel()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _late(self, newer_than: int, timeout_s: float) -> DeadlineExceeded:
+        head = self._view.head if self._view is not None else None
+        return DeadlineExceeded(
+            f"no newer version of series {self._series} within {timeout_s:g} s",
+            seen="no answer of a coordinator" if head is None else f"version {head}",
+            expected=f"one newer than {newer_than}",
+        )
+
+    def _follow(self) -> None:
+        back_off, first_reply = BackOff(), FirstReplyTimeout(FIRST_ANSWER_S)
+        while not self._is_closed:
+            address = self._coordinators.current
+            error = self._hold(address, first_reply, back_off)
+            if error is None:
+                continue
+            if not isinstance(error, OUTLASTED):
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+            self._coordinators.move_on(address, error)
+            log.info("series_watch_interrupted", series=self._series, reason=str(error))
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed, back_off.pause_s(chance()))
+
+    def _hold(
+        self, address: str, first_reply: FirstReplyTimeout, back_off: BackOff
+    ) -> ShoalError | None:
+        """One stream, until it ends; what it ended with."""
+        try:
+            stub = WeightSeriesStub(self._coordinators.channel())
+            stream = stub.Watch(WatchSeriesRequest(series=self._series))
+            with self._changed:
+                self._call = stream
+                if self._is_closed:
+                    stream.cancel()
+            with first_reply.until_answered(stream):
+                for view in stream:
+                    first_reply.answered()
+                    note_answer(address)
+                    back_off.reset()
+                    self._take(view)
+        except grpc.RpcError as rpc_error:
+            found = from_rpc_error(rpc_error, address)
+            return first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
+        except ShoalError as error:
+            return error
+        return Unavailable(f"{address} ended the stream of series {self._series}")
+
+    def _take(self, view: SeriesView) -> None:
+        with self._changed:
+            if self._view is None or view.head >= self._view.head:
+                self._view = view
+                self._changed.notify_all()

@@ -1,0 +1,1 @@
+"""Segments of published weights: immutable bytes, their digests, and their transfer."""

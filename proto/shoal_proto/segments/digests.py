@@ -1,0 +1,67 @@
+"""Digests of a segment: xxh3-128 of each chunk, and of these digests together."""
+
+from collections.abc import Iterator
+
+from xxhash import xxh3_128_digest
+
+from shoal_proto import CHUNK_BYTES
+from shoal_proto.errors import ChecksumMismatch, MalformedMessage
+from shoal_proto.pieces import Buffer
+
+DIGEST_BYTES = 16
+
+
+def num_chunks(num_bytes: int) -> int:
+    """Number of chunks of a segment of that size."""
+    return -(-num_bytes // CHUNK_BYTES)
+
+
+def chunks_of(data: Buffer) -> Iterator[memoryview]:
+    """The chunks of a segment's bytes, in order."""
+    view = memoryview(data)
+    for start in range(0, len(view), CHUNK_BYTES):
+        yield view[start : start + CHUNK_BYTES]
+
+
+def chunk_digest(chunk: Buffer) -> bytes:
+    """Digest of one chunk."""
+    return xxh3_128_digest(chunk)
+
+
+def chunk_digests(data: Buffer) -> bytes:
+    """Digests of all chunks of a segment's bytes, one after the other."""
+    return b"".join(map(chunk_digest, chunks_of(data)))
+
+
+def root_digest(of_chunks: bytes) -> bytes:
+    """Digest of a segment, from the digests of its chunks."""
+    return xxh3_128_digest(of_chunks)
+
+
+def check_chunk(index: int, chunk: Buffer, of_chunks: bytes) -> None:
+    """Raise ChecksumMismatch if the bytes are not those of chunk `index`."""
+    expected = of_chunks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+    seen = chunk_digest(chunk)
+    if seen != expected:
+        raise ChecksumMismatch(
+            f"chunk {index} of a segment changed in transit",
+            seen=f"digest {seen.hex()}",
+            expected=expected.hex(),
+        )
+
+
+def check_root(of_chunks: bytes, num_bytes: int, expected: bytes) -> None:
+    """Raise MalformedMessage or ChecksumMismatch if these are not the digests of the chunks of a
+    segment of that size and digest."""
+    if len(of_chunks) != num_chunks(num_bytes) * DIGEST_BYTES:
+        raise MalformedMessage(
+            "digests of chunks do not fit the segment",
+            seen=f"{len(of_chunks)} bytes of digests for a segment of {num_bytes} bytes",
+            expected=f"{DIGEST_BYTES} bytes for each {CHUNK_BYTES} bytes",
+        )
+    if (seen := root_digest(of_chunks)) != expected:
+        raise ChecksumMismatch(
+            "a segment is not the one that was named",
+            seen=f"digest {seen.hex()}",
+            expected=expected.hex(),
+        )

@@ -1,0 +1,231 @@
+"""Immutable memory that processes of one host share: a memory file, sealed by the kernel.
+
+Processes that have a descriptor of one map the same pages, read-only. Nobody can write to it,
+shrink it or grow it any more, not even the process that made it, and it outlives that process.
+See memfd_create(2).
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+
+from shoal_proto.errors import InternalError, MalformedMessage, Overloaded
+from shoal_proto.segments.digests import chunk_digests, root_digest
+
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+MADV_POPULATE_WRITE = 23
+"""Linux 5.14 and later; the module `mmap` does not name it."""
+_libc = ctypes.CDLL(None)
+_open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
+POPULATED_BYTES = 4 * 1024 * 1024
+"""Faulted in by one call."""
+
+
+def _closing(
+    owner: "Segment | SegmentWriter", descriptor: int
+) -> "weakref.finalize[[int], Segment | SegmentWriter]":
+    """What closes the descriptor: once, when it is called, or when the owner is gone."""
+    _open.add(owner)
+    return weakref.finalize(owner, os.close, descriptor)
+
+
+def _close_after_fork() -> None:
+    """Close the descriptors that a forked process has inherited: they would keep the memory of
+    segments from being freed as long as it lives. Views that it has inherited stay valid."""
+    for owner in list(_open):
+        owner._close()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)
+
+
+class Segment:
+    """A sealed memory file with the digests of its chunks."""
+
+    def __init__(
+        self, descriptor: int, num_bytes: int, of_chunks: bytes, *, is_whole: bool = True
+    ) -> None:
+        """Takes the descriptor over. `is_whole`: False if some chunks were not fetched; these read
+        as zeros."""
+        self.num_bytes = num_bytes
+        self.chunk_digests = of_chunks
+        self.digest = root_digest(of_chunks)
+        self.is_whole = is_whole
+        self.descriptor = descriptor
+        self._mapped: mmap.mmap | None = None
+        self._close = _closing(self, descriptor)
+
+    @classmethod
+    def adopt(cls, descriptor: int, num_bytes: int, *, of_chunks: bytes | None = None) -> "Segment":
+        """The segment behind a descriptor that another process sent; takes the descriptor over.
+
+        Checks its seals and size. Its digests are computed unless `of_chunks` has them, from a
+        process that did so after it was sealed. Raises MalformedMessage.
+        """
+        try:
+            _check_sealed(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        segment = cls(descriptor, num_bytes, of_chunks or b"")
+        if of_chunks is None:
+            segment.chunk_digests = chunk_digests(segment.view())
+            segment.digest = root_digest(segment.chunk_digests)
+        return segment
+
+    def duplicate(self) -> "Segment":
+        """The same memory once more, to be closed apart from this one."""
+        descriptor = os.dup(self.descriptor)
+        return Segment(descriptor, self.num_bytes, self.chunk_digests, is_whole=self.is_whole)
+
+    def view(self) -> memoryview:
+        """Read-only view of the bytes. It stays valid after `close`, as long as anything refers to
+        it."""
+        if not self.num_bytes:
+            return memoryview(b"")
+        if self._mapped is None:
+            self._mapped = mmap.mmap(self.descriptor, self.num_bytes, prot=mmap.PROT_READ)
+        return memoryview(self._mapped)
+
+    def close(self) -> None:
+        """Give the descriptor up. The memory is freed once no process has a descriptor or view."""
+        self._close()
+        self._mapped = None
+
+
+def _check_sealed(descriptor: int, num_bytes: int) -> None:
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise MalformedMessage(
+            "a segment came as something else than a memory file",
+            seen=str(error),
+            expected="a descriptor made by memfd_create",
+        ) from error
+    if seals & SEALS != SEALS:
+        raise MalformedMessage(
+            "a segment can still be changed",
+            seen=f"seals {seals:#x}",
+            expected=f"at least {SEALS:#x} (WRITE, SHRINK and GROW)",
+        )
+    if (size := os.fstat(descriptor).st_size) != num_bytes:
+        raise MalformedMessage(
+            "a segment has another size than announced",
+            seen=f"{size} bytes",
+            expected=f"{num_bytes}",
+        )
+
+
+class SegmentWriter:
+    """A memory file that is being filled. `seal` makes it a Segment."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Room for a segment of `num_bytes`, which takes memory only where it is written to.
+        Raises Overloaded if the system gives none."""
+        self.num_bytes = num_bytes
+        try:
+            self._descriptor = os.memfd_create(
+                "shoal-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            )
+        except OSError as error:
+            raise _no_memory(num_bytes, error) from error
+        self._close = _closing(self, self._descriptor)
+        self._mapped: mmap.mmap | None = None
+        try:
+            os.ftruncate(self._descriptor, num_bytes)
+            if num_bytes:
+                self._mapped = mmap.mmap(self._descriptor, num_bytes)
+                # A writable mapping in a forked process would keep it from being sealed.
+                self._mapped.madvise(mmap.MADV_DONTFORK)
+        except (OSError, ValueError) as error:
+            self._close()
+            raise _no_memory(num_bytes, error) from error
+        self._buffer = memoryview(bytearray() if self._mapped is None else self._mapped)
+
+    @classmethod
+    def prepare(cls, num_bytes: int) -> "SegmentWriter":
+        """A writer whose memory is allocated and mapped already: to fill it costs one copy.
+
+        Takes about a second a gigabyte: call it from a background thread, ahead of time. Raises
+        Overloaded if there is not as much memory.
+        """
+        writer = cls(num_bytes)
+        if not num_bytes or writer._mapped is None:
+            return writer
+        try:
+            for start in range(0, num_bytes, POPULATED_BYTES):
+                size = min(POPULATED_BYTES, num_bytes - start)
+                os.posix_fallocate(writer._descriptor, start, size)
+                _populate(writer._mapped, start, size)
+        except OSError as error:
+            writer.close()
+            raise _no_memory(num_bytes, error) from error
+        return writer
+
+    @property
+    def buffer(self) -> memoryview:
+        """Writable view of the bytes. Everything made of it must be given up before `seal`."""
+        return self._buffer
+
+    def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
+        """Make the bytes immutable. Computes their digests, unless `of_chunks` has them; the writer
+        is of no use any more.
+
+        Raises InternalError while anything else still refers to `buffer`.
+        """
+        self._unmap()
+        descriptor = os.dup(self._descriptor)
+        self._close()
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            os.close(descriptor)
+            raise InternalError(
+                "a segment cannot be sealed",
+                seen=str(error),
+                expected="no writable mapping of it in any process",
+            ) from error
+        if of_chunks is None:
+            return Segment.adopt(descriptor, self.num_bytes)
+        return Segment(descriptor, self.num_bytes, of_chunks, is_whole=is_whole)
+
+    def close(self) -> None:
+        """Give the memory up unsealed."""
+        self._close()
+        self._mapped, self._buffer = None, memoryview(bytearray())
+
+    def _unmap(self) -> None:
+        try:
+            self._buffer.release()
+            if self._mapped is not None:
+                self._mapped.close()
+        except BufferError as error:
+            raise InternalError(
+                "a segment cannot be sealed while something refers to its buffer",
+                seen=str(error),
+                expected="every view and tensor made of it given up before",
+            ) from error
+        self._mapped = None
+
+
+def _populate(mapped: mmap.mmap, start: int, num_bytes: int) -> None:
+    """Have the pages in the page table, so that writing to them faults no more.
+
+    Not by `mapped.madvise`, which holds the interpreter's lock meanwhile: training goes on.
+    """
+    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped, start)))
+    if _libc.madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE):
+        # An older kernel: the first write to each page faults it in.
+        for page in range(start, start + num_bytes, mmap.PAGESIZE):
+            mapped[page] = 0
+
+
+def _no_memory(num_bytes: int, error: Exception) -> Overloaded:
+    return Overloaded(
+        "no memory for a segment of published weights",
+        seen=str(error),
+        expected=f"{num_bytes} bytes of shared memory",
+        fix="Keep fewer versions, or give the process a larger memory limit.",
+    )

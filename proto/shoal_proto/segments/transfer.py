@@ -1,0 +1,362 @@
+"""Segments over a bulk connection, seen from the side that asks. Blocks.
+
+Used by publishers and readers, and by parameter servers towards each other.
+"""
+
+import os
+import select
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from shoal_proto import CHUNK_BYTES, bulk
+from shoal_proto.bulk import SILENCE_S, Frame, FrameReader, Kind
+from shoal_proto.bulk_opening import greet, reach
+from shoal_proto.errors import DeadlineExceeded, MalformedMessage, ShoalError, Unavailable
+from shoal_proto.segments.descriptors import receive_into
+from shoal_proto.segments.digests import check_chunk, check_root, chunks_of, num_chunks
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.status import from_detail
+from shoal_proto.tls.sockets import secured
+from shoal_proto.v1.identity_pb2 import ErrorDetail
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_proto.v1.weights_pb2 import (
+    SEGMENT_TRANSFER_CHUNKS,
+    SEGMENT_TRANSFER_DESCRIPTOR,
+    SEGMENT_TRANSFER_NONE,
+    ChunkRange,
+    FetchSegmentReply,
+    FetchSegmentRequest,
+    PutSegmentReply,
+    PutSegmentRequest,
+)
+
+M = TypeVar("M", bound=Message)
+
+
+class Staged:
+    """A segment on its way to this process: what of it has arrived and was verified counts, also if
+    the rest comes over another connection."""
+
+    def __init__(self, digest: bytes, wanted: Sequence[range] = ()) -> None:
+        """`wanted`: indices of chunks, in rising order; empty: all. A segment that comes as a
+        descriptor is whole in any case."""
+        self.digest = digest
+        self.wanted = wanted
+        self.received_bytes = 0
+        self.chunk_digests = b""
+        self._writer: SegmentWriter | None = None
+        self._verified: set[int] = set()
+
+    def open(self, of_chunks: bytes, num_bytes: int) -> None:
+        """Take the digests that a holder gave. Raises MalformedMessage or ChecksumMismatch."""
+        check_root(of_chunks, num_bytes, self.digest)
+        if self._writer is None:
+            self._writer, self.chunk_digests = SegmentWriter(num_bytes), of_chunks
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the wanted chunks that have not arrived yet."""
+        if self._writer is None:
+            return []
+        last = num_chunks(self._writer.num_bytes)
+        wanted = self.wanted or [range(last)]
+        return [i for each in wanted for i in each if i < last and i not in self._verified]
+
+    def room(self, index: int) -> memoryview:
+        """Memory for a chunk."""
+        assert self._writer is not None
+        start = index * CHUNK_BYTES
+        return self._writer.buffer[start : start + CHUNK_BYTES]
+
+    def verify(self, index: int, chunk: memoryview) -> None:
+        """Count a chunk that has arrived. Raises ChecksumMismatch."""
+        check_chunk(index, chunk, self.chunk_digests)
+        self._verified.add(index)
+        self.received_bytes += len(chunk)
+
+    def seal(self) -> Segment:
+        """The segment, once nothing is missing."""
+        assert self._writer is not None
+        return self._writer.seal(self.chunk_digests, is_whole=not self.wanted)
+
+    def close(self) -> None:
+        """Give up what has arrived."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class SegmentConnection:
+    """One call at a time, by one thread, but for `close`. After an error it is of no use."""
+
+    def __init__(self, connected: socket.socket, address: str) -> None:
+        """Takes the socket over, on which a server has accepted the key."""
+        self._socket = connected
+        self._address = address
+        self.is_local = connected.family == socket.AF_UNIX
+        """True if descriptors can be passed: both ends are in one network namespace."""
+        self._reader = FrameReader(self._room)
+        self._place: Callable[[int], memoryview] | None = None
+        self._descriptors: list[int] = []
+        connected.settimeout(SILENCE_S)
+
+    @classmethod
+    def open(
+        cls, offer: OpenBulkReply, address: str, *, may_be_local: bool = True
+    ) -> "SegmentConnection":
+        """A connection to the server at `address` (host:port of its gRPC service) that made the
+        offer. Raises Unavailable."""
+        try:
+            if not offer.port:
+                raise ConnectionRefusedError("it takes no bulk connections")
+            if not may_be_local:
+                offer.local_name = ""
+            connected = secured(reach(offer, address))
+            try:
+                greet(connected, offer.key, 0)
+                return cls(connected, address)
+            except BaseException:
+                connected.close()
+                raise
+        except (OSError, MalformedMessage) as error:
+            raise Unavailable(
+                f"no bulk connection to the parameter server at {address}",
+                seen=repr(error),
+                expected=f"its port {offer.port} to be reachable from here",
+                fix="Segments of weights travel over this port only: open it (--bulk-port).",
+            ) from error
+
+    @property
+    def is_open(self) -> bool:
+        """True unless the server has closed the connection. Between calls nothing comes."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        return not waiting.poll(0)
+
+    def __enter__(self) -> "SegmentConnection":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def abort(self) -> None:
+        """Have a call on another thread fail, which then closes the connection."""
+        with suppress(OSError):
+            # Not as TLS has it: that would read what the other thread is reading.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. To be called by the thread that made the calls."""
+        self._socket.close()
+        self._drop_descriptors()
+
+    def put(
+        self, request: PutSegmentRequest, segment: Segment, timeout_s: float
+    ) -> PutSegmentReply:
+        """Hand a segment over: its descriptor to a server on this host, else its bytes. Returns
+        once the server, and those that it passes it on to, have verified it.
+
+        Raises what the server raises, Unavailable or DeadlineExceeded.
+        """
+        give_up_s = time.monotonic() + timeout_s
+        try:
+            self._send(bulk.message(Kind.SEGMENT_PUT, request.SerializeToString()))
+            asked = self._message(PutSegmentReply, give_up_s).transfer
+            if asked == SEGMENT_TRANSFER_DESCRIPTOR and self.is_local:
+                head = bulk.header(Kind.DESCRIPTOR)
+                socket.send_fds(self._socket, [head], [segment.descriptor])
+            elif asked == SEGMENT_TRANSFER_CHUNKS:
+                self._send_chunks(segment, give_up_s)
+            elif asked != SEGMENT_TRANSFER_NONE:
+                raise self._malformed(f"a transfer of kind {asked}")
+            self._send(bulk.header(Kind.END))
+            reply = self._message(PutSegmentReply, give_up_s)
+            self._end(give_up_s)
+            return reply
+        except OSError as error:
+            raise self._reason(error) from error
+
+    def fetch(self, request: FetchSegmentRequest, staged: Staged, timeout_s: float) -> Segment:
+        """The staged segment, with all chunks that it wants: as a descriptor from a server on this
+        host, else the missing chunks over the socket, each verified.
+
+        Raises what the server raises, ChecksumMismatch, Unavailable or DeadlineExceeded; then
+        `staged` may go on over another connection.
+        """
+        give_up_s = time.monotonic() + timeout_s
+        sent = FetchSegmentRequest()
+        sent.CopyFrom(request)
+        sent.takes_descriptor = self.is_local
+        missing = staged.missing
+        wanted = _ranges(missing) if missing else staged.wanted
+        sent.chunks.extend(ChunkRange(start=each.start, stop=each.stop) for each in wanted)
+        try:
+            opening = bulk.message(Kind.SEGMENT_FETCH, sent.SerializeToString())
+            self._send(opening + bulk.header(Kind.END))
+            reply = self._message(FetchSegmentReply, give_up_s)
+            if reply.transfer == SEGMENT_TRANSFER_DESCRIPTOR:
+                check_root(reply.chunk_digests, reply.num_bytes, staged.digest)
+                segment = self._adopt(reply, give_up_s)
+            elif reply.transfer == SEGMENT_TRANSFER_CHUNKS:
+                staged.open(reply.chunk_digests, reply.num_bytes)
+                self._receive(staged, give_up_s)
+                segment = staged.seal()
+            else:
+                raise self._malformed(f"a transfer of kind {reply.transfer}")
+            self._end(give_up_s)
+            return segment
+        except OSError as error:
+            raise self._broken(repr(error)) from error
+
+    # --- what is received ---
+
+    def _adopt(self, reply: FetchSegmentReply, give_up_s: float) -> Segment:
+        frame = self._frame(give_up_s)
+        if frame.kind is not Kind.DESCRIPTOR or not self._descriptors:
+            raise self._malformed(f"{frame.kind.name} with {len(self._descriptors)} descriptors")
+        descriptor = self._descriptors.pop(0)
+        self._drop_descriptors()
+        # The server has computed the digests after the seals were set: nothing has changed since.
+        return Segment.adopt(descriptor, reply.num_bytes, of_chunks=reply.chunk_digests)
+
+    def _receive(self, staged: Staged, give_up_s: float) -> None:
+        """Chunks are digested on a thread of their own while later ones arrive."""
+        checks: deque[Future[None]] = deque()
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="shoal-digests") as pool:
+                for index in staged.missing:
+                    room = staged.room(index)
+                    self._place = partial(self._exactly, room)
+                    frame = self._frame(give_up_s)
+                    if frame.kind is not Kind.CHUNK or frame.offset_bytes != index * CHUNK_BYTES:
+                        seen = f"{frame.kind.name} at {frame.offset_bytes}"
+                        raise self._malformed(seen, f"CHUNK at {index * CHUNK_BYTES}")
+                    checks.append(pool.submit(staged.verify, index, room))
+                    while checks and checks[0].done():
+                        checks.popleft().result()
+            for check in checks:
+                check.result()
+        finally:
+            self._place = None
+
+    def _exactly(self, room: memoryview, num_bytes: int) -> memoryview:
+        if num_bytes != len(room):
+            raise self._malformed(f"a chunk of {num_bytes} bytes", f"{len(room)}")
+        return room
+
+    def _room(self, num_bytes: int) -> memoryview:
+        if self._place is None:
+            raise self._malformed("a chunk that was not asked for")
+        return self._place(num_bytes)
+
+    # --- frames ---
+
+    def _message(self, kind: type[M], give_up_s: float) -> M:
+        frame = self._frame(give_up_s)
+        if frame.kind is not Kind.MESSAGE:
+            raise self._malformed(frame.kind.name, kind.__name__)
+        try:
+            return kind.FromString(bytes(frame.body))
+        except DecodeError as error:
+            raise self._malformed(repr(error), kind.__name__) from error
+
+    def _end(self, give_up_s: float) -> None:
+        if (frame := self._frame(give_up_s)).kind is not Kind.END:
+            raise self._malformed(frame.kind.name, "END")
+
+    def _frame(self, give_up_s: float) -> Frame:
+        """The next frame other than BEAT. Raises what an ERROR says."""
+        while True:
+            while (frame := self._reader.next()) is None:
+                self._check_time(give_up_s)
+                self._fill()
+            if frame.kind is Kind.ERROR:
+                raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
+            if frame.kind is not Kind.BEAT:
+                return frame
+            self._check_time(give_up_s)
+
+    def _fill(self) -> None:
+        space = self._reader.space()
+        if self.is_local:
+            # Read with room for a descriptor at any time: without it the kernel drops one.
+            count, descriptors = receive_into(self._socket, space)
+            self._descriptors += descriptors
+        else:
+            count = self._socket.recv_into(space)
+        if not count:
+            raise self._broken("it hung up")
+        self._reader.received(count)
+
+    def _send(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._socket.send(view) :]
+
+    def _send_chunks(self, segment: Segment, give_up_s: float) -> None:
+        """Without TLS their pages go to the network as they are: nobody can change them."""
+        with open(segment.descriptor, "rb", buffering=0, closefd=False) as file:
+            for index, chunk in enumerate(chunks_of(segment.view())):
+                self._check_time(give_up_s)
+                start = index * CHUNK_BYTES
+                self._send(bulk.header(Kind.CHUNK, offset_bytes=start, num_bytes=len(chunk)))
+                if isinstance(self._socket, ssl.SSLSocket):
+                    self._send(chunk)
+                else:
+                    self._socket.sendfile(file, start, len(chunk))
+
+    def _reason(self, error: OSError) -> ShoalError:
+        """Why sending failed: what the server said before it closed the connection, if it did."""
+        try:
+            self._frame(time.monotonic() + SILENCE_S)
+        except ShoalError as told:
+            return told
+        except OSError:
+            return self._broken(repr(error))
+        return self._broken(repr(error))
+
+    def _check_time(self, give_up_s: float) -> None:
+        if time.monotonic() >= give_up_s:
+            raise DeadlineExceeded(f"{self._address} did not answer in time")
+
+    def _drop_descriptors(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _malformed(self, seen: str, expected: str = "an answer in order") -> MalformedMessage:
+        return MalformedMessage(
+            f"the answer of {self._address} about a segment is not as it should be",
+            seen=seen,
+            expected=expected,
+        )
+
+    def _broken(self, seen: str) -> ShoalError:
+        return Unavailable(
+            f"the bulk connection to {self._address} broke", seen=seen, expected="an answer"
+        )
+
+
+def _ranges(indices: Sequence[int]) -> list[range]:
+    """The same indices, in rising order, as runs."""
+    found: list[range] = []
+    for index in indices:
+        if found and found[-1].stop == index:
+            found[-1] = range(found[-1].start, index + 1)
+        else:
+            found.append(range(index, index + 1))
+    return found

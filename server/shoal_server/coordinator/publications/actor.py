@@ -1,0 +1,253 @@
+"""One series at work: carries out what its core decides, and answers who asked."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import structlog
+
+from shoal_proto.back_off import BackOff
+from shoal_proto.errors import InternalError, InvalidSpec, RetryError, ShoalError
+from shoal_server.coordinator.publications import messages
+from shoal_server.coordinator.publications.layouts import MergedLayouts
+from shoal_server.coordinator.publications.stored_series import SeriesWriter
+from shoal_server.coordinator.publications.stores import Stores
+from shoal_server.core.publications.coverage import NotCovered
+from shoal_server.core.publications.holders import Holders, verified
+from shoal_server.core.publications.protocol import (
+    Answered,
+    Begun,
+    Call,
+    CallEnded,
+    Cleared,
+    Effect,
+    Event,
+    NotifyWatchers,
+    PartsRejected,
+    PartsVerified,
+    Refused,
+    TimePassed,
+    VerifyParts,
+    VersionsChanged,
+    Write,
+    Written,
+)
+from shoal_server.core.publications.readers import ReaderReport
+from shoal_server.core.publications.records import Segment
+from shoal_server.core.publications.series import Series
+from shoal_server.serving.tasks import SupervisedTasks
+
+log = structlog.get_logger(__name__)
+
+Answer = Begun | Answered | Cleared
+VERIFY_ATTEMPTS = 4
+VERIFY_PAUSE_S = 0.5
+
+
+class SeriesActor:
+    """Lives on the event loop of a leading coordinator, until `end`."""
+
+    def __init__(
+        self,
+        series: Series,
+        writer: SeriesWriter,
+        *,
+        stores: Stores,
+        layouts: MergedLayouts,
+        tasks: SupervisedTasks,
+        clock: Callable[[], float],
+    ) -> None:
+        self.series = series
+        self.writer = writer
+        self._stores = stores
+        self._layouts = layouts
+        self._tasks = tasks
+        self._clock = clock
+        self.holders = Holders()
+        self.ended: ShoalError | None = None
+        """Why nothing more is asked of it."""
+        self._calls: dict[Call, asyncio.Future[Answer]] = {}
+        self._changed = asyncio.Event()
+        self.num_watchers = 0
+
+    async def ask(self, event: Callable[[Call], Event]) -> Answer:
+        """The answer to a request. Raises what it is refused with, and NotLeader when the term
+        ends."""
+        self.check_lives()
+        call: Call = object()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
+        try:
+            self.submit(event(call))
+            return await answer
+        finally:
+            del self._calls[call]
+            if answer.cancelled():
+                self.submit(CallEnded(call=call))
+
+    def submit(self, event: Event) -> None:
+        """Step the core, and carry out what follows."""
+        if self.ended is None:
+            for effect in self.series.step(event, self._clock()):
+                self._carry_out(effect)
+
+    def report(self, report: ReaderReport) -> tuple[list[int], list[int]]:
+        """Take a reader's report; see `Series.report`."""
+        self.check_lives()
+        before = messages.serving(self.series.readers.known.values())
+        answer = self.series.report(report, self._clock())
+        if messages.serving(self.series.readers.known.values()) != before:
+            self.notify()
+        self.submit(TimePassed())  # a lease that ended may let versions go
+        return answer
+
+    def check_lives(self) -> None:
+        """Raise why nothing is asked of it any more, if that is so."""
+        if self.ended is not None:
+            why = self.ended
+            raise type(why)(why.what, seen=why.seen, expected=why.expected, details=why.details)
+
+    def end(self, why: ShoalError) -> None:
+        """Refuse all that wait, and everything from now on."""
+        self.ended = why
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(type(why)(why.what, seen=why.seen, details=why.details))
+        self.notify()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nobody asks anything of it, and nothing is in progress."""
+        return self.series.is_idle and not self._calls and not self.num_watchers
+
+    def notify(self) -> None:
+        """Let those that watch look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change. To be taken before the series is looked at."""
+        return self._changed
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Begun() | Answered() | Cleared():
+                self._settle(effect.call, lambda answer: answer.set_result(effect))
+            case Refused():
+                error = messages.error_of(effect)
+                self._settle(effect.call, lambda answer: answer.set_exception(error))
+            case VerifyParts():
+                self._tasks.start(self._verify(effect))
+            case Write():
+                self._tasks.start(self._write(effect))
+            case NotifyWatchers():
+                self.notify()
+
+    def _settle(self, call: Call, settle: Callable[["asyncio.Future[Any]"], None]) -> None:
+        answer = self._calls.get(call)
+        if answer is not None and not answer.done():
+            settle(answer)
+
+    async def _write(self, effect: Write) -> None:
+        name = self.series.name
+        after = {v.number: v for v in effect.put}
+        versions = [after.get(n) or self.series.versions[n] for n in effect.head.kept]
+        try:
+            is_made = await self.writer.write(effect, versions)
+        except ShoalError as error:
+            self.end(error)
+            return
+        if not is_made:
+            log.error("series_written_by_another", series=name)
+            self.end(
+                InternalError(
+                    f"the record of series {name} was changed by somebody else",
+                    seen="another head in etcd",
+                    expected="the one that this coordinator has written",
+                    fix="Ask again: it is read anew.",
+                )
+            )
+            return
+        for version in effect.put:
+            if version.number == effect.head.number:
+                log.info("version_committed", series=name, number=version.number, step=version.step)
+        for number in effect.drop:
+            log.info("version_dropped", series=name, number=number)
+        self.submit(Written())
+
+    async def _verify(self, effect: VerifyParts) -> None:
+        rejected = partial(PartsRejected, epoch=effect.epoch, publication=effect.publication)
+        try:
+            layout = await self._layouts.of_parts(effect.parts)
+        except (NotCovered, InvalidSpec) as why:
+            self.submit(rejected(what=why.what, seen=why.seen, expected=why.expected))
+            return
+        segments = await self._verified([part.segment for part in effect.parts])
+        if isinstance(segments, int):
+            holders = ", ".join(effect.parts[segments].segment.holders)
+            self.submit(
+                rejected(
+                    what=f"no server has the segment of rank {segments}",
+                    seen=f"none of {holders}",
+                    expected="the servers that have acknowledged it",
+                )
+            )
+            return
+        digest = await self._kept(layout)
+        self.submit(
+            PartsVerified(
+                epoch=effect.epoch,
+                publication=effect.publication,
+                layout_digest=digest,
+                segments=segments,
+            )
+        )
+
+    async def _verified(self, segments: list[Segment]) -> tuple[Segment, ...] | int:
+        """The segments with the holders that answer that they have them; else a rank whose segment
+        nobody has."""
+        pauses = BackOff(VERIFY_PAUSE_S)
+        for attempt in range(VERIFY_ATTEMPTS):
+            found = verified(segments, await self._stores.held(self.series.name, segments))
+            if not isinstance(found, int) or attempt == VERIFY_ATTEMPTS - 1:
+                break
+            await asyncio.sleep(pauses.pause_s())
+        return found
+
+    async def _kept(self, layout: bytes) -> bytes:
+        pauses = BackOff(VERIFY_PAUSE_S)
+        while True:
+            try:
+                return await self.writer.keep_layout(layout)
+            except RetryError as error:
+                log.warning("layout_not_kept", series=self.series.name, reason=str(error))
+            await asyncio.sleep(pauses.pause_s())
+
+    async def care(self) -> None:
+        """Look after leases and limits, and after the servers that hold the versions."""
+        self.submit(TimePassed())
+        versions = list(self.series.versions.values())
+        if not versions:
+            return
+        name, now_s = self.series.name, self._clock
+        self.holders.see(self._stores.present, versions, now_s())
+        for server, asked, answer in await self._stores.ask(name, self.holders.questions(versions)):
+            self.holders.note(server, asked, answer)
+        versions = list(self.series.versions.values())
+        self.holders.note_versions(versions, now_s())
+        lost = self.holders.lost(versions, now_s())
+        for number in lost:
+            log.error(
+                "version_lost", series=name, number=number, reason="no server has it any more"
+            )
+        copies = self.series.head.copies
+        replaced = {v.number: self.holders.replaced(v, copies, now_s()) for v in versions}
+        self.submit(
+            VersionsChanged(
+                replaced={n: v.segments for n, v in replaced.items() if v is not None},
+                durable=frozenset(self.holders.durable(versions)),
+                lost=frozenset(lost),
+            )
+        )

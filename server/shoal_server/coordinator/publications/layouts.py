@@ -1,0 +1,100 @@
+"""Layouts as messages: those of ranks are merged, checked and remembered."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from shoal_proto.dtypes import ITEM_BYTES
+from shoal_proto.errors import InternalError, InvalidSpec
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_server.coordinator.publications.stored_series import MAX_LAYOUT_BYTES
+from shoal_server.core.publications.coverage import Layout, NotCovered, Slice, Tensor, check_cover
+from shoal_server.core.publications.coverage import merged as merge
+from shoal_server.core.publications.protocol import Part
+
+REMEMBERED = 64
+"""Layouts of versions: a model's is the same from version to version."""
+
+
+def layout_from_pb(message: pb.Layout) -> Layout:
+    """Raises InvalidSpec for an element type that is not known."""
+    tensors = []
+    for spec in message.tensors:
+        item_bytes = ITEM_BYTES.get(spec.dtype)
+        if item_bytes is None:
+            raise InvalidSpec(
+                f"tensor {spec.name} has an unknown element type",
+                seen=repr(spec.dtype),
+                expected=f"one of {', '.join(ITEM_BYTES)}",
+            )
+        tensors.append(Tensor(spec.name, spec.dtype, tuple(spec.shape), item_bytes))
+    slices = tuple(
+        Slice(each.tensor, tuple(each.offsets), tuple(each.sizes), each.segment, each.at)
+        for each in message.slices
+    )
+    return Layout(tuple(tensors), slices, tuple(message.segment_bytes))
+
+
+def layout_to_pb(layout: Layout) -> pb.Layout:
+    return pb.Layout(
+        tensors=(pb.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in layout.tensors),
+        slices=(
+            pb.Slice(
+                tensor=each.tensor,
+                offsets=each.offsets,
+                sizes=each.sizes,
+                segment=each.segment,
+                at=each.at,
+            )
+            for each in layout.slices
+        ),
+        segment_bytes=layout.segment_bytes,
+    )
+
+
+class MergedLayouts:
+    """Layouts that cover their models, by the layouts of the ranks that they were merged from."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[bytes, ...], bytes] = OrderedDict()
+
+    async def of_parts(self, parts: Sequence[Part]) -> bytes:
+        """The serialized layout of a version of these parts. Raises NotCovered, InvalidSpec."""
+        key = tuple(part.layout_key for part in parts)
+        if key not in self._known:
+            # A large model takes seconds, in which other series go on.
+            self._known[key] = await asyncio.to_thread(_merged, parts)
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+
+def _merged(parts: Sequence[Part]) -> bytes:
+    layouts = [layout_from_pb(_parsed(part.layout)) for part in parts]
+    for part, layout in zip(parts, layouts, strict=True):
+        if layout.segment_bytes != (part.segment.num_bytes,):
+            raise NotCovered(
+                f"the layout of rank {part.rank} is that of another segment",
+                seen=f"{list(layout.segment_bytes)} bytes",
+                expected=f"{part.segment.num_bytes} bytes",
+            )
+    layout = merge(layouts)
+    check_cover(layout)
+    serialized = layout_to_pb(layout).SerializeToString(deterministic=True)
+    if len(serialized) > MAX_LAYOUT_BYTES:
+        raise NotCovered(
+            "the layout of the model is too large to keep",
+            seen=f"{len(serialized)} bytes, {len(layout.slices)} slices",
+            expected=f"at most {MAX_LAYOUT_BYTES} bytes",
+        )
+    return serialized
+
+
+def _parsed(serialized: bytes) -> pb.Layout:
+    try:
+        return pb.Layout.FromString(serialized)
+    except DecodeError as error:
+        raise InternalError("a layout that was serialized here does not parse") from error

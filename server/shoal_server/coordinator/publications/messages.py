@@ -1,0 +1,189 @@
+"""Messages of the WeightSeries service, and the events and errors that they stand for."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from shoal_proto.errors import (
+    InvalidSpec,
+    MalformedMessage,
+    Overloaded,
+    PublicationAbandoned,
+    SeriesHeld,
+    ShoalError,
+    StaleEpoch,
+    VersionGone,
+)
+from shoal_proto.incarnation import public_id
+from shoal_proto.names import SERIES_RULE, is_name, is_series
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_server.core.publications.limits import MAX_WORLD
+from shoal_server.core.publications.protocol import Part, Refusal, Refused
+from shoal_server.core.publications.readers import Reader, ReaderReport
+from shoal_server.core.publications.records import (
+    DEFAULT_COPIES,
+    DEFAULT_KEEP,
+    Publisher,
+)
+from shoal_server.core.publications.series import Series
+from shoal_server.etcd.records import series as records
+
+MAX_METADATA_BYTES = 4096
+
+_ERRORS: Mapping[Refusal, tuple[type[ShoalError], str]] = {
+    Refusal.SERIES_HELD: (SeriesHeld, "Publish under another name, or wait until it has ended."),
+    Refusal.STALE_EPOCH: (StaleEpoch, "Stop publishing: another process has taken over."),
+    Refusal.ABANDONED: (PublicationAbandoned, "Publish again; earlier versions are untouched."),
+    Refusal.GONE: (VersionGone, "`shoal weights list` shows the versions that there are."),
+    Refusal.OVERLOADED: (Overloaded, "Try again once a reader is done, or keep more versions."),
+    Refusal.INVALID: (InvalidSpec, ""),
+}
+
+
+def error_of(refused: Refused) -> ShoalError:
+    """The error that a caller gets."""
+    kind, fix = _ERRORS[refused.refusal]
+    return kind(refused.what, seen=refused.seen, expected=refused.expected, fix=fix)
+
+
+def checked_series(name: str) -> str:
+    """The name, if it may name a series. Raises InvalidSpec."""
+    if not is_series(name):
+        raise InvalidSpec("bad name of a series", seen=repr(name), expected=SERIES_RULE)
+    return name
+
+
+def job_of(series: str) -> str:
+    return series.partition("/")[0]
+
+
+def publisher_of(series: str, message: pb.Publisher) -> Publisher:
+    """The publisher that a message names. Raises InvalidSpec and MalformedMessage."""
+    if not message.HasField("token"):
+        if not message.incarnation:
+            raise MalformedMessage(
+                "a publication without a publisher",
+                seen="neither a token nor an incarnation",
+                expected="a member's token, or the incarnation of a plain script's process",
+            )
+        return Publisher(script=public_id(message.incarnation))
+    token = message.token
+    if token.job != job_of(series):
+        raise InvalidSpec(
+            f"series {series} is not of the publisher's job",
+            seen=f"a member of job {token.job!r}",
+            expected=f"one of job {job_of(series)}",
+        )
+    if not token.generation:
+        raise MalformedMessage(
+            "a member publishes before it is part of a generation",
+            seen="generation 0",
+            expected="the generation that it trains in",
+        )
+    return Publisher(generation=token.generation)
+
+
+def check_rank(rank: int, world: int) -> None:
+    if not rank < world <= MAX_WORLD:
+        raise InvalidSpec(
+            "bad rank of a publisher",
+            seen=f"rank {rank} of {world}",
+            expected=f"a rank below the number of ranks, which is at most {MAX_WORLD}",
+        )
+
+
+def part_from_pb(request: pb.ContributePartRequest) -> Part:
+    """Raises InvalidSpec and MalformedMessage."""
+    check_rank(request.rank, request.world)
+    segment = request.segment
+    if not request.publication or not segment.digest or not segment.holders:
+        raise MalformedMessage(
+            "a part that lacks something",
+            seen=f"publication {request.publication}, a segment of digest"
+            f" {segment.digest.hex()[:12]!r} on {len(segment.holders)} servers",
+            expected="a publication from 1, and a segment that is on servers",
+        )
+    size = sum(len(key) + len(value) for key, value in request.metadata.items())
+    if size > MAX_METADATA_BYTES:
+        raise InvalidSpec(
+            "the metadata of a version is too large",
+            seen=f"{size} characters",
+            expected=f"at most {MAX_METADATA_BYTES} in all",
+        )
+    layout = request.layout.SerializeToString(deterministic=True)
+    return Part(
+        rank=request.rank,
+        world=request.world,
+        segment=records.segment_from_pb(segment),
+        layout=layout,
+        layout_key=hashlib.sha256(layout).digest(),
+        step=request.step,
+        metadata=dict(request.metadata),
+    )
+
+
+def options_from_pb(options: pb.SeriesOptions) -> tuple[int, int]:
+    """Versions to keep, and copies."""
+    return options.keep or DEFAULT_KEEP, options.copies or DEFAULT_COPIES
+
+
+def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
+    """Raises InvalidSpec."""
+    if not is_name(request.reader):
+        raise InvalidSpec(
+            "bad id of a reader", seen=repr(request.reader), expected="a name unique to its process"
+        )
+    return ReaderReport(
+        reader=request.reader,
+        leased=tuple(request.leased),
+        installed=request.installed,
+        installed_digest=request.installed_digest,
+        serves_at=request.serves_at,
+        is_leaving=request.leaving,
+        fetch_s=request.fetch_s,
+        fetch_bytes=request.fetch_bytes,
+        sequence=request.sequence,
+    )
+
+
+def view_of(
+    series: Series, servers: Mapping[str, str], now_s: float, *, only_serving: bool
+) -> pb.SeriesView:
+    """The series for its readers. `servers`: addresses by id."""
+    head, versions = series.head, series.versions
+    holders = {h for v in versions.values() for s in v.segments for h in s.holders}
+    present = sorted(holders & servers.keys())
+    return pb.SeriesView(
+        series=series.name,
+        epoch=head.epoch,
+        head=head.number,
+        versions=(records.version_to_pb(versions[number]) for number in head.kept),
+        options=pb.SeriesOptions(keep=head.keep, copies=head.copies),
+        servers=(pb.StoreServer(id=each, address=servers[each]) for each in present),
+        readers=(
+            _reader_view(series, name, reader, now_s)
+            for name, reader in sorted(series.readers.known.items())
+            if reader.report.serves_at or not only_serving
+        ),
+        lost=head.lost,
+        publisher=str(head.publisher) if head.epoch else "",
+    )
+
+
+def _reader_view(series: Series, name: str, reader: Reader, now_s: float) -> pb.ReaderView:
+    report = reader.report
+    return pb.ReaderView(
+        id=name,
+        installed=report.installed,
+        installed_digest=report.installed_digest,
+        differs=series.differs(reader),
+        leased=sorted(number for number, until_s in reader.leases.items() if until_s > now_s),
+        seen_unix_s=reader.seen_s,
+        serves_at=report.serves_at,
+        fetch_s=report.fetch_s,
+        fetch_bytes=report.fetch_bytes,
+    )
+
+
+def serving(readers: Iterable[Reader]) -> set[tuple[str, int]]:
+    """The readers that pass versions on, each with the one that it has."""
+    return {(r.report.serves_at, r.report.installed) for r in readers if r.report.serves_at}

@@ -1,0 +1,401 @@
+"""The WeightSeries service: publishers, readers and operators, and the leader's care for versions.
+
+All of it is read when this coordinator begins to lead, and forgotten when it steps down. Leases and
+reports of readers live in memory only: a new leader drops nothing until the leases that it does
+not know have ended.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+import structlog
+
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    NoServers,
+    NotLeader,
+    Overloaded,
+    Regressed,
+    SeriesHeld,
+    ShoalError,
+    Unavailable,
+    UnknownSeries,
+)
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.weights_pb2_grpc import WeightSeriesServicer
+from shoal_server.coordinator.publications import messages, stored_series
+from shoal_server.coordinator.publications.actor import Answer, SeriesActor
+from shoal_server.coordinator.publications.layouts import MergedLayouts
+from shoal_server.coordinator.publications.leading_check import LeadingCheck
+from shoal_server.coordinator.publications.stores import Stores
+from shoal_server.coordinator.servers.server_calls import ServerCalls
+from shoal_server.core.publications.holders import servers_for
+from shoal_server.core.publications.limits import LEASE_S
+from shoal_server.core.publications.protocol import (
+    Answered,
+    BeginRequested,
+    Begun,
+    Call,
+    ClearRequested,
+    Event,
+    PartContributed,
+    PinRequested,
+    RollbackRequested,
+)
+from shoal_server.core.publications.readers import InstalledOlder, TooManyReaders
+from shoal_server.core.publications.series import Series
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.records import series as records
+from shoal_server.serving.admission.config import JobLimits
+from shoal_server.serving.rpc import Context
+from shoal_server.serving.tasks import SupervisedTasks, keep_on, running
+
+log = structlog.get_logger(__name__)
+
+CARE_EACH_S = 2.0
+CLEARED_WITHIN_S = 10.0
+MAX_SERIES = 1024
+MAX_WATCHERS = 8192
+
+Authorize = Callable[[Token], Awaitable[None]]
+
+
+class WeightSeriesService(WeightSeriesServicer):
+    """Lives on the event loop of a coordinator; answers while `leading` runs."""
+
+    def __init__(
+        self,
+        store: LeaderStore,
+        calls: ServerCalls,
+        *,
+        authorize: Authorize,
+        require_leading: Callable[[], None],
+        is_job: Callable[[str], bool],
+        clock: Callable[[], float],
+        call_wait_s: float = JobLimits.call_wait_s,
+    ) -> None:
+        """`authorize` raises for a token that may not speak; `is_job` tells if there is a job of a
+        name, whose series only its members publish. `call_wait_s`: the longest that a part waits
+        for the others before its caller is to hand it in again."""
+        self._store = store
+        self._authorize = authorize
+        self._require_leading = require_leading
+        self._is_job = is_job
+        self._clock = clock
+        self._call_wait_s = call_wait_s
+        self._stores = Stores(store, calls, self._servers_changed)
+        self._check = LeadingCheck(store)
+        self._layouts = MergedLayouts()
+        self._actors: dict[str, SeriesActor] = {}
+        self._broken: dict[str, ShoalError] = {}
+        self._opening = asyncio.Lock()
+        self._tasks = SupervisedTasks()
+        self._num_watchers = 0
+        self._num_terms = 0
+
+    # --- from the coordinator ---
+
+    @asynccontextmanager
+    async def leading(self) -> AsyncIterator[None]:
+        """Read all series, and answer as long as the block runs. Raises what the store raises."""
+        self._num_terms += 1
+        found, self._broken = await stored_series.read_all(self._store)
+        for name, why in self._broken.items():
+            log.error("series_unreadable", series=name, reason=str(why))
+        for name, (stored, writer) in found.items():
+            self._actors[name] = self._actor(Series(name, stored, self._clock()), writer)
+        async with self._stores.mirror, running(keep_on(self._care, "published-weights")):
+            try:
+                yield
+            finally:
+                await self._step_down()
+
+    async def _step_down(self) -> None:
+        why = NotLeader("this coordinator no longer leads", details={"leader": ""})
+        actors, self._actors = self._actors, {}
+        for actor in actors.values():
+            actor.end(why)
+        await self._tasks.close()
+
+    def series(self) -> Sequence[SeriesActor]:
+        """All that there are, by name."""
+        return [actor for _, actor in sorted(self._actors.items())]
+
+    def series_of(self, job: str) -> Sequence[SeriesActor]:
+        """Those of a job, by name."""
+        return [each for each in self.series() if messages.job_of(each.series.name) == job]
+
+    async def clear(self, job: str, *, forgets_numbers: bool) -> None:
+        """Drop all versions of a job that is removed, or begun anew: then numbers go on rising.
+        With `forgets_numbers`, nothing is left of its series. Raises Unavailable while etcd is
+        away, NotLeader."""
+        try:
+            async with asyncio.timeout(CLEARED_WITHIN_S):
+                for actor in self.series_of(job):
+                    await self._clear(actor, forgets_numbers=forgets_numbers)
+        except TimeoutError:
+            raise Unavailable(
+                f"the published weights of job {job} could not be dropped",
+                seen=f"no answer from etcd within {CLEARED_WITHIN_S:g} s",
+            ) from None
+
+    async def _clear(self, actor: SeriesActor, *, forgets_numbers: bool) -> None:
+        name = actor.series.name
+        await actor.ask(lambda call: ClearRequested(call=call))
+        if forgets_numbers and self._actors.pop(name, None) is not None:
+            actor.end(UnknownSeries(f"series {name} was removed with its job"))
+            await actor.writer.take_away()
+
+    def _servers_changed(self) -> None:
+        """Readers fetch from the servers by the addresses that they were shown last."""
+        for actor in self._actors.values():
+            actor.notify()
+
+    async def _care(self) -> None:
+        while True:
+            for actor in self.series():
+                try:
+                    await actor.care()
+                except ShoalError as error:
+                    log.warning("series_not_cared_for", series=actor.series.name, reason=str(error))
+                self._let_go_if_idle(actor)
+            await asyncio.sleep(CARE_EACH_S)
+
+    def _let_go_if_idle(self, actor: SeriesActor) -> None:
+        name = actor.series.name
+        is_over = actor.ended is not None or (not actor.series.head.epoch and actor.is_idle)
+        if is_over and self._actors.get(name) is actor:
+            del self._actors[name]
+
+    def _actor(self, series: Series, writer: stored_series.SeriesWriter) -> SeriesActor:
+        return SeriesActor(
+            series,
+            writer,
+            stores=self._stores,
+            layouts=self._layouts,
+            tasks=self._tasks,
+            clock=self._clock,
+        )
+
+    # --- finding a series ---
+
+    async def _find(self, name: str) -> SeriesActor:
+        """The series of that name, which nobody may have published yet. Raises NotLeader, and why
+        its records cannot be read."""
+        self._require_leading()
+        messages.checked_series(name)
+        actor = self._actors.get(name)
+        if actor is None or actor.ended is not None:
+            async with self._opening:
+                actor = self._actors.get(name)
+                if actor is None or actor.ended is not None:
+                    actor = self._actors[name] = await self._opened(name)
+        return actor
+
+    async def _opened(self, name: str) -> SeriesActor:
+        if len(self._actors) >= MAX_SERIES:
+            raise Overloaded(
+                "this cluster has as many series as it may",
+                seen=f"{len(self._actors)} series",
+                expected=f"fewer than {MAX_SERIES}",
+                fix="`shoal rm JOB` removes those of a job.",
+            )
+        term = self._num_terms
+        stored, writer = await stored_series.read_one(self._store, name)
+        self._require_leading()
+        if term != self._num_terms:
+            # What was read is of an earlier term: another coordinator may have written since.
+            raise NotLeader("the term in which this was asked has ended", details={"leader": ""})
+        self._broken.pop(name, None)
+        return self._actor(Series(name, stored, self._clock()), writer)
+
+    async def _existing(self, name: str) -> SeriesActor:
+        actor = await self._find(name)
+        if not actor.series.head.epoch:
+            known = [each.series.name for each in self.series() if each.series.head.epoch]
+            raise UnknownSeries(
+                f"there is no series {name}",
+                seen=f"{len(known)} series",
+                expected=f"one of {', '.join(known[:20])}" if known else "one that was published",
+                fix="`shoal weights list` shows all.",
+            )
+        return actor
+
+    # --- from publishers ---
+
+    async def Begin(
+        self, request: pb.BeginPublicationRequest, context: Context
+    ) -> pb.BeginPublicationReply:
+        await self._authorize_publisher(request.series, request.publisher)
+        publisher = messages.publisher_of(request.series, request.publisher)
+        keep, copies = messages.options_from_pb(request.options)
+        servers: list[str] = []
+        if not request.ending:
+            messages.check_rank(request.rank, request.world)
+            present = self._stores.present
+            if not present and not self._stores.mirror.is_in_sync:
+                raise Unavailable("the parameter servers are not known yet", expected="in a moment")
+            servers = servers_for(request.rank, copies, present, near=_host(context.peer()))
+            if not servers:
+                raise NoServers(
+                    f"there is no parameter server for series {request.series}",
+                    seen="none registered",
+                    expected="one or more",
+                    fix="Start one with `shoal ps`.",
+                )
+        actor = await self._find(request.series)
+        begun = await actor.ask(
+            lambda call: BeginRequested(
+                call=call,
+                publisher=publisher,
+                known_epoch=request.epoch,
+                keep=keep,
+                copies=copies,
+                is_ending=request.ending,
+            )
+        )
+        assert isinstance(begun, Begun)
+        # One that was deposed does not know how much its successor keeps.
+        await self._check.confirm()
+        addresses = self._stores.addresses
+        return pb.BeginPublicationReply(
+            epoch=begun.epoch,
+            head=begun.head,
+            servers=(
+                pb.StoreServer(id=each, address=addresses[each])
+                for each in servers
+                if each in addresses
+            ),
+            lease_s=LEASE_S if publisher.script else 0.0,
+        )
+
+    async def Contribute(
+        self, request: pb.ContributePartRequest, context: Context
+    ) -> pb.ContributePartReply:
+        await self._authorize_publisher(request.series, request.publisher)
+        publisher = messages.publisher_of(request.series, request.publisher)
+        part = messages.part_from_pb(request)
+
+        def contributed(call: Call) -> Event:
+            return PartContributed(
+                call=call,
+                publisher=publisher,
+                epoch=request.epoch,
+                publication=request.publication,
+                part=part,
+            )
+
+        actor = await self._find(request.series)
+        try:
+            async with asyncio.timeout(self._call_wait_s):
+                answer = await actor.ask(contributed)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"publication {request.publication} of {request.series} is not committed yet",
+                seen=f"the part of rank {request.rank} waits for the others",
+                expected=f"those of all {request.world} ranks",
+                fix="Hand it in again.",
+            ) from None
+        return pb.ContributePartReply(version=_version(answer))
+
+    async def _authorize_publisher(self, series: str, publisher: pb.Publisher) -> None:
+        self._require_leading()
+        messages.checked_series(series)
+        job = messages.job_of(series)
+        if publisher.HasField("token"):
+            await self._authorize(publisher.token)
+        elif self._is_job(job):
+            raise SeriesHeld(
+                f"series {series} is of job {job}: only its members publish it",
+                seen="a plain script",
+                expected=f"a member of job {job}",
+                fix="Choose another name before the slash.",
+            )
+
+    # --- from readers ---
+
+    async def Watch(
+        self, request: pb.WatchSeriesRequest, context: Context
+    ) -> AsyncIterator[pb.SeriesView]:
+        actor = await self._find(request.series)
+        if self._num_watchers >= MAX_WATCHERS:
+            raise Overloaded("too many readers watch series", expected=f"{MAX_WATCHERS}")
+        self._num_watchers += 1
+        actor.num_watchers += 1
+        try:
+            while True:
+                changed = actor.changed
+                actor.check_lives()
+                yield self._view(actor, only_serving=True)
+                await changed.wait()
+        finally:
+            self._num_watchers -= 1
+            actor.num_watchers -= 1
+
+    async def Report(self, request: pb.ReaderReport, context: Context) -> pb.ReaderReportReply:
+        report = messages.report_from_pb(request)
+        actor = await self._find(request.series)
+        try:
+            leased, gone = actor.report(report)
+        except TooManyReaders as why:
+            raise Overloaded(
+                f"series {request.series} has as many readers and leases as it may", seen=str(why)
+            ) from why
+        except InstalledOlder as why:
+            raise Regressed(
+                f"reader {report.reader} went back to an older version of {request.series}",
+                seen=f"version {report.installed}",
+                expected=f"version {why.before}, which it had installed, or a newer one",
+            ) from why
+        if leased:
+            # A successor keeps all versions for as long as leases last that were granted before
+            # its term. This one was, if etcd says so after it was granted.
+            await self._check.confirm()
+        return pb.ReaderReportReply(lease_s=LEASE_S, leased=leased, gone=gone)
+
+    async def GetLayout(self, request: pb.GetLayoutRequest, context: Context) -> pb.Layout:
+        actor = await self._existing(request.series)
+        return pb.Layout.FromString(await actor.writer.read_layout(request.layout_digest))
+
+    # --- from operators ---
+
+    async def List(self, request: pb.ListSeriesRequest, context: Context) -> pb.ListSeriesReply:
+        self._require_leading()
+        found = self.series_of(request.job) if request.job else self.series()
+        return pb.ListSeriesReply(
+            series=(
+                self._view(each, only_serving=False) for each in found if each.series.head.epoch
+            )
+        )
+
+    async def Pin(self, request: pb.PinVersionRequest, context: Context) -> pb.SeriesView:
+        actor = await self._existing(request.series)
+        pins = not request.unpin
+        await actor.ask(lambda call: PinRequested(call=call, number=request.number, pins=pins))
+        return self._view(actor, only_serving=False)
+
+    async def Rollback(self, request: pb.RollbackRequest, context: Context) -> pb.VersionRecord:
+        actor = await self._existing(request.series)
+        return _version(await actor.ask(partial(_rollback, request.to)))
+
+    def _view(self, actor: SeriesActor, *, only_serving: bool) -> pb.SeriesView:
+        return messages.view_of(
+            actor.series, self._stores.addresses, self._clock(), only_serving=only_serving
+        )
+
+
+def _rollback(to: int, call: Call) -> Event:
+    return RollbackRequested(call=call, to=to)
+
+
+def _version(answer: Answer) -> pb.VersionRecord:
+    assert isinstance(answer, Answered)
+    return records.version_to_pb(answer.version)
+
+
+def _host(peer: str) -> str:
+    """The address in gRPC's name of a caller, such as ipv4:127.0.0.1:4711."""
+    return peer.partition(":")[2].rpartition(":")[0]

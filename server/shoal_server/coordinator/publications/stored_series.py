@@ -1,0 +1,194 @@
+"""One series in etcd: its head and versions in one transaction, its layouts before them.
+
+The head is compared with each write, and no two heads are alike. So a write whose outcome is
+unknown may be made again: if it was made before, the head is found to be the one that was written.
+"""
+
+import asyncio
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import structlog
+
+from shoal_proto.back_off import BackOff
+from shoal_proto.errors import InternalError, RetryError, ShoalError, VersionGone
+from shoal_server.core.publications.protocol import Write
+from shoal_server.core.publications.records import StoredSeries, Version
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Delete, KeyValue, Operation, Put, Revision, unchanged_since
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.records import series as records
+
+log = structlog.get_logger(__name__)
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+CHUNK_BYTES = 512 * 1024
+"""etcd takes requests up to 1.5 MiB."""
+MAX_LAYOUT_BYTES = 32 * 1024 * 1024
+"""Of a layout, serialized."""
+
+
+class SeriesWriter:
+    """Writes one series. The writes of one series follow each other."""
+
+    def __init__(
+        self, store: LeaderStore, name: str, revision: Revision, layouts: Iterable[str] = ()
+    ) -> None:
+        """`revision`: that the head was written at; 0 if there is none. `layouts`: digests of those
+        in etcd."""
+        self._store = store
+        self._name = name
+        self._revision = revision
+        self._layouts = set(layouts)
+        self._newest_layout = ""
+        """Kept for a version that may be about to be committed."""
+        self._writing = asyncio.Lock()
+
+    async def write(self, write: Write, versions: Iterable[Version]) -> bool:
+        """Make the write, after which there are these versions; False if another one has written
+        the head.
+
+        Goes on through outages of etcd. Raises NotLeader, and refusals of etcd.
+        """
+        used = {version.layout_digest.hex() for version in versions}
+        head = Put(keys.series_head(self._name), records.encode_head(write.head))
+        # Until it is known what became of it no layout is written, which it might delete.
+        async with self._writing:
+            unused = self._layouts - used - {self._newest_layout}
+            operations: list[Operation] = [
+                head,
+                *(
+                    Put(keys.series_version(self._name, v.number), records.encode_version(v))
+                    for v in write.put
+                ),
+                *(Delete(keys.series_version(self._name, number)) for number in write.drop),
+                *(Delete(keys.series_layouts(self._name, each), prefix=True) for each in unused),
+            ]
+            made_at = await self._written(head, operations)
+            if made_at is None:
+                return False
+            self._revision = made_at
+            self._layouts -= unused
+            return True
+
+    async def _written(self, head: Put, operations: Sequence[Operation]) -> Revision | None:
+        """The revision of the write; None if another one has written the head."""
+        pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        condition = unchanged_since(head.key, self._revision)
+        while True:
+            try:
+                result = await self._store.transact([condition], operations)
+                return result.revision if result.succeeded else await self._made_before(head)
+            except RetryError as error:
+                log.warning("series_not_written", series=self._name, reason=str(error))
+            await asyncio.sleep(pauses.pause_s())
+
+    async def _made_before(self, head: Put) -> Revision | None:
+        """The revision at which an earlier attempt was made; None if none was."""
+        found = await self._store.get(head.key)
+        return found.mod_revision if found is not None and found.value == head.value else None
+
+    async def keep_layout(self, serialized: bytes) -> bytes:
+        """Have the layout in etcd, for a version that is committed next; its digest. Raises what
+        the store raises."""
+        digest = hashlib.sha256(serialized).digest()
+        async with self._writing:
+            if digest.hex() not in self._layouts:
+                packed = await asyncio.to_thread(zlib.compress, serialized)
+                for number, at in enumerate(range(0, len(packed), CHUNK_BYTES)):
+                    key = keys.series_layout_chunk(self._name, digest.hex(), number)
+                    # The key says what is in it: once more does no harm.
+                    await self._store.transact([], [Put(key, packed[at : at + CHUNK_BYTES])])
+                self._layouts.add(digest.hex())
+            self._newest_layout = digest.hex()
+        return digest
+
+    async def read_layout(self, digest: bytes) -> bytes:
+        """A serialized layout. Raises VersionGone for one that no kept version has, InternalError
+        for chunks that are not its own."""
+        found = await self._store.range(keys.series_layouts(self._name, digest.hex()))
+        if not found.items:
+            raise VersionGone(
+                f"no kept version of {self._name} has that layout",
+                seen=f"layout {digest.hex()[:12]}",
+                expected="the layout of a version that is kept",
+                fix="Look at the series again, and take a version that it has now.",
+            )
+        packed = b"".join(item.value for item in found.items)
+        try:
+            serialized = zlib.decompressobj().decompress(packed, MAX_LAYOUT_BYTES)
+        except zlib.error as error:
+            raise _no_layout(self._name, repr(error)) from error
+        if hashlib.sha256(serialized).digest() != digest:
+            raise _no_layout(self._name, f"chunks that do not belong to {digest.hex()[:12]}")
+        return serialized
+
+    async def take_away(self) -> None:
+        """Delete all records of the series: its name, and its numbers, are free again."""
+        await self._store.transact(
+            [],
+            [
+                Delete(f"{keys.SERIES}{self._name}/", prefix=True),
+                Delete(keys.series_layouts(self._name), prefix=True),
+            ],
+        )
+
+
+Found = tuple[StoredSeries, SeriesWriter]
+
+
+async def read_all(store: LeaderStore) -> tuple[dict[str, Found], dict[str, ShoalError]]:
+    """All series, and why others cannot be read. Raises what the store raises."""
+    listed = (await store.range(keys.SERIES)).items
+    layouts = await store.keys(keys.SERIES_LAYOUTS)
+    return _found(store, listed, layouts)
+
+
+async def read_one(store: LeaderStore, name: str) -> Found:
+    """One series, empty if there is none of that name. Raises InternalError for records that cannot
+    be read."""
+    listed = (await store.range(f"{keys.SERIES}{name}/")).items
+    layouts = await store.keys(keys.series_layouts(name))
+    found, broken = _found(store, listed, layouts)
+    if name in broken:
+        raise broken[name]
+    return found.get(name) or (StoredSeries(), SeriesWriter(store, name, Revision(0)))
+
+
+def _found(
+    store: LeaderStore, listed: Iterable[KeyValue], layouts: Iterable[str]
+) -> tuple[dict[str, Found], dict[str, ShoalError]]:
+    found: dict[str, Found] = {}
+    broken: dict[str, ShoalError] = {}
+    digests = _digests(layouts)
+    of_series: dict[str, dict[str, KeyValue]] = {}
+    for item in listed:
+        split = records.split_name(item.key.removeprefix(keys.SERIES))
+        if split is not None:
+            of_series.setdefault(split[0], {})[item.key] = item
+    for name, items in of_series.items():
+        head = items.get(keys.series_head(name))
+        try:
+            stored = records.parse_series(name, {key: item.value for key, item in items.items()})
+        except InternalError as error:
+            broken[name] = error
+            continue
+        if stored is not None and head is not None:
+            writer = SeriesWriter(store, name, head.mod_revision, digests.get(name, ()))
+            found[name] = stored, writer
+    return found, broken
+
+
+def _digests(layouts: Iterable[str]) -> Mapping[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for key in layouts:
+        name, _, rest = key.removeprefix(keys.SERIES_LAYOUTS).rpartition("/")[0].rpartition("/")
+        if name and rest:
+            found.setdefault(name, set()).add(rest)
+    return found
+
+
+def _no_layout(name: str, seen: str) -> InternalError:
+    return InternalError(f"a layout of series {name} in etcd does not parse", seen=seen)

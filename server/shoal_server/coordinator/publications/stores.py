@@ -1,0 +1,106 @@
+"""The parameter servers as stores of segments: which there are, and what they hold."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import structlog
+
+from shoal_proto.errors import ShoalError
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_proto.v1.weights_pb2_grpc import WeightStoreStub
+from shoal_server.coordinator.servers.server_calls import ServerCalls
+from shoal_server.core.publications.holders import Answer, StoreServer
+from shoal_server.core.publications.records import Segment
+from shoal_server.etcd import keys
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.mirror import Item, PrefixMirror
+from shoal_server.etcd.records import servers as registered
+from shoal_server.etcd.records.servers import Server
+
+log = structlog.get_logger(__name__)
+
+ANSWER_S = 5.0
+
+
+class Stores:
+    """Follows the registered servers while its block runs."""
+
+    def __init__(
+        self, store: LeaderStore, calls: ServerCalls, on_change: Callable[[], object]
+    ) -> None:
+        """`on_change` is called after servers came, went, or came back at another address."""
+        self._calls = calls
+        self._mirror: PrefixMirror[Server] = PrefixMirror(
+            store, keys.SERVERS, _parsed, on_change=on_change, resync=True
+        )
+
+    @property
+    def mirror(self) -> PrefixMirror[Server]:
+        """The records of the servers; its block is to run."""
+        return self._mirror
+
+    @property
+    def present(self) -> list[StoreServer]:
+        """The servers that are registered now."""
+        return [
+            StoreServer(
+                server_id=server.holder.server_id,
+                incarnation=server.holder.incarnation,
+                host=server.address.rpartition(":")[0],
+                is_leaving=server.is_leaving,
+            )
+            for server in self._mirror.records.values()
+        ]
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """By id."""
+        return {s.holder.server_id: s.address for s in self._mirror.records.values()}
+
+    async def held(self, series: str, segments: Sequence[Segment]) -> dict[str, Collection[bytes]]:
+        """What the holders that the segments name have of them; nothing of one that does not
+        answer."""
+        questions: dict[str, list[bytes]] = {}
+        for segment in segments:
+            for holder in segment.holders:
+                questions.setdefault(holder, []).append(segment.digest)
+        answers = await self.ask(series, questions)
+        return {server.server_id: answer.held for server, _, answer in answers}
+
+    async def ask(
+        self, series: str, questions: Mapping[str, Sequence[bytes]]
+    ) -> list[tuple[StoreServer, Sequence[bytes], Answer]]:
+        """The answers of the servers that answer, each with what it was asked for."""
+        present = {each.server_id: each for each in self.present}
+        asked = [(present[each], digests) for each, digests in questions.items() if each in present]
+        answers = await asyncio.gather(*(self._ask(series, *each) for each in asked))
+        return [
+            (server, digests, answer)
+            for (server, digests), answer in zip(asked, answers, strict=True)
+            if answer is not None
+        ]
+
+    async def _ask(
+        self, series: str, server: StoreServer, digests: Sequence[bytes]
+    ) -> Answer | None:
+        request = pb.HoldsSegmentsRequest(series=series, digests=digests)
+        try:
+            reply: pb.HoldsSegmentsReply = await self._calls.call_on(
+                WeightStoreStub,
+                self.addresses[server.server_id],
+                lambda stub: stub.Holds,
+                request,
+                ANSWER_S,
+            )
+        except ShoalError as error:
+            log.warning("store_not_asked", server=server.server_id, reason=str(error))
+            return None
+        return Answer(
+            held=frozenset(reply.held),
+            durable=frozenset(reply.durable),
+            writes_to_disk=reply.writes_to_disk,
+        )
+
+
+def _parsed(item: Item) -> Server:
+    return registered.parse(item.key, item.value)

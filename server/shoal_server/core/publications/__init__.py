@@ -1,0 +1,1 @@
+"""Published weights: series of versions, decided without I/O."""

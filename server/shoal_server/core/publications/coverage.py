@@ -1,0 +1,180 @@
+"""Layouts of several ranks as one, and the proof that they cover each element exactly once."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as the model has it: global shape, in elements."""
+
+    name: str
+    dtype: str
+    shape: Numbers
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A rectangular part of a tensor, contiguous and row-major in a segment."""
+
+    tensor: int
+    """Index into the layout's tensors."""
+    offsets: Numbers
+    """Per dimension, in elements; with `sizes` empty: the whole tensor."""
+    sizes: Numbers
+    segment: int
+    at: int
+    """In bytes from the start of the segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The place of each element of a version."""
+
+    tensors: tuple[Tensor, ...]
+    slices: tuple[Slice, ...]
+    segment_bytes: Numbers
+
+
+class NotCovered(Exception):
+    """The parts are not one whole model; says which tensor, and why."""
+
+    def __init__(self, what: str, seen: str, expected: str) -> None:
+        super().__init__(f"{what}: {seen}; expected {expected}")
+        self.what, self.seen, self.expected = what, seen, expected
+
+
+def merged(parts: Sequence[Layout]) -> Layout:
+    """The layout of a version: that of each rank's part, in the order of ranks.
+
+    Raises NotCovered for ranks that disagree on a tensor, and for a part of another segment than
+    its rank's.
+    """
+    indices: dict[str, int] = {}
+    tensors: list[Tensor] = []
+    slices: list[Slice] = []
+    for rank, part in enumerate(parts):
+        if len(part.segment_bytes) != 1:
+            raise NotCovered(
+                f"the part of rank {rank} has no size of its own",
+                seen=f"{len(part.segment_bytes)} segments",
+                expected="exactly one, its own",
+            )
+        own: list[int] = []
+        for tensor in part.tensors:
+            index = indices.setdefault(tensor.name, len(tensors))
+            if index == len(tensors):
+                tensors.append(tensor)
+            elif tensors[index] != tensor:
+                raise NotCovered(
+                    f"ranks disagree on tensor {tensor.name}",
+                    seen=f"{_kind(tensor)} on rank {rank}",
+                    expected=_kind(tensors[index]),
+                )
+            own.append(index)
+        for each in part.slices:
+            if each.segment != rank or each.tensor >= len(own):
+                raise NotCovered(
+                    f"the part of rank {rank} has a slice that is not its own",
+                    seen=f"tensor {each.tensor} in segment {each.segment}",
+                    expected=f"one of its {len(own)} tensors, in segment {rank}",
+                )
+            slices.append(Slice(own[each.tensor], each.offsets, each.sizes, rank, each.at))
+    sizes = tuple(part.segment_bytes[0] for part in parts)
+    return Layout(tuple(tensors), tuple(slices), sizes)
+
+
+def check_cover(layout: Layout) -> None:
+    """Raise NotCovered unless the slices cover each element of each tensor exactly once, and lie
+    within their segments."""
+    of_tensor: dict[int, list[Slice]] = defaultdict(list)
+    for each in layout.slices:
+        of_tensor[each.tensor].append(_whole(each, layout))
+    for index, tensor in enumerate(layout.tensors):
+        slices = of_tensor[index]
+        for each in slices:
+            _check_bounds(each, tensor, layout)
+        boxes = [each for each in slices if prod(each.sizes)]
+        if pair := _overlapping(boxes):
+            raise NotCovered(
+                f"tensor {tensor.name} has elements twice",
+                seen=" and ".join(map(_shown, pair)),
+                expected="each element once",
+            )
+        covered, wanted = sum(prod(each.sizes) for each in boxes), prod(tensor.shape)
+        if covered != wanted:
+            raise NotCovered(
+                f"tensor {tensor.name} is not whole",
+                seen=f"{covered} of {wanted} elements, in {len(boxes)} slices",
+                expected="each element once",
+            )
+
+
+def _whole(each: Slice, layout: Layout) -> Slice:
+    if each.sizes or each.offsets:
+        return each
+    shape = layout.tensors[each.tensor].shape
+    return Slice(each.tensor, (0,) * len(shape), shape, each.segment, each.at)
+
+
+def _check_bounds(each: Slice, tensor: Tensor, layout: Layout) -> None:
+    shape = tensor.shape
+    fits = len(each.offsets) == len(each.sizes) == len(shape) and all(
+        start + size <= length
+        for start, size, length in zip(each.offsets, each.sizes, shape, strict=True)
+    )
+    if not fits:
+        raise NotCovered(
+            f"a slice reaches beyond tensor {tensor.name}",
+            seen=_shown(each),
+            expected=f"within shape {list(shape)}",
+        )
+    stop = each.at + prod(each.sizes) * tensor.item_bytes
+    if stop > layout.segment_bytes[each.segment]:
+        raise NotCovered(
+            f"a slice of tensor {tensor.name} reaches beyond its segment",
+            seen=f"bytes up to {stop} of segment {each.segment}",
+            expected=f"at most {layout.segment_bytes[each.segment]}",
+        )
+
+
+def _overlapping(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
+    """Two boxes with an element in common; None if there are none.
+
+    Sweeps along the dimension in which the boxes begin at the most places, so that few are open at
+    a time: those of a mesh are as many as its other dimensions have ranks.
+    """
+    if len(boxes) < 2:
+        return None
+    num_dims = len(boxes[0].sizes)
+    if not num_dims:
+        return boxes[0], boxes[1]
+    along = max(range(num_dims), key=lambda d: len({box.offsets[d] for box in boxes}))
+    still_open: list[Slice] = []
+    for box in sorted(boxes, key=lambda each: each.offsets[along]):
+        start = box.offsets[along]
+        still_open = [b for b in still_open if b.offsets[along] + b.sizes[along] > start]
+        for other in still_open:
+            if _meet(box, other):
+                return other, box
+        still_open.append(box)
+    return None
+
+
+def _meet(one: Slice, other: Slice) -> bool:
+    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in pairs)
+
+
+def _shown(each: Slice) -> str:
+    spans = ", ".join(f"{a}:{a + n}" for a, n in zip(each.offsets, each.sizes, strict=False))
+    return f"[{spans}] of segment {each.segment}"
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,207 @@
+"""Servers for segments: of a new publication, and in the place of servers that are gone."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from shoal_server.core.publications.limits import (
+    DURABLE_LOST_AFTER_S,
+    LOST_AFTER_S,
+    REPLACED_AFTER_S,
+)
+from shoal_server.core.publications.records import Segment, Version
+
+
+@dataclass(frozen=True, slots=True)
+class StoreServer:
+    """A parameter server that is registered."""
+
+    server_id: str
+    incarnation: str
+    host: str = ""
+    is_leaving: bool = False
+    """It takes no further segments, if there are others."""
+
+
+def servers_for(
+    rank: int, copies: int, servers: Iterable[StoreServer], near: str = ""
+) -> list[str]:
+    """The servers for the segment of a rank: a near one first, which passes it on to the others.
+
+    Ranks begin at different servers, so that each gets about as many segments. The second copy
+    lies on another host where there is one.
+    """
+    found = sorted(servers, key=lambda each: each.server_id)
+    candidates = [each for each in found if not each.is_leaving] or found
+    if not candidates:
+        return []
+    turned = candidates[rank % len(candidates) :] + candidates[: rank % len(candidates)]
+    first = next((each for each in turned if near and each.host == near), turned[0])
+    others = sorted((e for e in turned if e is not first), key=lambda each: each.host == first.host)
+    return [each.server_id for each in [first, *others][:copies]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a server says of the segments that it was asked for."""
+
+    held: Collection[bytes]
+    durable: Collection[bytes] = ()
+    writes_to_disk: bool = False
+
+
+class _Standing(Enum):
+    """What is known of a server as a holder of one segment."""
+
+    HELD = "it has it"
+    UNKNOWN = "it was not asked yet"
+    LACKING = "it does not have it"
+    AWAY = "it is not registered"
+
+
+class Holders:
+    """What one leader knows of the servers that hold the segments of a series."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, StoreServer] = {}
+        self._away_since_s: dict[str, float] = {}
+        self._answers: dict[tuple[str, bytes], tuple[str, bool]] = {}
+        """By server and digest: of which process, and whether it had it."""
+        self._durable: set[tuple[str, bytes]] = set()
+        self._write_to_disk: set[str] = set()
+        self._missing_since_s: dict[bytes, float] = {}
+
+    def see(
+        self, servers: Iterable[StoreServer], versions: Iterable[Version], now_s: float
+    ) -> None:
+        """Note which servers are registered now."""
+        self._servers = {each.server_id: each for each in servers}
+        named = {h for v in versions for s in v.segments for h in s.holders}
+        self._away_since_s = {
+            each: self._away_since_s.get(each, now_s) for each in named - self._servers.keys()
+        }
+
+    def note(self, server: StoreServer, asked: Iterable[bytes], answer: Answer) -> None:
+        """Note the answer of a server to a question for some segments."""
+        for digest in asked:
+            self._answers[server.server_id, digest] = (server.incarnation, digest in answer.held)
+        self._durable.update((server.server_id, digest) for digest in answer.durable)
+        if answer.writes_to_disk:
+            self._write_to_disk.add(server.server_id)
+
+    def note_versions(self, versions: Iterable[Version], now_s: float) -> None:
+        """Note since when segments have been on no server; forget those of dropped versions."""
+        # Versions with the same bytes share segments, and may name different holders.
+        holders: dict[bytes, set[str]] = defaultdict(set)
+        for version in versions:
+            for segment in version.segments:
+                holders[segment.digest].update(segment.holders)
+        self._answers = {k: a for k, a in self._answers.items() if k[1] in holders}
+        self._durable = {each for each in self._durable if each[1] in holders}
+        missing = [d for d, named in holders.items() if self._is_missing(d, named)]
+        self._missing_since_s = {d: self._missing_since_s.get(d, now_s) for d in missing}
+
+    def questions(self, versions: Iterable[Version]) -> dict[str, list[bytes]]:
+        """Servers to ask, and for which segments: those that are not known to have them, or to have
+        written them to disk."""
+        asked = (_Standing.UNKNOWN, _Standing.LACKING)
+        found: dict[str, list[bytes]] = defaultdict(list)
+        for version in versions:
+            for segment in version.segments:
+                for holder in segment.holders:
+                    is_to_be_written = holder in self._write_to_disk and not version.is_durable
+                    if is_to_be_written or self._standing(holder, segment.digest) in asked:
+                        found[holder].append(segment.digest)
+        return {server_id: list(dict.fromkeys(digests)) for server_id, digests in found.items()}
+
+    def durable(self, versions: Iterable[Version]) -> list[int]:
+        """Versions that have come to lie on the disks of all their holders."""
+        return [
+            version.number
+            for version in versions
+            if not version.is_durable
+            and all((h, s.digest) in self._durable for s in version.segments for h in s.holders)
+        ]
+
+    def lost(self, versions: Iterable[Version], now_s: float) -> list[int]:
+        """Versions with a segment that no server has had for a while."""
+        return [
+            version.number
+            for version in versions
+            if any(
+                now_s - self._missing_since_s.get(segment.digest, now_s)
+                >= (DURABLE_LOST_AFTER_S if version.is_durable else LOST_AFTER_S)
+                for segment in version.segments
+            )
+        ]
+
+    def replaced(self, version: Version, copies: int, now_s: float) -> Version | None:
+        """The version with holders in the place of those that are gone; None if all is well."""
+        segments = [self._replaced(segment, copies, now_s) for segment in version.segments]
+        if segments == list(version.segments):
+            return None
+        return replace(version, segments=tuple(segments))
+
+    def _replaced(self, segment: Segment, copies: int, now_s: float) -> Segment:
+        standing = {h: self._standing(h, segment.digest) for h in segment.holders}
+        having = {h for h in self._servers if self._standing(h, segment.digest) is _Standing.HELD}
+        if not having and _Standing.UNKNOWN not in standing.values():
+            return segment  # there is no server to have it from
+        gone = {h for h in standing if self._is_gone(h, now_s)}
+        staying = [h for h in segment.holders if h not in gone]
+        counted = [h for h in staying if not self._is_leaving(h)]
+        candidates = [
+            server
+            for server_id, server in sorted(self._servers.items())
+            if not server.is_leaving and server_id not in staying
+        ]
+        ordered = sorted(self._least_loaded(candidates), key=lambda each: each not in having)
+        further = ordered[: max(copies - len(counted), 0)]
+        if not further and not staying:
+            return segment
+        # A leaving server is let go of once the others have it.
+        if len(counted) >= copies and all(standing[h] is _Standing.HELD for h in counted):
+            staying = counted
+        return replace(segment, holders=(*staying, *further))
+
+    def _is_gone(self, holder: str, now_s: float) -> bool:
+        since_s = self._away_since_s.get(holder)
+        return since_s is not None and now_s - since_s >= REPLACED_AFTER_S
+
+    def _is_leaving(self, holder: str) -> bool:
+        server = self._servers.get(holder)
+        return server is not None and server.is_leaving
+
+    def _least_loaded(self, candidates: Sequence[StoreServer]) -> list[str]:
+        loads: dict[str, int] = defaultdict(int)
+        for (server_id, _), (_, has) in self._answers.items():
+            loads[server_id] += has
+        return sorted((c.server_id for c in candidates), key=lambda each: (loads[each], each))
+
+    def _is_missing(self, digest: bytes, holders: Iterable[str]) -> bool:
+        nowhere = (_Standing.LACKING, _Standing.AWAY)
+        return all(self._standing(holder, digest) in nowhere for holder in holders)
+
+    def _standing(self, holder: str, digest: bytes) -> _Standing:
+        server = self._servers.get(holder)
+        if server is None:
+            return _Standing.AWAY
+        incarnation, has = self._answers.get((holder, digest), ("", False))
+        if incarnation != server.incarnation:
+            return _Standing.UNKNOWN
+        return _Standing.HELD if has else _Standing.LACKING
+
+
+def verified(
+    segments: Sequence[Segment], held: Mapping[str, Collection[bytes]]
+) -> tuple[Segment, ...] | int:
+    """The segments with the holders that have them, as these answered; or the rank of the first
+    segment that none of them has."""
+    found = []
+    for rank, segment in enumerate(segments):
+        holders = tuple(h for h in segment.holders if segment.digest in held.get(h, ()))
+        if not holders:
+            return rank
+        found.append(replace(segment, holders=holders))
+    return tuple(found)

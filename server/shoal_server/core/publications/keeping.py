@@ -1,0 +1,35 @@
+"""Decision which versions of a series are kept."""
+
+from collections.abc import Collection, Sequence
+
+from shoal_server.core.publications.records import StoredSeries
+
+
+def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
+    """The versions to drop, oldest first.
+
+    The newest one stays, with all that are leased or pinned. Leased ones count among the `keep`
+    versions: while readers hold older versions, fewer intermediate ones are kept, so that a slow
+    reader costs no memory.
+    """
+    bound = bounded_by_keep(stored, leased)
+    optional = [n for n in _unpinned(stored) if n not in bound]
+    num_further = max(stored.head.keep - len(bound), 0)
+    return optional[: len(optional) - num_further]
+
+
+def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
+    """The versions that are kept whatever `keep` is, and count among its versions: the newest one
+    and the leased ones, without those that are pinned."""
+    newest = max(stored.head.kept, default=0)
+    return [n for n in _unpinned(stored) if n == newest or n in leased]
+
+
+def has_room(stored: StoredSeries, leased: Collection[int]) -> bool:
+    """True if another version may be sent: with it there are at most `keep` + 1, pinned ones
+    besides."""
+    return len(bounded_by_keep(stored, leased)) <= stored.head.keep
+
+
+def _unpinned(stored: StoredSeries) -> Sequence[int]:
+    return [n for n in stored.head.kept if not stored.versions[n].is_pinned]

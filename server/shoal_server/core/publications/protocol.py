@@ -1,0 +1,218 @@
+"""Events of a series, and the effects that follow from them.
+
+A `call` names the caller of a request that is answered by an effect.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shoal_server.core.publications.records import Publisher, Segment, SeriesHead, Version
+
+Call = Hashable
+
+
+class Refusal(Enum):
+    """Reasons why a request is not granted."""
+
+    SERIES_HELD = "another publisher has the series"
+    STALE_EPOCH = "another publisher has replaced this one"
+    ABANDONED = "the publication will not become a version"
+    GONE = "the version is not kept"
+    OVERLOADED = "there is no room"
+    INVALID = "the request contradicts what is known"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The answer to a request that is not granted."""
+
+    call: Call
+    refusal: Refusal
+    what: str
+    seen: str = ""
+    expected: str = ""
+
+
+# --- events ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginRequested:
+    """A publisher announces a publication."""
+
+    call: Call
+    publisher: Publisher
+    known_epoch: int = 0
+    """The epoch that it has published under; 0: none yet."""
+    keep: int
+    copies: int
+    is_ending: bool = False
+    """It lets go of the series, and announces nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One rank's share of a publication."""
+
+    rank: int
+    world: int
+    segment: Segment
+    layout: bytes = field(compare=False, repr=False)
+    """The rank's own layout, as the edge reads it."""
+    layout_key: bytes
+    """Its identity."""
+    step: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartContributed:
+    """A rank hands in its part, whose segment is on servers."""
+
+    call: Call
+    publisher: Publisher
+    epoch: int
+    publication: int
+    part: Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallEnded:
+    """The caller of a part waits no longer. The part stays."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsVerified:
+    """The parts of a publication cover the model, and servers have every segment."""
+
+    epoch: int
+    publication: int
+    layout_digest: bytes
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsRejected:
+    """The parts of a publication are not a version."""
+
+    epoch: int
+    publication: int
+    what: str
+    seen: str = ""
+    expected: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinRequested:
+    """An operator pins or unpins a version."""
+
+    call: Call
+    number: int
+    pins: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackRequested:
+    """An operator wants the bytes of an older version as a new one."""
+
+    call: Call
+    to: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearRequested:
+    """The series' job is removed or begun anew: all versions go. Numbers go on rising."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionsChanged:
+    """What has become of the kept versions on the servers."""
+
+    replaced: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+    """By number: the same segments, held by others."""
+    durable: frozenset[int] = frozenset()
+    lost: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The write in progress was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Time to look at leases and limits."""
+
+
+Event = (
+    BeginRequested
+    | PartContributed
+    | CallEnded
+    | PartsVerified
+    | PartsRejected
+    | PinRequested
+    | RollbackRequested
+    | ClearRequested
+    | VersionsChanged
+    | Written
+    | TimePassed
+)
+
+# --- effects ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """The answer to a publisher that may publish."""
+
+    call: Call
+    epoch: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The answer to a request that is about a version."""
+
+    call: Call
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleared:
+    """The answer to `ClearRequested`."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyParts:
+    """Check that these parts cover the model and that servers have the segments; then submit
+    `PartsVerified` or `PartsRejected`."""
+
+    epoch: int
+    publication: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """Replace the head, and put and drop versions, in one transaction on condition that the head
+    is as it was; then submit `Written`."""
+
+    head: SeriesHead
+    put: tuple[Version, ...] = ()
+    drop: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NotifyWatchers:
+    """The series is not as watchers have it."""
+
+
+Effect = Begun | Answered | Cleared | Refused | VerifyParts | Write | NotifyWatchers

@@ -1,0 +1,91 @@
+"""A publication that is being gathered: the parts that ranks have handed in."""
+
+from enum import Enum
+
+from shoal_server.core.publications.protocol import Call, Part
+
+
+class Stage(Enum):
+    GATHERING = "parts are missing"
+    VERIFYING = "the parts are being verified"
+    COMMITTING = "its record is being written, or about to be"
+
+
+class Mismatch(Exception):
+    """A part contradicts one that another rank has handed in."""
+
+    def __init__(self, what: str, seen: str, expected: str) -> None:
+        super().__init__(what)
+        self.what, self.seen, self.expected = what, seen, expected
+
+
+class Publication:
+    """Parts by rank, and the calls that wait for the version."""
+
+    def __init__(self, number: int, now_s: float) -> None:
+        self.number = number
+        self.stage = Stage.GATHERING
+        self.heard_s = now_s
+        """When a part came in last."""
+        self._parts: dict[int, Part] = {}
+        self._calls: dict[Call, int] = {}
+
+    @property
+    def calls(self) -> list[Call]:
+        return list(self._calls)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """In the order of ranks."""
+        return tuple(part for _, part in sorted(self._parts.items()))
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every rank's part is there."""
+        return bool(self._parts) and len(self._parts) == next(iter(self._parts.values())).world
+
+    @property
+    def missing(self) -> str:
+        """The ranks whose parts are not there, for people."""
+        world = next(iter(self._parts.values())).world if self._parts else 0
+        ranks = [str(rank) for rank in range(world) if rank not in self._parts]
+        return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+    def add(self, call: Call, part: Part, now_s: float) -> None:
+        """Take a rank's part, and remember that this call waits.
+
+        Raises Mismatch, with the publication as it was.
+        """
+        known = self._parts.get(part.rank)
+        is_verified = known is not None and self.stage is not Stage.GATHERING
+        if known is not None and is_verified and not _is_same(known, part):
+            raise Mismatch(
+                f"rank {part.rank} hands in another part of publication {self.number}",
+                seen=f"segment {part.segment.digest.hex()[:12]}",
+                expected=f"segment {known.segment.digest.hex()[:12]}, as before",
+            )
+        others = (each for rank, each in self._parts.items() if rank != part.rank)
+        if (other := next(others, None)) is not None:
+            for name, seen, expected in (
+                ("number of ranks", part.world, other.world),
+                ("step", part.step, other.step),
+            ):
+                if seen != expected:
+                    raise Mismatch(
+                        f"ranks disagree on the {name} of publication {self.number}",
+                        seen=f"{seen} on rank {part.rank}",
+                        expected=f"{expected}, as on rank {other.rank}",
+                    )
+        self._parts[part.rank] = part
+        self._calls[call] = part.rank
+        self.heard_s = now_s
+
+    def drop_call(self, call: Call) -> None:
+        """Forget that this call waits."""
+        self._calls.pop(call, None)
+
+
+def _is_same(one: Part, other: Part) -> bool:
+    """True if a version would be the same; the servers that hold it may be others."""
+    identity = one.segment.digest, one.layout_key, one.step, one.world
+    return identity == (other.segment.digest, other.layout_key, other.step, other.world)

@@ -1,0 +1,116 @@
+"""The readers of a series: their leases, and what they say they have installed."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shoal_server.core.publications.limits import (
+    HELD_S,
+    MAX_LEASES,
+    MAX_READERS,
+    READER_FORGOTTEN_S,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderReport:
+    """A reader's heartbeat."""
+
+    reader: str
+    """Unique to one process: a second one of that id would end the first one's leases."""
+    leased: Sequence[int] = ()
+    """Versions to hold a lease on; leases on others end."""
+    installed: int = 0
+    """0: nothing yet, or the reader was started anew."""
+    installed_digest: bytes = b""
+    serves_at: str = ""
+    is_leaving: bool = False
+    fetch_s: float = 0.0
+    fetch_bytes: int = 0
+    sequence: int = 0
+    """Rises from report to report."""
+
+
+@dataclass(slots=True)
+class Reader:
+    """The newest report of a reader, and its leases."""
+
+    report: ReaderReport
+    seen_s: float
+    since_s: float
+    """When it reported for the first time."""
+    leases: dict[int, float] = field(default_factory=dict)
+    """By version: until when the leader holds it."""
+
+
+class TooManyReaders(Exception):
+    """There is no room for another reader, or for so many leases."""
+
+
+class InstalledOlder(Exception):
+    """A reader has installed a version older than one that it had installed before."""
+
+    def __init__(self, before: int) -> None:
+        super().__init__(f"version {before} was installed before")
+        self.before = before
+
+
+class Readers:
+    """The readers of one series as one leader knows them. A new leader knows none."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Reader] = {}
+
+    @property
+    def known(self) -> dict[str, Reader]:
+        return self._known
+
+    def report(
+        self, report: ReaderReport, kept: Collection[int], now_s: float
+    ) -> tuple[list[int], list[int]]:
+        """Note the report; the versions that it holds leases on from now, and those that are gone.
+
+        Raises TooManyReaders and InstalledOlder; then its leases are as they were.
+        """
+        known = self._known.get(report.reader)
+        if known is not None and report.sequence < known.report.sequence:
+            # Its answer is for nobody: the reader has asked again since.
+            return [], sorted(set(report.leased))
+        if report.is_leaving:
+            self._known.pop(report.reader, None)
+            return [], []
+        if len(set(report.leased)) > MAX_LEASES:
+            raise TooManyReaders(f"more than {MAX_LEASES} leases of one reader")
+        if known is None and len(self._known) >= MAX_READERS:
+            raise TooManyReaders(f"{MAX_READERS} readers")
+        if known is not None and 0 < report.installed < known.report.installed:
+            raise InstalledOlder(known.report.installed)
+        leased = sorted(number for number in set(report.leased) if number in kept)
+        gone = sorted(set(report.leased) - set(leased))
+        self._known[report.reader] = Reader(
+            report=report,
+            seen_s=now_s,
+            since_s=known.since_s if known is not None else now_s,
+            leases=dict.fromkeys(leased, now_s + HELD_S),
+        )
+        return leased, gone
+
+    def leased(self, now_s: float) -> set[int]:
+        """Versions that some reader holds a lease on."""
+        return {number for _, number in self.holders_of_leases(now_s)}
+
+    def holders_of_leases(self, now_s: float) -> Iterator[tuple[str, int]]:
+        """Each reader with each version that it holds a lease on."""
+        for name, reader in self._known.items():
+            yield from ((name, n) for n, until_s in reader.leases.items() if until_s > now_s)
+
+    def next_end_s(self, now_s: float) -> float | None:
+        """When the next lease ends by itself; None: there is none."""
+        ends = (e for r in self._known.values() for e in r.leases.values() if e > now_s)
+        return min(ends, default=None)
+
+    def forget_silent(self, now_s: float) -> bool:
+        """Forget readers that have been silent for long; True if there were any."""
+        silent = [n for n, r in self._known.items() if now_s - r.seen_s > READER_FORGOTTEN_S]
+        for name in silent:
+            del self._known[name]
+        return bool(silent)

@@ -1,0 +1,100 @@
+"""A series of published weights as etcd holds it: its head, and a record of each kept version."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+DEFAULT_KEEP = 2
+DEFAULT_COPIES = 2
+DIGESTS_KEPT = 64
+"""Versions whose digests a head remembers, kept or not: readers report what they have."""
+LOSSES_KEPT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """The sender of versions: a generation of the series' job, or one process of a plain script."""
+
+    generation: int = 0
+    script: str = ""
+    """Public id of the process; empty for a member of the job."""
+
+    def __str__(self) -> str:
+        return f"script process {self.script}" if self.script else f"generation {self.generation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One rank's bytes of a version."""
+
+    digest: bytes
+    num_bytes: int
+    holders: tuple[str, ...] = ()
+    """Ids of the parameter servers that are to hold it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """An immutable version. Only its holders, and whether it is pinned or on disk, change."""
+
+    number: int
+    epoch: int
+    publication: int
+    """The publisher's own count, within the epoch; 0 for a rollback."""
+    step: int
+    layout_digest: bytes
+    segments: tuple[Segment, ...]
+    created_unix_s: float
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    rolled_back_to: int = 0
+    is_pinned: bool = False
+    is_durable: bool = False
+    tables_cut: bytes = b""
+
+    @property
+    def digest(self) -> bytes:
+        """The identity of its bytes: SHA-256 over the layout's digest and the segments' digests."""
+        return content_digest(self.layout_digest, (s.digest for s in self.segments))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self.segments)
+
+
+def content_digest(layout_digest: bytes, segments: Iterable[bytes]) -> bytes:
+    """What readers report as installed."""
+    return hashlib.sha256(layout_digest + b"".join(segments)).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesHead:
+    """The one record that decides which versions there are. Replaced by compare-and-swap."""
+
+    epoch: int = 0
+    """Rises with each change of the publisher; 0: nobody has published yet."""
+    publisher: Publisher = Publisher()
+    number: int = 0
+    """Of the newest version that was ever committed; 0: none."""
+    publication: int = 0
+    """The newest publication that was committed in this epoch; 0: none."""
+    kept: tuple[int, ...] = ()
+    """Numbers of the versions that there are, ascending."""
+    keep: int = DEFAULT_KEEP
+    """Versions to keep: the newest one, those that readers hold leases on, and then further new
+    ones. Pinned versions are kept besides."""
+    copies: int = DEFAULT_COPIES
+    """Servers that are to hold each segment."""
+    digests: Mapping[int, bytes] = field(default_factory=dict)
+    """Of the newest versions by number, dropped ones too."""
+    lost: tuple[int, ...] = ()
+    """The newest versions that were dropped because no server had them any more."""
+    num_writes: int = 0
+    """Rises with each write: no two heads are alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSeries:
+    """A head, and the versions that it names."""
+
+    head: SeriesHead = SeriesHead()
+    versions: Mapping[int, Version] = field(default_factory=dict)

@@ -1,0 +1,580 @@
+"""One series under one leader: what publishers, readers and operators ask, and what follows.
+
+Pure: an event and the time go in, effects come out. What changes the record in etcd is a wish that
+waits for its turn, and is judged when its turn comes, against the record as it is by then: one
+write is in progress at a time, so the order of writes is the order of decisions. Nobody is
+answered before the record that the answer is about is durable.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shoal_server.core.publications import keeping
+from shoal_server.core.publications.limits import (
+    ABANDONED_AFTER_S,
+    ABANDONED_KEPT,
+    HELD_S,
+    MAX_PENDING,
+    MAX_PINS,
+    SEGMENTS_A_WRITE,
+)
+from shoal_server.core.publications.protocol import (
+    Answered,
+    BeginRequested,
+    Begun,
+    Call,
+    CallEnded,
+    Cleared,
+    ClearRequested,
+    Effect,
+    Event,
+    NotifyWatchers,
+    PartContributed,
+    PartsRejected,
+    PartsVerified,
+    PinRequested,
+    Refusal,
+    Refused,
+    RollbackRequested,
+    TimePassed,
+    VerifyParts,
+    VersionsChanged,
+    Write,
+    Written,
+)
+from shoal_server.core.publications.publication import Mismatch, Publication, Stage
+from shoal_server.core.publications.readers import Reader, ReaderReport, Readers
+from shoal_server.core.publications.records import (
+    DIGESTS_KEPT,
+    LOSSES_KEPT,
+    Segment,
+    SeriesHead,
+    StoredSeries,
+    Version,
+)
+
+Effects = Iterator[Effect]
+Wish = Callable[[float], Effects]
+"""A change of the record, judged at the given time. Yields `Write`, or answers without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """The write in progress, and what follows once it is durable."""
+
+    stored: StoredSeries
+    drops: frozenset[int]
+    then: tuple[Effect, ...] = ()
+    committed: Publication | None = None
+
+
+@dataclass
+class _Script:
+    """The lease of a plain script that publishes."""
+
+    until_s: float
+    is_released: bool = False
+
+
+@dataclass
+class _Abandoned:
+    """Reasons why publications of this epoch were abandoned."""
+
+    reasons: OrderedDict[int, PartsRejected] = field(default_factory=OrderedDict)
+
+    def add(self, rejected: PartsRejected) -> None:
+        self.reasons[rejected.publication] = rejected
+        if len(self.reasons) > ABANDONED_KEPT:
+            self.reasons.popitem(last=False)
+
+
+class Series:
+    """One series, from when a leader has read it to the end of that leader's term."""
+
+    def __init__(self, name: str, stored: StoredSeries, now_s: float) -> None:
+        self.name = name
+        self.stored = stored
+        """As etcd has it."""
+        self.readers = Readers()
+        # Leases that the leader before has granted are not known here. None outlives this.
+        self._keeps_all_until_s = now_s + HELD_S if stored.head.kept else now_s
+        self._script = _Script(now_s + HELD_S)
+        self._publications: OrderedDict[int, Publication] = OrderedDict()
+        self._abandoned = _Abandoned()
+        self._wishes: deque[Wish] = deque()
+        self._change: _Change | None = None
+
+    @property
+    def head(self) -> SeriesHead:
+        return self.stored.head
+
+    @property
+    def versions(self) -> Mapping[int, Version]:
+        """The kept versions by number."""
+        return self.stored.versions
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing of it is in progress."""
+        return not (self._wishes or self._change or self._publications or self.readers.known)
+
+    def step(self, event: Event, now_s: float) -> list[Effect]:
+        """The effects of an event, in order."""
+        return [*self._effects_of(event, now_s), *self._go_on(now_s)]
+
+    def _effects_of(self, event: Event, now_s: float) -> Effects:
+        match event:
+            case BeginRequested():
+                self._wish(lambda now_s: self._begin(event, now_s))
+            case PartContributed():
+                yield from self._contribute(event, now_s)
+            case CallEnded():
+                for publication in self._publications.values():
+                    publication.drop_call(event.call)
+            case PartsVerified() | PartsRejected():
+                yield from self._judged(event)
+            case PinRequested():
+                self._wish(lambda _: self._pin(event))
+            case RollbackRequested():
+                self._wish(lambda now_s: self._roll_back(event, now_s))
+            case VersionsChanged():
+                self._wish(lambda _: self._revise(event))
+            case ClearRequested():
+                self._wish(lambda _: self._clear(event))
+            case Written():
+                yield from self._written()
+            case TimePassed():
+                yield from self._time_passed(now_s)
+
+    def report(self, report: ReaderReport, now_s: float) -> tuple[list[int], list[int]]:
+        """Take a reader's report; the versions that it holds leases on, and those that are gone.
+
+        Raises what `Readers.report` raises.
+        """
+        dropping = self._change.drops if self._change is not None else frozenset()
+        kept = [number for number in self.head.kept if number not in dropping]
+        return self.readers.report(report, kept, now_s)
+
+    def differs(self, reader: Reader) -> bool:
+        """True if the reader has installed other bytes than the version of that number has."""
+        report = reader.report
+        known = self.head.digests.get(report.installed)
+        return known is not None and report.installed_digest != known
+
+    # --- one change at a time ---
+
+    def _wish(self, wish: Wish) -> None:
+        self._wishes.append(wish)
+
+    def _go_on(self, now_s: float) -> Effects:
+        while self._change is None:
+            if not self._wishes:
+                self._wish_drops(now_s)
+            if not self._wishes:
+                break
+            yield from self._wishes.popleft()(now_s)
+        yield from self._verify_next()
+
+    def _write(
+        self,
+        stored: StoredSeries,
+        *,
+        put: Sequence[Version] = (),
+        drop: Iterable[int] = (),
+        then: Sequence[Effect] = (),
+        committed: Publication | None = None,
+    ) -> Write:
+        """Begin the write of the head, with versions put and dropped."""
+        dropped = frozenset(drop)
+        versions = {n: v for n, v in stored.versions.items() if n not in dropped}
+        versions |= {version.number: version for version in put}
+        num_writes = self.head.num_writes + 1
+        head = replace(stored.head, kept=tuple(sorted(versions)), num_writes=num_writes)
+        self._change = _Change(
+            stored=StoredSeries(head=head, versions=versions),
+            drops=dropped,
+            then=tuple(then),
+            committed=committed,
+        )
+        return Write(head=head, put=tuple(put), drop=tuple(sorted(dropped)))
+
+    def _written(self) -> Effects:
+        change = self._change
+        assert change is not None, "no write is in progress"
+        is_other_epoch = change.stored.head.epoch != self.head.epoch
+        self.stored, self._change = change.stored, None
+        if is_other_epoch:
+            yield from self._refuse_open("its publisher was replaced")
+        yield from change.then
+        if change.committed is not None:
+            yield from self._committed(change.committed)
+        yield NotifyWatchers()
+
+    # --- publishers ---
+
+    def _begin(self, event: BeginRequested, now_s: float) -> Effects:
+        head, publisher = self.head, event.publisher
+        if event.is_ending:
+            if publisher == head.publisher:
+                self._script.is_released = True
+            yield Begun(call=event.call, epoch=head.epoch, head=head.number)
+            return
+        if refused := self._refusal_of(event, now_s):
+            yield refused
+            return
+        options = replace(head, keep=event.keep, copies=event.copies)
+        if publisher != head.publisher or not head.epoch:
+            options = replace(options, epoch=head.epoch + 1, publisher=publisher, publication=0)
+        if publisher.script:
+            self._script = _Script(now_s + HELD_S)
+        stored = replace(self.stored, head=options)
+        answer: Effect = Begun(call=event.call, epoch=options.epoch, head=head.number)
+        if not keeping.has_room(stored, self._leased(now_s)):
+            # The series is the publisher's all the same: who had it before publishes no more.
+            answer = self._overloaded(event.call, now_s)
+        # What makes room goes first: a successor of this leader would keep it for a while.
+        drop = keeping.droppable(stored, self._leased(now_s))
+        if drop or options != head:
+            yield self._write(stored, drop=drop, then=[answer])
+        else:
+            yield answer
+
+    def _refusal_of(self, event: BeginRequested, now_s: float) -> Refused | None:
+        """Why this publisher may not publish; None if it may."""
+        head, publisher = self.head, event.publisher
+        if publisher == head.publisher or not head.epoch:
+            return None
+        refusal, what, until = None, "", ""
+        is_held = now_s < self._script.until_s and not self._script.is_released
+        if publisher.script and 0 < event.known_epoch < head.epoch:
+            refusal, what = Refusal.STALE_EPOCH, "was published by another script meanwhile"
+        elif publisher.script and not head.publisher.script:
+            refusal, what = Refusal.SERIES_HELD, "belongs to a job: only its members publish it"
+        elif head.publisher.script and is_held:
+            refusal, what = Refusal.SERIES_HELD, "is held by a script"
+            until = f"; it must let go, or be silent for {self._script.until_s - now_s:.0f} s more"
+        elif not publisher.script and publisher.generation < head.publisher.generation:
+            refusal, what = Refusal.STALE_EPOCH, "is published by a later generation"
+        if refusal is None:
+            return None
+        return Refused(
+            call=event.call,
+            refusal=refusal,
+            what=f"{self.name} {what}",
+            seen=str(publisher),
+            expected=f"{head.publisher}, which publishes under epoch {head.epoch}{until}",
+        )
+
+    def _overloaded(self, call: Call, now_s: float) -> Refused:
+        holders = sorted(self.readers.holders_of_leases(now_s), key=lambda each: each[1])
+        shown = ", ".join(f"version {number} by {reader}" for reader, number in holders[:8])
+        if now_s < self._keeps_all_until_s:
+            shown = "leases that another coordinator may have granted before it ended"
+        return Refused(
+            call=call,
+            refusal=Refusal.OVERLOADED,
+            what=f"{self.name} keeps as many versions as it may; readers hold leases on them",
+            seen=f"{len(self.head.kept)} versions; leased: {shown}",
+            expected=f"room for one more beside {self.head.keep}",
+        )
+
+    def _contribute(self, event: PartContributed, now_s: float) -> Effects:
+        number, head = event.publication, self.head
+        if (known := self._known_as_committed(event)) is not None:
+            yield known
+            return
+        if event.epoch != head.epoch or event.publisher != head.publisher:
+            yield Refused(
+                call=event.call,
+                refusal=Refusal.STALE_EPOCH,
+                what=f"this publisher of {self.name} was replaced",
+                seen=f"{event.publisher}, with epoch {event.epoch}",
+                expected=f"{head.publisher}, with epoch {head.epoch}",
+            )
+            return
+        if event.publisher.script:
+            self._script.until_s = now_s + HELD_S
+        publication = self._publications.get(number)
+        if publication is None:
+            if refused := self._refusal_of_late(event):
+                yield refused
+                return
+            publication = self._publications[number] = Publication(number, now_s)
+        try:
+            publication.add(event.call, event.part, now_s)
+        except Mismatch as why:
+            rejected = PartsRejected(
+                epoch=event.epoch,
+                publication=number,
+                what=why.what,
+                seen=why.seen,
+                expected=why.expected,
+            )
+            if publication.stage is Stage.GATHERING:
+                yield from self._abandon(rejected)
+            yield self._as_refused(event.call, rejected)
+        yield from self._make_room_for_publications(number)
+
+    def _known_as_committed(self, event: PartContributed) -> Effect | None:
+        """The answer to a part of a publication that is a version already."""
+        for version in self.versions.values():
+            if (version.epoch, version.publication) != (event.epoch, event.publication):
+                continue
+            own = version.segments[event.part.rank : event.part.rank + 1]
+            if own and own[0].digest == event.part.segment.digest:
+                return Answered(call=event.call, version=version)
+            return Refused(
+                call=event.call,
+                refusal=Refusal.INVALID,
+                what=f"publication {event.publication} was committed with another part",
+                seen=f"segment {event.part.segment.digest.hex()[:12]} of rank {event.part.rank}",
+                expected="the part that rank has handed in before",
+            )
+        return None
+
+    def _refusal_of_late(self, event: PartContributed) -> Refused | None:
+        number = event.publication
+        if (why := self._abandoned.reasons.get(number)) is not None:
+            return self._as_refused(event.call, why)
+        newest = self.head.publication
+        committing = [n for n, p in self._publications.items() if p.stage is Stage.COMMITTING]
+        if number <= max([newest, *committing]):
+            return Refused(
+                call=event.call,
+                refusal=Refusal.ABANDONED,
+                what=f"publication {number} of {self.name} is over",
+                seen=f"a part of publication {number}",
+                expected=f"one after {max([newest, *committing])}, which was committed last",
+            )
+        return None
+
+    def _make_room_for_publications(self, newest: int) -> Effects:
+        gathering = sorted(n for n, p in self._publications.items() if p.stage is Stage.GATHERING)
+        for number in gathering[: max(len(gathering) - MAX_PENDING, 0)]:
+            yield from self._give_up(number, f"publication {newest} has begun meanwhile")
+
+    def _give_up(self, number: int, why: str) -> Effects:
+        publication = self._publications[number]
+        seen = f"no part of ranks {publication.missing}" if publication.missing else why
+        yield from self._abandon(
+            PartsRejected(
+                epoch=self.head.epoch,
+                publication=number,
+                what=f"publication {number} of {self.name} was abandoned: {why}",
+                seen=seen,
+                expected="a part of each rank",
+            )
+        )
+
+    def _abandon(self, rejected: PartsRejected) -> Effects:
+        publication = self._publications.pop(rejected.publication)
+        self._abandoned.add(rejected)
+        for call in publication.calls:
+            yield self._as_refused(call, rejected)
+
+    def _as_refused(self, call: Call, why: PartsRejected) -> Refused:
+        return Refused(
+            call=call,
+            refusal=Refusal.ABANDONED,
+            what=why.what,
+            seen=why.seen,
+            expected=why.expected,
+        )
+
+    def _refuse_open(self, why: str) -> Effects:
+        """Refuse all that wait for versions of an epoch that has ended."""
+        publications, self._publications = self._publications, OrderedDict()
+        self._abandoned = _Abandoned()
+        for publication in publications.values():
+            for call in publication.calls:
+                yield Refused(
+                    call=call,
+                    refusal=Refusal.STALE_EPOCH,
+                    what=f"publication {publication.number} of {self.name} was abandoned: {why}",
+                    seen="an earlier epoch",
+                    expected=f"epoch {self.head.epoch}, of {self.head.publisher}",
+                )
+
+    def _verify_next(self) -> Effects:
+        """One publication is verified and committed at a time, the newest complete one first: what
+        is older than it becomes no version any more."""
+        if any(p.stage is not Stage.GATHERING for p in self._publications.values()):
+            return
+        complete = [number for number, p in self._publications.items() if p.is_complete]
+        if complete:
+            publication = self._publications[max(complete)]
+            publication.stage = Stage.VERIFYING
+            yield VerifyParts(
+                epoch=self.head.epoch, publication=publication.number, parts=publication.parts
+            )
+
+    def _judged(self, event: PartsVerified | PartsRejected) -> Effects:
+        publication = self._publications.get(event.publication)
+        is_current = event.epoch == self.head.epoch
+        if publication is None or not is_current or publication.stage is not Stage.VERIFYING:
+            return
+        if isinstance(event, PartsRejected):
+            yield from self._abandon(event)
+        else:
+            publication.stage = Stage.COMMITTING
+            self._wish(lambda now_s: self._commit(event, publication, now_s))
+
+    def _commit(self, event: PartsVerified, publication: Publication, now_s: float) -> Effects:
+        if event.epoch != self.head.epoch:
+            return  # its calls were refused when the epoch ended
+        first = publication.parts[0]
+        version = Version(
+            number=self.head.number + 1,
+            epoch=event.epoch,
+            publication=event.publication,
+            step=first.step,
+            layout_digest=event.layout_digest,
+            segments=event.segments,
+            created_unix_s=now_s,
+            metadata=first.metadata,
+        )
+        yield self._put_newest(version, now_s, committed=publication)
+
+    def _put_newest(
+        self,
+        version: Version,
+        now_s: float,
+        *,
+        then: Sequence[Effect] = (),
+        committed: Publication | None = None,
+    ) -> Write:
+        head = self.head
+        digests = {**head.digests, version.number: version.digest}
+        for old in sorted(digests)[: max(len(digests) - DIGESTS_KEPT, 0)]:
+            del digests[old]
+        head = replace(
+            head,
+            number=version.number,
+            publication=max(head.publication, version.publication),
+            digests=digests,
+            kept=(*head.kept, version.number),
+        )
+        stored = StoredSeries(head=head, versions={**self.versions, version.number: version})
+        drop = keeping.droppable(stored, self._leased(now_s))
+        return self._write(stored, put=[version], drop=drop, then=then, committed=committed)
+
+    def _committed(self, publication: Publication) -> Effects:
+        del self._publications[publication.number]
+        version = self.versions[self.head.number]
+        for call in publication.calls:
+            yield Answered(call=call, version=version)
+        for number in [n for n in self._publications if n < publication.number]:
+            yield from self._give_up(number, f"publication {publication.number} was committed")
+
+    # --- operators ---
+
+    def _pin(self, event: PinRequested) -> Effects:
+        version = self.versions.get(event.number)
+        if version is None:
+            yield self._gone(event.call, event.number)
+            return
+        if version.is_pinned == event.pins:
+            yield Answered(call=event.call, version=version)
+            return
+        pinned = [v.number for v in self.versions.values() if v.is_pinned]
+        if event.pins and len(pinned) >= MAX_PINS:
+            yield Refused(
+                call=event.call,
+                refusal=Refusal.OVERLOADED,
+                what=f"{self.name} has as many pinned versions as it may",
+                seen=f"versions {', '.join(map(str, pinned))}",
+                expected=f"fewer than {MAX_PINS}",
+            )
+            return
+        changed = replace(version, is_pinned=event.pins)
+        answer = Answered(call=event.call, version=changed)
+        yield self._write(self.stored, put=[changed], then=[answer])
+
+    def _roll_back(self, event: RollbackRequested, now_s: float) -> Effects:
+        old = self.versions.get(event.to)
+        if old is None:
+            yield self._gone(event.call, event.to)
+            return
+        newest = self.versions.get(self.head.number)
+        if newest is not None and newest.digest == old.digest:
+            yield Answered(call=event.call, version=newest)  # the same request once more
+            return
+        version = replace(
+            old,
+            number=self.head.number + 1,
+            epoch=self.head.epoch,
+            publication=0,
+            created_unix_s=now_s,
+            rolled_back_to=old.number,
+            is_pinned=False,
+        )
+        answer = Answered(call=event.call, version=version)
+        yield self._put_newest(version, now_s, then=[answer])
+
+    def _clear(self, event: ClearRequested) -> Effects:
+        if self.head.kept:
+            yield self._write(self.stored, drop=self.head.kept, then=[Cleared(call=event.call)])
+        else:
+            yield Cleared(call=event.call)
+
+    def _gone(self, call: Call, number: int) -> Refused:
+        kept = ", ".join(map(str, self.head.kept)) or "none"
+        return Refused(
+            call=call,
+            refusal=Refusal.GONE,
+            what=f"version {number} of {self.name} is not kept",
+            seen=f"version {number}",
+            expected=f"one of those that are: {kept}",
+        )
+
+    # --- servers and time ---
+
+    def _revise(self, event: VersionsChanged) -> Effects:
+        put: list[Version] = []
+        for number, version in self.versions.items():
+            if sum(len(each.segments) for each in put) >= SEGMENTS_A_WRITE:
+                break  # what is left is decided again a little later
+            segments = self._revised(version, event.replaced.get(number))
+            is_durable = version.is_durable or number in event.durable
+            changed = replace(version, segments=segments, is_durable=is_durable)
+            if changed != version and number not in event.lost:
+                put.append(changed)
+        lost = sorted(event.lost & self.versions.keys())
+        if put or lost:
+            losses = (*self.head.lost, *lost)[-LOSSES_KEPT:]
+            stored = replace(self.stored, head=replace(self.head, lost=losses))
+            yield self._write(stored, put=put, drop=lost)
+
+    @staticmethod
+    def _revised(version: Version, segments: tuple[Segment, ...] | None) -> tuple[Segment, ...]:
+        """The segments with the holders that were decided; never other bytes."""
+        if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
+            return version.segments
+        return segments
+
+    def _leased(self, now_s: float) -> set[int]:
+        if now_s < self._keeps_all_until_s:
+            return set(self.head.kept)
+        return self.readers.leased(now_s)
+
+    def _wish_drops(self, now_s: float) -> None:
+        if keeping.droppable(self.stored, self._leased(now_s)):
+            self._wish(self._drop)
+
+    def _drop(self, now_s: float) -> Effects:
+        drop = keeping.droppable(self.stored, self._leased(now_s))
+        if drop:
+            yield self._write(self.stored, drop=drop)
+
+    def _time_passed(self, now_s: float) -> Effects:
+        if self.readers.forget_silent(now_s):
+            yield NotifyWatchers()
+        for number in [
+            number
+            for number, publication in self._publications.items()
+            if publication.stage is Stage.GATHERING
+            and not publication.is_complete
+            and now_s - publication.heard_s > ABANDONED_AFTER_S
+        ]:
+            yield from self._give_up(number, f"nothing was heard of it for {ABANDONED_AFTER_S:g} s")

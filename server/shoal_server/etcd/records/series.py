@@ -1,0 +1,169 @@
+"""Series of published weights in etcd: a head, and a record of each version that it names.
+
+The leading coordinator writes them, parameter servers follow them: they hold what a version's
+segments name them for, and refuse what is sent to them under an earlier epoch than the head's.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from shoal_proto.errors import InternalError
+from shoal_proto.names import is_series
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_server.core.publications.records import (
+    DEFAULT_COPIES,
+    DEFAULT_KEEP,
+    Publisher,
+    Segment,
+    SeriesHead,
+    StoredSeries,
+    Version,
+)
+from shoal_server.etcd import keys
+
+M = TypeVar("M", bound=Message)
+
+FORMAT = 1
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """The series and the rest of a key under `keys.SERIES`, without that prefix: `head`, or the
+    digits of a version behind `versions/`; None for a key of no series."""
+    job, _, rest = name.partition("/")
+    short, _, rest = rest.partition("/")
+    series = f"{job}/{short}"
+    return (series, rest) if is_series(series) and rest else None
+
+
+def encode_head(head: SeriesHead) -> bytes:
+    return pb.SeriesHead(
+        format=FORMAT,
+        epoch=head.epoch,
+        generation=head.publisher.generation,
+        script=head.publisher.script,
+        number=head.number,
+        publication=head.publication,
+        kept=head.kept,
+        options=pb.SeriesOptions(keep=head.keep, copies=head.copies),
+        digests=head.digests,
+        lost=head.lost,
+        num_writes=head.num_writes,
+    ).SerializeToString(deterministic=True)
+
+
+def parse_head(series: str, value: bytes) -> SeriesHead:
+    """Raises InternalError for bytes that are no head, and for those of a later release."""
+    found = _parsed(pb.SeriesHead, series, value)
+    if found.format != FORMAT:
+        raise _unreadable(series, f"format {found.format}", f"format {FORMAT}")
+    kept = tuple(found.kept)
+    if list(kept) != sorted(set(kept)) or (kept and not 0 < kept[0] <= kept[-1] <= found.number):
+        raise _unreadable(series, f"versions {kept[:8]} up to {found.number}", "rising numbers")
+    return SeriesHead(
+        epoch=found.epoch,
+        publisher=Publisher(found.generation, found.script),
+        number=found.number,
+        publication=found.publication,
+        kept=kept,
+        keep=found.options.keep or DEFAULT_KEEP,
+        copies=found.options.copies or DEFAULT_COPIES,
+        digests=dict(found.digests),
+        lost=tuple(found.lost),
+        num_writes=found.num_writes,
+    )
+
+
+def encode_version(version: Version) -> bytes:
+    return version_to_pb(version).SerializeToString(deterministic=True)
+
+
+def parse_version(series: str, value: bytes) -> Version:
+    """Raises InternalError for bytes that are no version, or whose digest is another one's."""
+    found = _parsed(pb.VersionRecord, series, value)
+    version = version_from_pb(found)
+    if found.digest != version.digest:
+        raise _unreadable(series, "a digest that is not that of the segments", "that one")
+    return version
+
+
+def version_to_pb(version: Version) -> pb.VersionRecord:
+    """As readers get it."""
+    return pb.VersionRecord(
+        number=version.number,
+        epoch=version.epoch,
+        step=version.step,
+        layout_digest=version.layout_digest,
+        segments=map(segment_to_pb, version.segments),
+        digest=version.digest,
+        created_unix_s=version.created_unix_s,
+        metadata=version.metadata,
+        rolled_back_to=version.rolled_back_to,
+        pinned=version.is_pinned,
+        durable=version.is_durable,
+        tables_cut=version.tables_cut,
+        publication=version.publication,
+    )
+
+
+def version_from_pb(found: pb.VersionRecord) -> Version:
+    return Version(
+        number=found.number,
+        epoch=found.epoch,
+        publication=found.publication,
+        step=found.step,
+        layout_digest=found.layout_digest,
+        segments=tuple(map(segment_from_pb, found.segments)),
+        created_unix_s=found.created_unix_s,
+        metadata=dict(found.metadata),
+        rolled_back_to=found.rolled_back_to,
+        is_pinned=found.pinned,
+        is_durable=found.durable,
+        tables_cut=found.tables_cut,
+    )
+
+
+def segment_to_pb(segment: Segment) -> pb.Segment:
+    return pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes, holders=segment.holders)
+
+
+def segment_from_pb(segment: pb.Segment) -> Segment:
+    return Segment(
+        digest=segment.digest, num_bytes=segment.num_bytes, holders=tuple(segment.holders)
+    )
+
+
+def parse_series(series: str, values: Mapping[str, bytes]) -> StoredSeries | None:
+    """The series in what lies at these keys, those of other series among them; None if it has no
+    head. Raises InternalError for records that cannot be read, or that the head misses."""
+    value = values.get(keys.series_head(series))
+    if value is None:
+        return None
+    head = parse_head(series, value)
+    versions = {}
+    for number in head.kept:
+        found = values.get(keys.series_version(series, number))
+        if found is None:
+            raise _unreadable(series, f"no version {number}", "each version that the head names")
+        versions[number] = parse_version(series, found)
+    return StoredSeries(head=head, versions=versions)
+
+
+def names_in(found: Iterable[str]) -> list[str]:
+    """The series that keys under `keys.SERIES` are of, each once."""
+    split = (split_name(key.removeprefix(keys.SERIES)) for key in found)
+    return list(dict.fromkeys(each[0] for each in split if each is not None))
+
+
+def _parsed(kind: type[M], series: str, value: bytes) -> M:
+    try:
+        return kind.FromString(value)
+    except DecodeError as error:
+        raise _unreadable(series, repr(error), f"a {kind.DESCRIPTOR.name} message") from error
+
+
+def _unreadable(series: str, seen: str, expected: str) -> InternalError:
+    return InternalError(
+        f"a record of series {series} in etcd does not parse", seen=seen, expected=expected
+    )

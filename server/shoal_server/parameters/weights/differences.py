@@ -1,0 +1,162 @@
+"""Differences between segments that are held here, made on demand and kept for a while."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import structlog
+
+from shoal_difference import codec
+from shoal_proto.errors import InvalidSpec, Overloaded
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_server.parameters.shard.memory import Memory
+
+log = structlog.get_logger(__name__)
+
+MAX_CHANGED = 0.2
+"""Share of changed elements from which on the whole is sent: a difference would take longer to make
+than it saves."""
+MAX_SIZE = 0.5
+"""Of the whole: a larger difference is not worth its making."""
+KEPT_S = 60.0
+MAX_KEPT = 64
+
+Elements = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """The segments, by digest, and the elements as the reader has named them."""
+
+    series: str
+    base: bytes
+    target: bytes
+    elements: Elements
+
+
+@dataclass(slots=True)
+class _Kept:
+    difference: Segment | None
+    """None: the whole is to be sent."""
+    claim: ExitStack
+    used_s: float
+
+
+class WeightDifferences:
+    """Lives on the event loop; differences are made on `threads`. Readers that ask for the same one
+    get the same one."""
+
+    def __init__(
+        self, memory: Memory, threads: Executor, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._memory = memory
+        self._threads = threads
+        self._now_s = now_s
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
+        self._being_made: dict[_Key, asyncio.Future[_Kept]] = {}
+
+    def find(self, series: str, digest: bytes) -> Segment | None:
+        """A difference that was made lately, by its digest."""
+        made = (kept.difference for key, kept in self._kept.items() if key.series == series)
+        return next((each for each in made if each is not None and each.digest == digest), None)
+
+    async def between(
+        self, series: str, base: Segment, target: Segment, elements: Sequence[tuple[int, int]]
+    ) -> Segment | None:
+        """The difference that makes `target` of `base`; None if the whole had better be sent.
+
+        Raises InvalidSpec for elements that do not make up the segments.
+        """
+        if base.num_bytes != target.num_bytes:
+            return None
+        _check(elements, target.num_bytes)
+        key = _Key(series, base.digest, target.digest, tuple(elements))
+        kept = self._kept.get(key)
+        if kept is None:
+            making = self._being_made.get(key)
+            if making is None:
+                making = self._being_made[key] = asyncio.ensure_future(
+                    self._make(key, base, target)
+                )
+                making.add_done_callback(lambda _: self._being_made.pop(key, None))
+            kept = await asyncio.shield(making)
+        kept.used_s = self._now_s()
+        return kept.difference
+
+    def sweep(self) -> None:
+        """Give up what nobody has asked for lately."""
+        for key, kept in list(self._kept.items()):
+            if self._now_s() - kept.used_s >= KEPT_S:
+                self._drop(key)
+
+    def close(self) -> None:
+        """Give everything up."""
+        for key in list(self._kept):
+            self._drop(key)
+
+    async def _make(self, key: _Key, base: Segment, target: Segment) -> _Kept:
+        began_s = self._now_s()
+        with ExitStack() as claim:
+            try:
+                most_bytes = int(MAX_SIZE * target.num_bytes)
+                claim.enter_context(self._memory.reserve(most_bytes, "differences of weights"))
+                loop = asyncio.get_running_loop()
+                difference = await loop.run_in_executor(
+                    self._threads, _made, base, target, key.elements
+                )
+            except Overloaded as error:
+                log.info("difference_not_made", series=key.series, reason=str(error))
+                difference = None
+            claim.close()
+            if difference is not None:
+                taken = self._memory.reserve(difference.num_bytes, "differences of weights")
+                claim.enter_context(taken)
+            kept = self._kept[key] = _Kept(difference, claim.pop_all(), self._now_s())
+        if len(self._kept) > MAX_KEPT:
+            self._drop(next(iter(self._kept)))
+        log.info(
+            "difference_made",
+            series=key.series,
+            num_bytes=difference.num_bytes if difference is not None else None,
+            of_bytes=target.num_bytes,
+            took_s=round(self._now_s() - began_s, 3),
+        )
+        return kept
+
+    def _drop(self, key: _Key) -> None:
+        kept = self._kept.pop(key)
+        kept.claim.close()
+        if kept.difference is not None:
+            # A connection that is sending it has its own reference to the memory.
+            kept.difference = None
+
+
+def _made(base: Segment, target: Segment, elements: Elements) -> Segment | None:
+    old, new = base.view(), target.view()
+    if codec.changed_share(old, new) > MAX_CHANGED:
+        return None
+    parts = codec.encode(old, new, elements)
+    num_bytes = sum(map(len, parts))
+    if num_bytes > MAX_SIZE * target.num_bytes:
+        return None
+    writer = SegmentWriter(num_bytes)
+    at = 0
+    for part in parts:
+        writer.buffer[at : at + len(part)] = part
+        at += len(part)
+    return writer.seal()
+
+
+def _check(elements: Sequence[tuple[int, int]], num_bytes: int) -> None:
+    made_up = sum(run_bytes for _, run_bytes in elements)
+    sizes = {size for size, _ in elements}
+    if made_up != num_bytes or not sizes <= set(codec.SIZES):
+        raise InvalidSpec(
+            "elements that do not make up the segment",
+            seen=f"{made_up} bytes of elements of {sorted(sizes)} bytes",
+            expected=f"{num_bytes} bytes of elements of {codec.SIZES} bytes",
+        )

@@ -1,0 +1,209 @@
+"""The segments in this server's memory: let in, verified, counted, and freed."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Executor
+from contextlib import ExitStack, aclosing
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from shoal_proto.errors import ChecksumMismatch, Unavailable
+from shoal_proto.segments.digests import chunk_digest, num_chunks
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.v1.weights_pb2 import StoreServer
+from shoal_server.parameters.shard.memory import Memory
+from shoal_server.parameters.weights.peers import WeightPeers
+from shoal_server.parameters.weights.segment_way import SegmentWay
+from shoal_server.parameters.weights.store import Held, Origin, Position, SegmentStore
+
+STALLED_S = 30.0
+"""The longest that a publisher may take to send the next chunk."""
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+
+class WeightHoldings:
+    """Lives on the event loop. Segments are digested on `threads`."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        threads: Executor,
+        peers: WeightPeers,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memory = memory
+        self._threads = threads
+        self._peers = peers
+        self._now_s = now_s
+        self._store = SegmentStore()
+        self._claims: dict[tuple[str, bytes], ExitStack] = {}
+
+    def get(self, series: str, digest: bytes) -> Segment:
+        """A segment that is held. Raises Unavailable for another one."""
+        segment = self.find(series, digest)
+        if segment is None:
+            raise Unavailable(
+                f"this server does not hold the segment of series {series}",
+                seen=f"digest {digest.hex()}",
+                expected="one that it holds: another server of the version's record may have it",
+                details={"digest": digest.hex()},
+            )
+        return segment
+
+    def find(self, series: str, digest: bytes) -> Segment | None:
+        """A segment, if it is held."""
+        return self._store.get(series, digest)
+
+    def holds(self, series: str, digest: bytes) -> bool:
+        return self._store.get(series, digest) is not None
+
+    def held(self) -> Iterable[Held]:
+        """All that is held."""
+        return self._store.held()
+
+    def admit(self, series: str, digest: bytes, origin: Origin) -> None:
+        """See `SegmentStore.admit`."""
+        self._store.admit(series, digest, origin)
+
+    def renew(self, series: str, digest: bytes, origin: Origin) -> Segment | None:
+        """See `SegmentStore.renew`."""
+        return self._store.renew(series, digest, origin, self._now_s())
+
+    async def receive(
+        self, series: str, digest: bytes, num_bytes: int, origin: Origin, way: SegmentWay
+    ) -> Segment:
+        """Take a segment in, as a descriptor if that can be, and hold it once it is verified.
+
+        Raises what `admit` raises, Overloaded if the server has no memory for it, ChecksumMismatch
+        if it is another one, and Unavailable if nothing comes for STALLED_S: room is kept for it
+        meanwhile.
+        """
+        with self._claimed(num_bytes) as claim:
+            if way.is_local:
+                descriptor = await _soon(way.receive_descriptor())
+                segment = await self._in_thread(partial(Segment.adopt, descriptor, num_bytes))
+            else:
+                segment = await self._from_chunks(num_bytes, way)
+            self._check(segment, digest)
+            # The series may have gone on to a later epoch meanwhile.
+            self._store.admit(series, digest, origin)
+            return self._hold(series, segment, origin, claim)
+
+    async def copy(
+        self, series: str, digest: bytes, num_bytes: int, source: StoreServer
+    ) -> Segment:
+        """Hold a segment of another server here too. Raises what that server raises, Unavailable,
+        or Overloaded."""
+        return await self.take(
+            series, num_bytes, partial(self._peers.fetch, source, series, digest)
+        )
+
+    async def take(
+        self, series: str, num_bytes: int, get: Callable[[], Awaitable[Segment]]
+    ) -> Segment:
+        """Hold the verified segment that `get` gives. Raises what it raises, or Overloaded."""
+        with self._claimed(num_bytes) as claim:
+            return self._hold(series, await get(), None, claim)
+
+    def follow(self, series: str, newest: Position, named: Mapping[bytes, Position]) -> None:
+        """See `SegmentStore.follow`."""
+        self._free(series, self._store.follow(series, newest, named, self._now_s()))
+
+    def forget(self, series: str) -> None:
+        """See `SegmentStore.forget`."""
+        self._free(series, self._store.forget(series))
+
+    def abandon(self, series: str, rank: int, epoch: int, publications: Iterable[int]) -> None:
+        """See `SegmentStore.abandon`."""
+        self._free(series, self._store.abandon(series, rank, epoch, frozenset(publications)))
+
+    def sweep(self) -> None:
+        """Free what no version has named for the grace period."""
+        for held in self._store.sweep(self._now_s()):
+            self._free(held.series, [held.segment])
+
+    def close(self) -> None:
+        """Hold nothing any more. Readers that have mapped a segment keep it."""
+        for claim in self._claims.values():
+            claim.close()
+        self._claims.clear()
+        for held in self._store.held():
+            held.segment.close()
+
+    # --- within ---
+
+    def _claimed(self, num_bytes: int) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(self._memory.reserve(num_bytes, "published weights"))
+        return stack
+
+    def _hold(
+        self, series: str, segment: Segment, origin: Origin | None, claim: ExitStack
+    ) -> Segment:
+        if not self._store.insert(series, segment, origin, self._now_s()):
+            # Another call brought it meanwhile.
+            segment.close()
+            return self.get(series, segment.digest)
+        self._claims[series, segment.digest] = claim.pop_all()
+        log.info(
+            "segment_held", series=series, digest=segment.digest.hex(), num_bytes=segment.num_bytes
+        )
+        return segment
+
+    def _free(self, series: str, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            log.info(
+                "segment_freed",
+                series=series,
+                digest=segment.digest.hex(),
+                num_bytes=segment.num_bytes,
+            )
+            self._claims.pop((series, segment.digest)).close()
+
+    async def _from_chunks(self, num_bytes: int, way: SegmentWay) -> Segment:
+        """Each chunk is digested while the next one arrives."""
+        writer = SegmentWriter(num_bytes)
+        loop = asyncio.get_running_loop()
+        digests: list[asyncio.Future[bytes]] = []
+        try:
+            async with aclosing(way.receive_chunks(writer)) as chunks:
+                for _ in range(num_chunks(num_bytes)):
+                    chunk = await _soon(anext(chunks))
+                    digests.append(loop.run_in_executor(self._threads, chunk_digest, chunk))
+                    del chunk  # what refers to the buffer keeps it from being sealed
+            of_chunks = b"".join(await asyncio.gather(*digests))
+            digests.clear()
+            return await self._in_thread(partial(writer.seal, of_chunks))
+        except BaseException:
+            await asyncio.gather(*digests, return_exceptions=True)
+            writer.close()
+            raise
+
+    def _check(self, segment: Segment, digest: bytes) -> None:
+        if segment.digest != digest:
+            seen = segment.digest.hex()
+            segment.close()
+            raise ChecksumMismatch(
+                "a segment changed in transit", seen=f"digest {seen}", expected=digest.hex()
+            )
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+async def _soon(arriving: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(STALLED_S):
+            return await arriving
+    except TimeoutError:
+        raise Unavailable(
+            "the publisher of a segment has stopped sending",
+            seen=f"nothing for {STALLED_S:g} s",
+            expected="the next chunk, or the descriptor",
+        ) from None

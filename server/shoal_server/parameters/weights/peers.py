@@ -1,0 +1,88 @@
+"""Segments to and from other parameter servers. Their transfer blocks, on threads of its own."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from shoal_proto.segments.sealed import Segment
+from shoal_proto.segments.transfer import SegmentConnection, Staged
+from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.channels import open_aio_channel
+from shoal_proto.tls.names import SERVER_NAME
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_proto.v1.weights_pb2 import (
+    FetchSegmentRequest,
+    OpenSegmentsRequest,
+    PutSegmentReply,
+    PutSegmentRequest,
+    StoreServer,
+)
+from shoal_proto.v1.weights_pb2_grpc import WeightStoreStub
+from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
+
+OPEN_S = 3.0
+TRANSFER_S = 3600.0
+"""The most that one segment may take. A server that falls silent is given up much earlier."""
+
+T = TypeVar("T")
+
+
+class WeightPeers:
+    """Lives on the event loop."""
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+
+    async def pass_on(
+        self, to: StoreServer, request: PutSegmentRequest, segment: Segment
+    ) -> PutSegmentReply:
+        """Hand a segment to another server, which passes it on to the rest of the chain. Raises
+        what that server raises, or Unavailable."""
+
+        def put(connection: SegmentConnection) -> PutSegmentReply:
+            return connection.put(request, segment, TRANSFER_S)
+
+        return await self._on_connection(to, request.series, put)
+
+    async def fetch(self, source: StoreServer, series: str, digest: bytes) -> Segment:
+        """A segment that another server holds. Raises what that server raises, or Unavailable."""
+
+        def fetch(connection: SegmentConnection) -> Segment:
+            staged = Staged(digest)
+            try:
+                request = FetchSegmentRequest(series=series, digest=digest)
+                return connection.fetch(request, staged, TRANSFER_S)
+            except BaseException:
+                staged.close()
+                raise
+
+        return await self._on_connection(source, series, fetch)
+
+    async def _on_connection(
+        self, server: StoreServer, series: str, call: Callable[[SegmentConnection], T]
+    ) -> T:
+        try:
+            async with open_aio_channel(server.address, SERVER_NAME, PEER_OPTIONS) as channel:
+                offer: OpenBulkReply = await WeightStoreStub(channel).OpenBulk(
+                    OpenSegmentsRequest(series=series), timeout=OPEN_S
+                )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, server.address) from error
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(self._threads, SegmentConnection.open, offer, server.address)
+        connection = await opening
+        try:
+            return await loop.run_in_executor(self._threads, partial(_closing, connection, call))
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+
+
+def _closing(connection: SegmentConnection, call: Callable[[SegmentConnection], T]) -> T:
+    with connection:
+        return call(connection)

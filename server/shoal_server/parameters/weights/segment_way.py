@@ -1,0 +1,32 @@
+"""What a call about a segment asks of the connection that carries it."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+
+
+class SegmentWay(Protocol):
+    """One call of a bulk connection, from the server's side."""
+
+    @property
+    def is_local(self) -> bool:
+        """True if descriptors can be passed."""
+        ...
+
+    async def receive_descriptor(self) -> int:
+        """The descriptor that the caller sends; to be closed. Raises MalformedMessage."""
+        ...
+
+    def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
+        """The chunks that the caller sends, in order, where they lie in the writer. Raises
+        MalformedMessage."""
+        ...
+
+    def end(self) -> None:
+        """Send nothing more: a call that waits for the other end to read fails."""
+        ...
+
+    async def send_descriptor(self, segment: Segment) -> None: ...
+
+    async def send_chunk(self, index: int, segment: Segment) -> None: ...

@@ -1,0 +1,244 @@
+"""The service for segments of published weights: over gRPC, and in calls of bulk connections."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import structlog
+from google.protobuf.message import Message
+
+from shoal_proto.errors import (
+    AccessDenied,
+    InvalidSpec,
+    Overloaded,
+    RefusedError,
+    ShoalError,
+    Unavailable,
+)
+from shoal_proto.segments.digests import DIGEST_BYTES, num_chunks
+from shoal_proto.segments.sealed import Segment
+from shoal_proto.tls.names import Role
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_proto.v1.weights_pb2_grpc import WeightStoreServicer
+from shoal_server.parameters.bulk.offers import Offers, Purpose, Use
+from shoal_server.parameters.weights.differences import WeightDifferences
+from shoal_server.parameters.weights.holdings import WeightHoldings
+from shoal_server.parameters.weights.peers import WeightPeers
+from shoal_server.parameters.weights.records import SeriesRecords
+from shoal_server.parameters.weights.segment_way import SegmentWay
+from shoal_server.parameters.weights.store import Origin
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
+from shoal_server.serving.access.checks import known_caller
+from shoal_server.serving.rpc import Context
+
+log = structlog.get_logger(__name__)
+
+PUBLISHING = frozenset({Role.WORKER, Role.OPERATOR, Role.SERVER})
+"""Roles that may put segments: publishers, and servers that pass one on."""
+
+SWEEP_EACH_S = 1.0
+STALLED_S = 30.0
+"""The longest that one chunk may take."""
+
+Replies = AsyncGenerator[Sequence[Message | bytes], None]
+
+
+class WeightsServicer(WeightStoreServicer):
+    """Lives on the event loop."""
+
+    def __init__(
+        self,
+        server_id: str,
+        *,
+        records: SeriesRecords,
+        holdings: WeightHoldings,
+        differences: WeightDifferences,
+        upkeep: WeightUpkeep,
+        peers: WeightPeers,
+        offers: Offers,
+    ) -> None:
+        self._server_id = server_id
+        self._records = records
+        self._holdings = holdings
+        self._differences = differences
+        self._upkeep = upkeep
+        self._peers = peers
+        self._offers = offers
+
+    async def sweep_for_ever(self) -> None:
+        """Free what nobody needs any more."""
+        while True:
+            await asyncio.sleep(SWEEP_EACH_S)
+            self._holdings.sweep()
+            self._differences.sweep()
+            if self._records.is_in_sync:
+                self._upkeep.allow_removal()
+
+    # --- over gRPC ---
+
+    async def OpenBulk(self, request: pb.OpenSegmentsRequest, context: Context) -> OpenBulkReply:
+        caller = known_caller(context)
+        return self._offers.make(Purpose.SEGMENTS, caller, series=request.series)
+
+    async def Holds(
+        self, request: pb.HoldsSegmentsRequest, context: Context
+    ) -> pb.HoldsSegmentsReply:
+        held = [each for each in request.digests if self._holdings.holds(request.series, each)]
+        durable = [each for each in held if self._upkeep.is_durable(request.series, each)]
+        return pb.HoldsSegmentsReply(held=held, durable=durable)
+
+    async def Copy(self, request: pb.CopySegmentsRequest, context: Context) -> pb.CopySegmentsReply:
+        held = []
+        for segment in request.segments:
+            if not self._holdings.holds(request.series, segment.digest):
+                await self._holdings.copy(
+                    request.series, segment.digest, segment.num_bytes, request.source
+                )
+            held.append(segment.digest)
+        return pb.CopySegmentsReply(held=held)
+
+    async def Difference(
+        self, request: pb.DifferenceRequest, context: Context
+    ) -> pb.DifferenceReply:
+        series = request.series
+        base = self._holdings.find(series, request.base)
+        target = self._holdings.get(series, _checked_digest(request.target))
+        if base is None:
+            # Dropped meanwhile: the reader fetches the whole.
+            return pb.DifferenceReply()
+        elements = [(each.element_bytes, each.num_bytes) for each in request.elements]
+        difference = await self._differences.between(series, base, target, elements)
+        if difference is None:
+            return pb.DifferenceReply()
+        return pb.DifferenceReply(digest=difference.digest, num_bytes=difference.num_bytes)
+
+    # --- over bulk connections ---
+
+    async def put(self, request: pb.PutSegmentRequest, use: Use, way: SegmentWay) -> Replies:
+        """Take a segment in, and pass it on along the chain.
+
+        The last reply names the servers that hold it: fewer than were asked for if one of the chain
+        failed.
+        """
+        _check_use(request.series, use)
+        if use.caller is not None and use.caller.role not in PUBLISHING:
+            raise AccessDenied(
+                "a segment is put by who publishes",
+                seen=f"the certificate of {use.caller}",
+                expected=f"one of the role {' or '.join(sorted(r.value for r in PUBLISHING))}",
+            )
+        series, digest = request.series, _checked_digest(request.segment.digest)
+        origin = Origin(epoch=request.epoch, publication=request.publication, rank=request.rank)
+        self._holdings.abandon(series, request.rank, request.epoch, request.abandoned)
+        await self._admit(series, digest, origin)
+        segment = self._holdings.renew(series, digest, origin)
+        if segment is not None:
+            yield [pb.PutSegmentReply(transfer=pb.SEGMENT_TRANSFER_NONE)]
+        else:
+            transfer = (
+                pb.SEGMENT_TRANSFER_DESCRIPTOR if way.is_local else pb.SEGMENT_TRANSFER_CHUNKS
+            )
+            yield [pb.PutSegmentReply(transfer=transfer)]
+            num_bytes = request.segment.num_bytes
+            segment = await self._holdings.receive(series, digest, num_bytes, origin, way)
+        holders = [self._server_id, *await self._passed_on(request, segment)]
+        yield [pb.PutSegmentReply(holders=holders)]
+
+    async def _admit(self, series: str, digest: bytes, origin: Origin) -> None:
+        """Raises StaleEpoch and Overloaded as of the newest record: what was committed a moment ago
+        may not have arrived here."""
+        try:
+            self._holdings.admit(series, digest, origin)
+        except Overloaded:
+            await self._records.refresh(series)
+            self._holdings.admit(series, digest, origin)
+
+    async def _passed_on(self, request: pb.PutSegmentRequest, segment: Segment) -> Sequence[str]:
+        """The servers of the chain that hold the segment now. Raises what one of them refuses it
+        with, and Overloaded."""
+        if not request.chain:
+            return ()
+        following = pb.PutSegmentRequest()
+        following.CopyFrom(request)
+        del following.chain[0]
+        to = request.chain[0]
+        try:
+            reply = await self._peers.pass_on(to, following, segment)
+        except (Overloaded, RefusedError):
+            raise
+        except ShoalError as error:
+            log.warning("segment_not_passed_on", series=request.series, to=to.id, reason=str(error))
+            return ()
+        return reply.holders
+
+    async def fetch(self, request: pb.FetchSegmentRequest, use: Use, way: SegmentWay) -> Replies:
+        """Give a segment or a difference out: as a descriptor if that can be, else its chunks."""
+        _check_use(request.series, use)
+        digest = _checked_digest(request.digest)
+        difference = self._differences.find(request.series, digest)
+        segment = difference or self._holdings.get(request.series, digest)
+        as_descriptor = way.is_local and request.takes_descriptor
+        reply = pb.FetchSegmentReply(
+            num_bytes=segment.num_bytes,
+            chunk_digests=segment.chunk_digests,
+            transfer=pb.SEGMENT_TRANSFER_DESCRIPTOR
+            if as_descriptor
+            else pb.SEGMENT_TRANSFER_CHUNKS,
+        )
+        yield [reply]
+        if as_descriptor:
+            await way.send_descriptor(segment)
+            return
+        for wanted in _ranges(request, segment.num_bytes):
+            for index in wanted:
+                await _sent(index, segment, way)
+
+
+async def _sent(index: int, segment: Segment, way: SegmentWay) -> None:
+    """Send a chunk. Raises Unavailable for a reader that takes nothing for STALLED_S: it would keep
+    the memory of a segment that is dropped."""
+    try:
+        async with asyncio.timeout(STALLED_S):
+            await way.send_chunk(index, segment)
+    except TimeoutError:
+        way.end()
+        raise Unavailable(
+            "the reader of a segment has stopped reading",
+            seen=f"chunk {index} not taken within {STALLED_S:g} s",
+            expected="8 MiB in that time",
+        ) from None
+    # Others have their turn on the event loop.
+    await asyncio.sleep(0)
+
+
+def _ranges(request: pb.FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
+    """The chunks that are asked for. Raises InvalidSpec for others than the segment has."""
+    last = num_chunks(num_bytes)
+    asked = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
+    rising = [0, *(bound for each in asked for bound in (each.start, each.stop)), last]
+    if rising != sorted(rising):
+        raise InvalidSpec(
+            "chunks that the segment does not have, or in another order",
+            seen=", ".join(f"{each.start} to {each.stop}" for each in asked[:10]),
+            expected=f"rising numbers up to {last}",
+        )
+    return asked
+
+
+def _check_use(series: str, use: Use) -> None:
+    if series != use.series:
+        raise AccessDenied(
+            "the connection is for another series",
+            seen=f"series {series!r}",
+            expected=f"series {use.series!r}, for which its key was given",
+        )
+
+
+def _checked_digest(digest: bytes) -> bytes:
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidSpec(
+            "bad digest of a segment",
+            seen=f"{len(digest)} bytes",
+            expected=f"{DIGEST_BYTES} (xxh3-128)",
+        )
+    return digest

@@ -1,0 +1,203 @@
+"""The segments that this server holds, and which of them may go. Decides; does no I/O.
+
+A segment stays while a version of its series names it. One that no version has named yet may still
+become part of one: it stays for a grace period. The caller frees what is given back.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from shoal_proto.errors import Overloaded, StaleEpoch
+from shoal_proto.segments.sealed import Segment
+
+GRACE_S = 120.0
+"""How long a segment is held that no version names: longer than any publication takes to be
+committed, or to be given up."""
+MAX_UNDECIDED = 2
+"""Segments of one rank that no version names yet: of the publication on its way, and of one before
+it that may lack the part of a rank for ever. With those of the versions that are kept, that bounds
+what a series takes."""
+
+
+Position = tuple[int, int]
+"""Epoch and publication."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The publication for which a segment was put."""
+
+    epoch: int
+    publication: int
+    rank: int
+
+    @property
+    def position(self) -> "Position":
+        """In the order of publications."""
+        return self.epoch, self.publication
+
+
+@dataclass(slots=True, kw_only=True)
+class Held:
+    """A segment in this server's memory."""
+
+    series: str
+    segment: Segment
+    origin: Origin | None
+    """None: it was copied here on the coordinator's order."""
+    needed_s: float
+    """When it was put last, or named last."""
+    was_named: bool = False
+    """True once a version has named it that came of its origin, or of a later publication."""
+
+
+@dataclass(slots=True)
+class _Series:
+    """One series as its records in etcd have it, and what is held of it."""
+
+    newest: Position = (0, 0)
+    """The series' epoch, and the newest publication that was committed in it."""
+    named: Mapping[bytes, Position] = field(default_factory=dict)
+    held: dict[bytes, Held] = field(default_factory=dict)
+
+
+class SegmentStore:
+    """Segments by series and digest. `now_s` is any clock that only rises."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, _Series] = defaultdict(_Series)
+
+    def get(self, series: str, digest: bytes) -> Segment | None:
+        """The segment, if it is held."""
+        known = self._series.get(series)
+        held = known.held.get(digest) if known is not None else None
+        return None if held is None else held.segment
+
+    def admit(self, series: str, digest: bytes, origin: Origin) -> None:
+        """Let a segment come in for a publication.
+
+        Raises StaleEpoch if the series has gone on to a later epoch, and Overloaded if too many
+        publications of the rank are undecided.
+        """
+        known = self._series.get(series)
+        if known is None:
+            return
+        if origin.epoch < known.newest[0]:
+            raise StaleEpoch(
+                f"series {series} is published by another publisher now",
+                seen=f"a segment of epoch {origin.epoch}",
+                expected=f"epoch {known.newest[0]}",
+                fix="Begin again: the newest generation of the job publishes.",
+            )
+        undecided = [
+            held.origin.publication
+            for other, held in known.held.items()
+            if other != digest
+            and held.origin is not None
+            and held.origin.rank == origin.rank
+            and not held.was_named
+        ]
+        if len(undecided) >= MAX_UNDECIDED:
+            raise Overloaded(
+                f"rank {origin.rank} publishes {series} faster than versions are committed",
+                seen=f"segments of publications {sorted(undecided)} undecided",
+                expected=f"fewer than {MAX_UNDECIDED}, for one of {origin.publication} to come in",
+                fix="Publish again once they are committed; what was given up is freed after"
+                f" {GRACE_S:g} s.",
+            )
+
+    def insert(self, series: str, segment: Segment, origin: Origin | None, now_s: float) -> bool:
+        """Hold a segment, or hold it for longer; False if it was held before."""
+        known = self._series[series]
+        held = known.held.get(segment.digest)
+        if held is not None:
+            held.needed_s = now_s
+            held.origin = origin or held.origin
+            held.was_named = _is_named(held, known.named)
+            return False
+        held = Held(series=series, segment=segment, origin=origin, needed_s=now_s)
+        held.was_named = _is_named(held, known.named)
+        known.held[segment.digest] = held
+        return True
+
+    def renew(self, series: str, digest: bytes, origin: Origin, now_s: float) -> Segment | None:
+        """The segment if it is held, then for longer, and for this publication."""
+        segment = self.get(series, digest)
+        if segment is not None:
+            self.insert(series, segment, origin, now_s)
+        return segment
+
+    def follow(
+        self, series: str, newest: Position, named: Mapping[bytes, Position], now_s: float
+    ) -> list[Segment]:
+        """Take in a series as its records have it; the segments that are not held any more.
+
+        `newest`: the series' epoch, and the newest publication that was committed in it. `named`:
+        the digests that its versions name, each with the newest publication that it came of.
+
+        A segment goes at once if it was named and is not any more, or cannot be named any more:
+        publications are committed in order.
+        """
+        known = self._series[series]
+        known.newest, known.named = newest, named
+        gone = []
+        for digest, held in list(known.held.items()):
+            origin = held.origin
+            held.was_named = held.was_named or _is_named(held, named)
+            if digest in named:
+                held.needed_s = now_s
+            elif held.was_named or (origin is not None and origin.position <= newest):
+                gone.append(known.held.pop(digest).segment)
+        return gone
+
+    def forget(self, series: str) -> list[Segment]:
+        """Take in that a series has no records any more; the segments that are not held any more.
+
+        A segment of a series that never had a record stays for its grace period.
+        """
+        known = self._series.pop(series, None)
+        if known is None:
+            return []
+        left = {d: h for d, h in known.held.items() if not h.was_named}
+        if left:
+            self._series[series].held = left
+        return [held.segment for digest, held in known.held.items() if digest not in left]
+
+    def abandon(
+        self, series: str, rank: int, epoch: int, publications: frozenset[int]
+    ) -> list[Segment]:
+        """Give up what a rank put for publications that it knows to be refused; the segments that
+        are not held any more."""
+        known = self._series.get(series)
+        gone: list[Segment] = []
+        for digest, held in list(known.held.items()) if known is not None else ():
+            origin = held.origin
+            if origin is None or held.was_named or (origin.rank, origin.epoch) != (rank, epoch):
+                continue
+            if origin.publication in publications:
+                assert known is not None
+                gone.append(known.held.pop(digest).segment)
+        return gone
+
+    def sweep(self, now_s: float) -> list[Held]:
+        """Give up what no version has named for the grace period; what is not held any more."""
+        gone = []
+        for series, known in list(self._series.items()):
+            for digest, held in list(known.held.items()):
+                if digest not in known.named and now_s - held.needed_s >= GRACE_S:
+                    gone.append(known.held.pop(digest))
+            if not known.held and not known.named and known.newest == (0, 0):
+                del self._series[series]
+        return gone
+
+    def held(self) -> Iterator[Held]:
+        """All that is held."""
+        for known in self._series.values():
+            yield from known.held.values()
+
+
+def _is_named(held: Held, named: Mapping[bytes, Position]) -> bool:
+    """True if a version names it that came of its origin, or of a later publication."""
+    position = named.get(held.segment.digest)
+    return position is not None and (held.origin is None or held.origin.position <= position)

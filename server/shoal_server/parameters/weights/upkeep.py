@@ -1,0 +1,168 @@
+"""Segments brought to where the records want them: into this server's memory, if it was restarted
+or takes the place of one that was lost, and onto its disk."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from shoal_proto.back_off import BackOff
+from shoal_proto.errors import ShoalError, Unavailable
+from shoal_proto.segments.sealed import Segment
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_server.core.publications import records
+from shoal_server.parameters.cluster.server_directory import ServerDirectory
+from shoal_server.parameters.weights.disk import WeightDisk
+from shoal_server.parameters.weights.holdings import WeightHoldings
+
+log = structlog.get_logger(__name__)
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+
+T = TypeVar("T")
+
+
+class WeightUpkeep:
+    """Lives on the event loop. Works on one segment at a time: readers come first."""
+
+    def __init__(
+        self,
+        server_id: str,
+        holdings: WeightHoldings,
+        directory: ServerDirectory,
+        *,
+        threads: Executor,
+        disk: WeightDisk | None,
+    ) -> None:
+        self._server_id = server_id
+        self._holdings = holdings
+        self._directory = directory
+        self._threads = threads
+        self._disk = disk
+        self._wanted: dict[str, Mapping[bytes, records.Segment]] = {}
+        """By series and digest: the segments that a record wants here."""
+        self._may_remove = False
+        self._wake = asyncio.Event()
+
+    def follow(self, series: str, segments: Mapping[bytes, records.Segment]) -> None:
+        """Take in the segments that the records of a series name."""
+        mine = {d: s for d, s in segments.items() if self._server_id in s.holders}
+        self._wanted[series] = mine
+        if not mine:
+            del self._wanted[series]
+        self._wake.set()
+
+    def allow_removal(self) -> None:
+        """All records have been seen: what none of them names may be removed from disk."""
+        if not self._may_remove:
+            self._may_remove = True
+            self._wake.set()
+
+    def is_durable(self, series: str, digest: bytes) -> bool:
+        """True if the segment is on this server's disk."""
+        return self._disk is not None and self._disk.holds(series, digest)
+
+    async def work_for_ever(self) -> None:
+        """Do what is to be done, again after a pause if something failed."""
+        pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            done = [await self._held(*each) for each in self._lacking()]
+            if self._disk is not None:
+                done += [await self._on_disk(self._disk, *each) for each in self._not_on_disk()]
+                done += [await self._off_disk(self._disk, *each) for each in self._disk.all()]
+            if all(done):
+                pauses.reset()
+            else:
+                self._wake.set()
+                await asyncio.sleep(pauses.pause_s())
+
+    def _lacking(self) -> list[tuple[str, bytes]]:
+        return [each for each in self._all_wanted() if not self._holdings.holds(*each)]
+
+    def _not_on_disk(self) -> list[tuple[str, bytes]]:
+        return [each for each in self._all_wanted() if not self.is_durable(*each)]
+
+    def _all_wanted(self) -> list[tuple[str, bytes]]:
+        return [(series, digest) for series, found in self._wanted.items() for digest in found]
+
+    async def _held(self, series: str, digest: bytes) -> bool:
+        """True if the segment is in memory now, or need not be any more."""
+        failure: ShoalError = Unavailable("no other server of the record is there")
+        segment = self._wanted.get(series, {}).get(digest)
+        if segment is None or await self._restored(series, segment):
+            return True
+        for holder in segment.holders:
+            address = self._directory.address_of(holder)
+            if holder == self._server_id or address is None:
+                continue
+            source = pb.StoreServer(id=holder, address=address)
+            try:
+                await self._holdings.copy(series, digest, segment.num_bytes, source)
+            except ShoalError as error:
+                failure = error
+                continue
+            log.info("segment_copied", series=series, digest=digest.hex(), source=holder)
+            return True
+        if digest not in self._wanted.get(series, {}):
+            return True
+        log.warning("segment_lacking", series=series, digest=digest.hex(), reason=str(failure))
+        return False
+
+    async def _restored(self, series: str, wanted: records.Segment) -> bool:
+        """True if the segment was on disk, and is in memory now."""
+        disk = self._disk
+        if disk is None or not disk.holds(series, wanted.digest):
+            return False
+
+        async def read() -> Segment:
+            found = await self._in_thread(partial(disk.read, series, wanted.digest))
+            if found is None:
+                raise Unavailable("the file of a segment is damaged, or gone")
+            return found
+
+        try:
+            await self._holdings.take(series, wanted.num_bytes, read)
+        except (OSError, ShoalError) as error:
+            log.warning(
+                "segment_not_restored",
+                series=series,
+                digest=wanted.digest.hex(),
+                reason=str(error),
+            )
+            return False
+        log.info("segment_restored", series=series, digest=wanted.digest.hex())
+        return True
+
+    async def _on_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
+        """True if the segment is on disk now, or need not be."""
+        segment = self._holdings.find(series, digest)
+        if segment is None or digest not in self._wanted.get(series, {}):
+            return True
+        try:
+            await self._in_thread(partial(disk.write, series, segment))
+        except OSError as error:
+            log.warning(
+                "segment_not_on_disk", series=series, digest=digest.hex(), reason=str(error)
+            )
+            return False
+        return True
+
+    async def _off_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
+        """True unless a segment that no version names is on disk still."""
+        if digest in self._wanted.get(series, {}) or not self._may_remove:
+            return True
+        try:
+            await self._in_thread(partial(disk.remove, series, digest))
+        except OSError as error:
+            log.warning("segment_not_removed", series=series, reason=str(error))
+            return False
+        return True
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

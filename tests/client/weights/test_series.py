@@ -1,0 +1,332 @@
+"""Versions of a series, published and read on real parts that are killed and started again."""
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.clusters.parameter_cluster import ParameterCluster
+from support.processes.served_process import awaited
+
+from shoal_client.weights.publisher import SeriesPublisher
+from shoal_client.weights.reader import Base, SeriesReader
+from shoal_difference import codec
+from shoal_proto import CHUNK_BYTES
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    Regressed,
+    SeriesHeld,
+    ShoalError,
+    StaleEpoch,
+    VersionGone,
+)
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.transfer import Staged
+from shoal_proto.v1 import weights_pb2 as pb
+
+SERIES = "svc/ranker"
+LIMIT_S = 60.0
+
+
+def sealed(data: bytes) -> Segment:
+    writer = SegmentWriter(len(data))
+    writer.buffer[:] = data
+    return writer.seal()
+
+
+def layout(rank: int, num_bytes: int) -> pb.Layout:
+    """One bf16 tensor for each rank."""
+    return pb.Layout(
+        tensors=[pb.TensorSpec(name=f"w{rank}", dtype="bfloat16", shape=[num_bytes // 2])],
+        slices=[pb.Slice(tensor=0, segment=rank, at=0)],
+        segment_bytes=[num_bytes],
+    )
+
+
+class Script:
+    """A plain script of some ranks that publishes a series."""
+
+    def __init__(
+        self, cluster: ParameterCluster, world: int = 1, *, keep: int = 2, copies: int = 2
+    ) -> None:
+        identity = pb.Publisher(incarnation=str(uuid.uuid4()))
+        options = pb.SeriesOptions(keep=keep, copies=copies)
+        self.ranks = [
+            SeriesPublisher(
+                [cluster.coordinator.grpc],
+                SERIES,
+                lambda: identity,
+                rank=rank,
+                world=world,
+                options=options,
+            )
+            for rank in range(world)
+        ]
+        self.publication = 0
+
+    def publish(self, *parts: bytes, timeout_s: float = LIMIT_S) -> pb.VersionRecord:
+        """Publish one part of each rank at the same time; the version."""
+        self.publication += 1
+        found: list[pb.VersionRecord | ShoalError] = []
+        threads = [
+            threading.Thread(target=self._contribute, args=(rank, part, timeout_s, found))
+            for rank, part in enumerate(parts)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for each in found:
+            if isinstance(each, ShoalError):
+                raise each
+        assert len({each.number for each in found if isinstance(each, pb.VersionRecord)}) == 1
+        assert isinstance(found[0], pb.VersionRecord)
+        return found[0]
+
+    def _contribute(
+        self, rank: int, part: bytes, timeout_s: float, found: list[pb.VersionRecord | ShoalError]
+    ) -> None:
+        try:
+            found.append(
+                self.ranks[rank].contribute(
+                    sealed(part),
+                    layout(rank, len(part)),
+                    publication=self.publication,
+                    step=10 * self.publication,
+                    timeout_s=timeout_s,
+                )
+            )
+        except ShoalError as error:
+            found.append(error)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+Publish = Callable[..., Script]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ParameterCluster]:
+    with ParameterCluster(tmp_path, 3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def script(cluster: ParameterCluster) -> Iterator[Script]:
+    with closing(Script(cluster, 2)) as script:
+        yield script
+
+
+@pytest.fixture
+def reader(cluster: ParameterCluster) -> Iterator[SeriesReader]:
+    with closing(SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1")) as reader:
+        yield reader
+
+
+def contents(segments: Sequence[Segment]) -> list[bytes]:
+    return [bytes(segment.view()) for segment in segments]
+
+
+def test_readers_get_each_version_as_it_was_published(script: Script, reader: SeriesReader) -> None:
+    for number in (1, 2, 3):
+        parts = [os.urandom(2 * CHUNK_BYTES + 2), os.urandom(10)]
+        published = script.publish(*parts)
+        assert published.number == number
+        record = reader.wait(newer_than=number - 1, timeout_s=LIMIT_S)
+        assert record == published
+        assert record.step == 10 * number
+        assert contents(reader.fetch(record)) == parts
+        assert [t.name for t in reader.layout(record).tensors] == ["w0", "w1"]
+        reader.report(record.number, record.digest)
+    awaited(lambda: _kept(reader) == [2, 3], LIMIT_S, "the first version is dropped")
+
+
+def test_a_reader_that_waits_longer_than_it_may_is_told(reader: SeriesReader) -> None:
+    with pytest.raises(DeadlineExceeded, match="no newer version"):
+        reader.wait(newer_than=0, timeout_s=0.5)
+
+
+def test_an_older_version_is_not_installed(script: Script, reader: SeriesReader) -> None:
+    first = script.publish(b"11", b"22")
+    second = script.publish(b"33", b"44")
+    reader.report(second.number, second.digest)
+    with pytest.raises(Regressed):
+        reader.report(first.number, first.digest)
+    assert reader.installed == second.number
+
+
+def test_a_version_without_a_lease_is_gone_and_one_with_a_lease_is_not(
+    cluster: ParameterCluster, reader: SeriesReader
+) -> None:
+    with closing(Script(cluster, keep=1)) as script:
+        first = script.publish(b"11")
+        with reader.leased(first.number):
+            assert contents(reader.fetch(first)) == [b"11"]
+        script.publish(b"22")
+        awaited(lambda: _kept(reader) == [2], LIMIT_S, "the first version is dropped")
+        with pytest.raises(VersionGone):
+            reader.fetch(first)
+
+
+def test_another_script_waits_until_the_first_one_has_ended(cluster: ParameterCluster) -> None:
+    """Numbers go on, and the one that was replaced publishes nothing any more."""
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(closing(Script(cluster))) for _ in range(2))
+        assert first.publish(b"11").number == 1
+        with pytest.raises(SeriesHeld):
+            second.publish(b"22", timeout_s=3.0)
+        first.close()
+        assert second.publish(b"22").number == 2
+        late = Script(cluster)
+        late.ranks[0]._publisher = first.ranks[0]._publisher
+        with closing(late), pytest.raises((SeriesHeld, StaleEpoch)):
+            late.publish(b"33", timeout_s=3.0)
+
+
+def test_a_version_survives_each_server_in_turn(
+    cluster: ParameterCluster, script: Script, reader: SeriesReader
+) -> None:
+    """Each comes back with nothing in its memory, and gets its copies from another one."""
+    parts = [os.urandom(CHUNK_BYTES + 2), os.urandom(10)]
+    record = script.publish(*parts)
+    for server_id in ("ps-0", "ps-1", "ps-2"):
+        cluster[server_id].kill()
+        assert contents(reader.fetch(record)) == parts
+        cluster.await_unlisted()
+        cluster.start(server_id)
+        cluster.await_ready()
+        awaited(lambda: _all_hold(cluster, reader, record), LIMIT_S, "the copies are back")
+    assert contents(reader.fetch(record)) == parts
+
+
+def _kept(reader: SeriesReader) -> list[int]:
+    return [version.number for version in reader.view().versions]
+
+
+def _all_hold(cluster: ParameterCluster, reader: SeriesReader, record: pb.VersionRecord) -> bool:
+    """True if each segment can be fetched from each of its holders."""
+    view = reader.view(LIMIT_S)
+    (version,) = [each for each in view.versions if each.number == record.number]
+    addresses = {server.id: server for server in view.servers}
+    for segment in version.segments:
+        for holder in segment.holders:
+            if holder not in addresses or holder not in {s.server_id for s in cluster.present}:
+                return False
+            try:
+                reader._stores.fetch([addresses[holder]], Staged(segment.digest), 5.0)
+            except ShoalError:
+                return False
+    return True
+
+
+def test_a_durable_version_survives_the_end_of_all_servers(tmp_path: Path) -> None:
+    part = os.urandom(CHUNK_BYTES + 2)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(ParameterCluster(tmp_path, 2, with_journals=True))
+        script = stack.enter_context(closing(Script(cluster)))
+        reader = stack.enter_context(
+            closing(SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1"))
+        )
+        script.publish(part)
+        awaited(lambda: reader.view().versions[-1].durable, LIMIT_S, "the version is durable")
+        cluster.kill_all()
+        cluster.await_unlisted()
+        for server_id in ("ps-0", "ps-1"):
+            cluster.start(server_id)
+        cluster.await_ready()
+        assert contents(reader.fetch(reader.wait(0, LIMIT_S))) == [part]
+
+
+def test_a_late_reader_gets_a_version_whose_publisher_is_gone(
+    cluster: ParameterCluster,
+) -> None:
+    with closing(Script(cluster)) as script:
+        script.publish(b"11")
+    with closing(SeriesReader([cluster.coordinator.grpc], SERIES, "late")) as late:
+        assert contents(late.fetch(late.wait(0, LIMIT_S))) == [b"11"]
+
+
+def test_publishing_goes_on_when_the_coordinator_is_started_again(
+    cluster: ParameterCluster, script: Script, reader: SeriesReader
+) -> None:
+    assert script.publish(b"11", b"22").number == 1
+    cluster.kill_coordinator()
+    assert script.publish(b"33", b"44").number == 2
+    assert contents(reader.fetch(reader.wait(1, LIMIT_S))) == [b"33", b"44"]
+
+
+def test_only_the_difference_crosses_a_socket(cluster: ParameterCluster) -> None:
+    draw = np.random.default_rng(0)
+    before = draw.integers(0, 65536, CHUNK_BYTES, np.uint16)
+    after = before.copy()
+    after[:: len(after) // 1000] ^= 1
+    with ExitStack() as stack:
+        script = stack.enter_context(closing(Script(cluster, 2)))
+        reader = stack.enter_context(
+            closing(
+                SeriesReader(
+                    [cluster.coordinator.grpc],
+                    SERIES,
+                    "far",
+                    may_be_local=False,
+                    apply_difference=codec.apply,
+                )
+            )
+        )
+        first = script.publish(before.tobytes(), b"11")
+        base = Base(first, reader.fetch(first))
+        whole_bytes = reader.fetched_bytes
+        assert whole_bytes == before.nbytes + 2
+        second = script.publish(after.tobytes(), b"11")
+        found = reader.fetch(reader.wait(first.number, LIMIT_S), base=base)
+        assert contents(found) == [after.tobytes(), b"11"]
+        assert [each.digest for each in found] == [each.digest for each in second.segments]
+        assert 0 < reader.fetched_bytes - whole_bytes < before.nbytes / 1000
+
+
+def test_a_wrong_base_gives_the_right_version_all_the_same(cluster: ParameterCluster) -> None:
+    """A reader that believes to have another version: the result is verified, and fetched anew."""
+    with ExitStack() as stack:
+        script = stack.enter_context(closing(Script(cluster)))
+        reader = stack.enter_context(
+            closing(
+                SeriesReader(
+                    [cluster.coordinator.grpc],
+                    SERIES,
+                    "far",
+                    may_be_local=False,
+                    apply_difference=codec.apply,
+                )
+            )
+        )
+        first = script.publish(bytes(1000))
+        second = script.publish(bytes(998) + b"12")
+        forged = sealed(b"x" * 1000)
+        forged.digest = first.segments[0].digest
+        found = reader.fetch(second, base=Base(first, [forged]))
+        assert contents(found) == [bytes(998) + b"12"]
+
+
+def test_closing_a_reader_ends_its_waiting_calls(cluster: ParameterCluster) -> None:
+    reader = SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1")
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            reader.wait(0, None)
+        except ShoalError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.2)
+    reader.close()
+    waiting.join(LIMIT_S)
+    assert len(errors) == 1

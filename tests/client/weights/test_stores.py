@@ -1,0 +1,248 @@
+"""Segments to and from real parameter servers: by descriptor on one host, and over sockets."""
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from support.clusters.parameter_servers import ParameterServers
+
+from shoal_client.weights.stores import WeightStores
+from shoal_proto import CHUNK_BYTES, bulk
+from shoal_proto.bulk import Kind
+from shoal_proto.errors import (
+    AccessDenied,
+    ChecksumMismatch,
+    MalformedMessage,
+    Overloaded,
+    Unavailable,
+)
+from shoal_proto.segments.digests import DIGEST_BYTES
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.transfer import SegmentConnection, Staged
+from shoal_proto.v1.weights_pb2 import PutSegmentReply, PutSegmentRequest, StoreServer
+from shoal_proto.v1.weights_pb2 import Segment as Described
+
+SERIES = "job/policy"
+LIMIT_S = 30.0
+WAYS = {"descriptor": True, "socket": False}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(3) as servers:
+        yield servers
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
+def stores(request: pytest.FixtureRequest) -> Iterator[WeightStores]:
+    with closing(WeightStores(SERIES, may_be_local=request.param)) as stores:
+        yield stores
+
+
+def sealed(data: bytes) -> Segment:
+    writer = SegmentWriter(len(data))
+    writer.buffer[:] = data
+    return writer.seal()
+
+
+def drawn(num_bytes: int) -> Segment:
+    return sealed((os.urandom(1 << 16) * (num_bytes // (1 << 16) + 1))[:num_bytes])
+
+
+def at(servers: ParameterServers, *numbers: int) -> list[StoreServer]:
+    return [StoreServer(id=f"ps-{n}", address=servers.servers[f"ps-{n}"].address) for n in numbers]
+
+
+def request(segment: Segment, chain: list[StoreServer], **fields: Any) -> PutSegmentRequest:
+    """By default for a rank that has put nothing else: what it has put before is undecided."""
+    described = Described(digest=segment.digest, num_bytes=segment.num_bytes)
+    rank = {"rank": int.from_bytes(segment.digest[:3])}
+    named: dict[str, Any] = {"series": SERIES, "epoch": 1, "publication": 1} | rank | fields
+    return PutSegmentRequest(segment=described, chain=chain, **named)
+
+
+def put(
+    stores: WeightStores, segment: Segment, chain: list[StoreServer], **fields: Any
+) -> PutSegmentReply:
+    return stores.put(chain[0], request(segment, chain[1:], **fields), segment, LIMIT_S)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 17])
+def test_a_segment_arrives_as_it_was_sent(
+    servers: ParameterServers, stores: WeightStores, num_bytes: int
+) -> None:
+    segment, chain = drawn(num_bytes), at(servers, 0)
+    assert put(stores, segment, chain).holders == ["ps-0"]
+    found = stores.fetch(chain, Staged(segment.digest), LIMIT_S)
+    assert found.view() == segment.view()
+    assert found.digest == segment.digest
+    assert found.is_whole
+
+
+def test_a_chain_passes_a_segment_on(servers: ParameterServers, stores: WeightStores) -> None:
+    segment, chain = drawn(CHUNK_BYTES + 1), at(servers, 0, 1, 2)
+    assert put(stores, segment, chain).holders == ["ps-0", "ps-1", "ps-2"]
+    for holder in chain:
+        found = stores.fetch([holder], Staged(segment.digest), LIMIT_S)
+        assert found.view() == segment.view()
+
+
+def test_a_put_may_be_repeated_and_goes_on_along_another_chain(
+    servers: ParameterServers, stores: WeightStores
+) -> None:
+    segment = drawn(CHUNK_BYTES)
+    assert put(stores, segment, at(servers, 0)).holders == ["ps-0"]
+    assert put(stores, segment, at(servers, 0, 1)).holders == ["ps-0", "ps-1"]
+
+
+def test_a_server_of_the_chain_that_is_gone_is_not_among_the_holders(
+    servers: ParameterServers, stores: WeightStores
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    gone = StoreServer(id="ps-9", address=f"127.0.0.1:{port}")
+    assert put(stores, drawn(10), [*at(servers, 0), gone]).holders == ["ps-0"]
+
+
+def test_on_one_host_the_memory_itself_is_shared(servers: ParameterServers) -> None:
+    """Same inode: nothing was copied, on either way."""
+    segment, chain = drawn(CHUNK_BYTES), at(servers, 0, 1)
+    with closing(WeightStores(SERIES)) as stores:
+        put(stores, segment, chain)
+        for holder in chain:
+            found = stores.fetch([holder], Staged(segment.digest), LIMIT_S)
+            assert os.path.sameopenfile(found.descriptor, segment.descriptor)
+
+
+def test_only_the_wanted_chunks_cross_a_socket(servers: ParameterServers) -> None:
+    segment, chain = drawn(4 * CHUNK_BYTES), at(servers, 0)
+    with closing(WeightStores(SERIES, may_be_local=False)) as stores:
+        put(stores, segment, chain)
+        staged = Staged(segment.digest, [range(1, 2), range(3, 4)])
+        found = stores.fetch(chain, staged, LIMIT_S)
+    assert staged.received_bytes == 2 * CHUNK_BYTES
+    assert not found.is_whole
+    for index in (1, 3):
+        chunk = slice(index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES)
+        assert found.view()[chunk] == segment.view()[chunk]
+
+
+def test_a_holder_that_lacks_a_segment_is_left_for_another(
+    servers: ParameterServers, stores: WeightStores
+) -> None:
+    segment = drawn(CHUNK_BYTES)
+    put(stores, segment, at(servers, 1))
+    found = stores.fetch(at(servers, 0, 2, 1), Staged(segment.digest), LIMIT_S)
+    assert found.view() == segment.view()
+    with pytest.raises(Unavailable, match="does not hold"):
+        stores.fetch(at(servers, 0, 2), Staged(segment.digest), LIMIT_S)
+
+
+def test_bytes_of_another_segment_are_refused_and_not_held(
+    servers: ParameterServers, stores: WeightStores
+) -> None:
+    segment, other = drawn(CHUNK_BYTES), drawn(CHUNK_BYTES)
+    with pytest.raises(ChecksumMismatch):
+        stores.put(at(servers, 0)[0], request(segment, []), other, LIMIT_S)
+    for digest in (segment.digest, other.digest):
+        with pytest.raises(Unavailable, match="does not hold"):
+            stores.fetch(at(servers, 0), Staged(digest), LIMIT_S)
+
+
+def test_memory_that_can_still_be_changed_is_refused(servers: ParameterServers) -> None:
+    """A publisher that could write to what a server has verified would serve other bytes."""
+    descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 100)
+    unsealed = Segment(descriptor, 100, bytes(DIGEST_BYTES))
+    with (
+        closing(WeightStores(SERIES)) as stores,
+        pytest.raises(MalformedMessage, match="can still be changed"),
+    ):
+        put(stores, unsealed, at(servers, 0))
+
+
+def test_a_segment_for_which_there_is_no_memory_is_overloaded(stores: WeightStores) -> None:
+    with ParameterServers(1, memory_limit_bytes=3 * CHUNK_BYTES) as servers:
+        first, second = drawn(2 * CHUNK_BYTES), drawn(2 * CHUNK_BYTES)
+        put(stores, first, at(servers, 0))
+        with pytest.raises(Overloaded, match="no memory left for published weights"):
+            put(stores, second, at(servers, 0), publication=2)
+        # The one that is held is not touched.
+        found = stores.fetch(at(servers, 0), Staged(first.digest), LIMIT_S)
+        assert found.view() == first.view()
+
+
+def test_a_server_of_the_chain_without_memory_is_overloaded(
+    servers: ParameterServers, stores: WeightStores
+) -> None:
+    segment = drawn(2 * CHUNK_BYTES)
+    with (
+        ParameterServers(1, memory_limit_bytes=CHUNK_BYTES) as small,
+        pytest.raises(Overloaded, match="no memory left for published weights"),
+    ):
+        put(stores, segment, [*at(servers, 0), *at(small, 0)])
+    assert put(stores, segment, at(servers, 0, 1)).holders == ["ps-0", "ps-1"]
+
+
+def test_a_rank_that_publishes_faster_than_versions_come_about_is_overloaded(
+    servers: ParameterServers, stores: WeightStores
+) -> None:
+    rank = random.getrandbits(30)
+    for publication in (11, 12):
+        put(stores, drawn(10), at(servers, 0), publication=publication, rank=rank)
+    with pytest.raises(Overloaded, match="publications \\[11, 12\\] undecided"):
+        put(stores, drawn(10), at(servers, 0), publication=13, rank=rank)
+    # Those that the publisher knows to be refused make room.
+    put(stores, drawn(10), at(servers, 0), publication=13, rank=rank, abandoned=[11, 12])
+
+
+def test_a_key_is_good_for_its_own_series_alone(servers: ParameterServers) -> None:
+    with (
+        closing(WeightStores("job/other")) as stores,
+        pytest.raises(AccessDenied, match="connection is for another series"),
+    ):
+        put(stores, drawn(10), at(servers, 0))
+
+
+def test_a_server_that_hangs_up_in_the_middle_is_unavailable(
+    servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has arrived by then stays, and only the rest comes from another holder."""
+    segment, chain = drawn(4 * CHUNK_BYTES), at(servers, 0, 1)
+    with closing(WeightStores(SERIES, may_be_local=False)) as stores:
+        put(stores, segment, chain)
+        staged = Staged(segment.digest)
+        verify, cut = staged.verify, []
+
+        def cut_after_two(index: int, chunk: memoryview) -> None:
+            verify(index, chunk)
+            if index == 1 and not cut:
+                cut.append(index)
+                for connection in list(stores._in_use):
+                    connection._socket.shutdown(socket.SHUT_RDWR)
+
+        monkeypatch.setattr(staged, "verify", cut_after_two)
+        found = stores.fetch(chain, staged, LIMIT_S)
+        assert cut
+        assert found.view() == segment.view()
+        assert staged.received_bytes == segment.num_bytes
+
+
+def test_closing_ends_a_call_under_way(servers: ParameterServers) -> None:
+    stores = WeightStores(SERIES)
+    put(stores, drawn(10), at(servers, 0))
+    stores.close()
+    with pytest.raises(Unavailable):
+        put(stores, drawn(10), at(servers, 0), publication=2)
+
+
+def test_a_bulk_connection_for_segments_carries_no_other_call(servers: ParameterServers) -> None:
+    with closing(WeightStores(SERIES)) as stores:
+        connection: SegmentConnection = stores._connection(at(servers, 0)[0].address)
+        connection._send(bulk.message(Kind.PULL, b""))
+        with pytest.raises(MalformedMessage, match="begins no call of this connection"):
+            connection._message(PutSegmentReply, float("inf"))

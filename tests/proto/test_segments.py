@@ -1,0 +1,153 @@
+"""Sealed segments: immutable, verified, and shared without a copy."""
+
+import gc
+import mmap
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal_proto import CHUNK_BYTES
+from shoal_proto.errors import ChecksumMismatch, InternalError, MalformedMessage
+from shoal_proto.segments.digests import DIGEST_BYTES, check_chunk, chunk_digests, root_digest
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.transfer import Staged
+
+SIZES = [0, 1, 4096, CHUNK_BYTES, 2 * CHUNK_BYTES + 17]
+
+
+def sealed(data: bytes) -> Segment:
+    writer = SegmentWriter.prepare(len(data))
+    writer.buffer[:] = data
+    return writer.seal()
+
+
+def drawn(num_bytes: int) -> bytes:
+    return (os.urandom(1 << 16) * (num_bytes // (1 << 16) + 1))[:num_bytes]
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_a_segment_has_the_bytes_that_were_written_and_their_digest(num_bytes: int) -> None:
+    data = drawn(num_bytes)
+    segment = sealed(data)
+    assert segment.view() == data
+    assert segment.num_bytes == num_bytes
+    assert segment.chunk_digests == chunk_digests(data)
+    assert segment.digest == root_digest(chunk_digests(data))
+
+
+def test_nobody_can_change_a_sealed_segment() -> None:
+    segment = sealed(b"weights")
+    assert segment.view().readonly
+    attempts: list[Callable[[], object]] = [
+        lambda: os.pwrite(segment.descriptor, b"x", 0),
+        lambda: os.ftruncate(segment.descriptor, 1),
+        lambda: os.ftruncate(segment.descriptor, 100),
+        lambda: mmap.mmap(segment.descriptor, 7),
+        lambda: os.pwrite(os.open(f"/proc/self/fd/{segment.descriptor}", os.O_RDWR), b"x", 0),
+    ]
+    for attempt in attempts:
+        with pytest.raises(PermissionError):
+            attempt()
+    assert segment.view() == b"weights"
+
+
+def test_a_view_outlives_its_segment() -> None:
+    segment = sealed(b"weights")
+    view = segment.view()
+    segment.close()
+    del segment
+    gc.collect()
+    assert view == b"weights"
+
+
+def test_a_buffer_that_is_still_referred_to_is_not_sealed() -> None:
+    """Someone could write through it; once it is given up, the segment can be sealed."""
+    writer = SegmentWriter.prepare(100)
+    held = writer.buffer[3:]
+    with pytest.raises(InternalError, match="refers to its buffer"):
+        writer.seal()
+    del held
+    assert writer.seal().view() == bytes(100)
+
+
+def test_memory_that_can_be_changed_is_not_adopted() -> None:
+    descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 8)
+    with pytest.raises(MalformedMessage, match="can still be changed"):
+        Segment.adopt(descriptor, 8)
+    reading, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(MalformedMessage, match="something else than a memory file"):
+        Segment.adopt(reading, 8)
+
+
+def test_a_segment_of_another_size_is_not_adopted() -> None:
+    segment = sealed(b"weights")
+    with pytest.raises(MalformedMessage, match="another size"):
+        Segment.adopt(os.dup(segment.descriptor), 8)
+
+
+def test_descriptors_are_given_back() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(50):
+        segment = sealed(b"weights")
+        with pytest.raises(MalformedMessage):
+            Segment.adopt(os.dup(segment.descriptor), 8)
+        SegmentWriter(10).close()
+        segment.close()
+        segment.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_forked_process_keeps_nothing_from_being_sealed_or_freed() -> None:
+    """Data loaders fork while the memory of the next version is ready already."""
+    held, writer = sealed(b"weights"), SegmentWriter.prepare(100)
+    view = held.view()
+    numbers = {held.descriptor, writer._descriptor}
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        left = {int(path.name) for path in Path("/proc/self/fd").iterdir()} & numbers
+        os.write(writing, repr((left, bytes(view))).encode())
+        signal.pause()
+    try:
+        assert os.read(reading, 100) == repr((set(), b"weights")).encode()
+        assert writer.seal().num_bytes == 100
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_changed_bit_is_noticed_in_its_chunk() -> None:
+    data = bytearray(drawn(2 * CHUNK_BYTES))
+    digests = chunk_digests(data)
+    data[CHUNK_BYTES + 5] ^= 1
+    check_chunk(0, data[:CHUNK_BYTES], digests)
+    with pytest.raises(ChecksumMismatch, match="chunk 1"):
+        check_chunk(1, data[CHUNK_BYTES:], digests)
+
+
+def test_what_has_arrived_is_not_asked_for_again() -> None:
+    data = drawn(3 * CHUNK_BYTES)
+    whole = sealed(data)
+    staged = Staged(whole.digest)
+    staged.open(whole.chunk_digests, whole.num_bytes)
+    assert staged.missing == [0, 1, 2]
+    room = staged.room(1)
+    room[:] = data[CHUNK_BYTES : 2 * CHUNK_BYTES]
+    staged.verify(1, room)
+    assert staged.missing == [0, 2]
+    assert staged.received_bytes == CHUNK_BYTES
+
+
+def test_digests_of_another_segment_are_refused() -> None:
+    whole, other = sealed(b"weights"), sealed(b"another")
+    with pytest.raises(ChecksumMismatch):
+        Staged(whole.digest).open(other.chunk_digests, 7)
+    with pytest.raises(MalformedMessage):
+        Staged(whole.digest).open(bytes(3 * DIGEST_BYTES), 7)

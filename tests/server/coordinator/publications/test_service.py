@@ -1,0 +1,608 @@
+"""The WeightSeries service over real gRPC, on an etcd in memory, with servers of segments."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+import pytest
+from support.clusters.segment_stores import SegmentStore
+
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    Fenced,
+    InvalidSpec,
+    MalformedMessage,
+    NoServers,
+    NotLeader,
+    PublicationAbandoned,
+    Regressed,
+    SeriesHeld,
+    ShoalError,
+    StaleEpoch,
+    Unavailable,
+    UnknownSeries,
+    VersionGone,
+)
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.weights_pb2_grpc import (
+    WeightSeriesStub,
+    add_WeightSeriesServicer_to_server,
+)
+from shoal_server.coordinator.publications import service as service_module
+from shoal_server.coordinator.publications.service import WeightSeriesService
+from shoal_server.coordinator.servers.server_calls import ServerCalls
+from shoal_server.core.publications.limits import HELD_S
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Compare, Delete, Operation, Put, TransactionResult, created_at
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.serving.rpc import bind, new_server
+
+SERIES = "rl/policy"
+T = TypeVar("T")
+
+
+class Store(MemoryStore):
+    """A store that may lose the answer of a write, before or after it took effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loses: list[str] = []
+        """Of the next writes: "request" or "answer"."""
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        is_write = any(isinstance(each, Put | Delete) for each in then)
+        lost = self.loses.pop(0) if self.loses and is_write else ""
+        if lost == "request":
+            raise Unavailable("the request was lost", details={"outcome": "unknown"})
+        result = await super().transact(compares, then, otherwise)
+        if lost:
+            raise Unavailable("the answer was lost", details={"outcome": "unknown"})
+        return result
+
+
+@dataclass
+class World:
+    store: Store = field(default_factory=Store)
+    now_s: float = 1_000_000.0
+    members: set[str] = field(default_factory=lambda: {"one"})
+    jobs: set[str] = field(default_factory=lambda: {"rl"})
+    leads: bool = False
+    num_terms: int = 0
+
+    async def authorize(self, token: Token) -> None:
+        if token.incarnation not in self.members:
+            raise Fenced("no member")
+
+    def require_leading(self) -> None:
+        if not self.leads:
+            raise NotLeader("this coordinator does not lead", details={"leader": ""})
+
+    def on_deposed(self, reason: str) -> None:
+        self.leads = False
+
+    async def take_leadership(self) -> tuple[Compare, ...]:
+        """The leader's key becomes that of a new term."""
+        self.num_terms += 1
+        await self.store.delete(keys.LEADER)
+        put = Put(keys.LEADER, str(self.num_terms).encode())
+        return (created_at(keys.LEADER, (await self.store.transact((), (put,))).revision),)
+
+    @asynccontextmanager
+    async def leading(self, call_wait_s: float = 60.0) -> AsyncIterator["Client"]:
+        """One coordinator's term."""
+        conditions = await self.take_leadership()
+        calls = ServerCalls()
+        service = WeightSeriesService(
+            LeaderStore(self.store, lambda: conditions, self.on_deposed),
+            calls,
+            authorize=self.authorize,
+            require_leading=self.require_leading,
+            is_job=lambda job: job in self.jobs,
+            clock=lambda: self.now_s,
+            call_wait_s=call_wait_s,
+        )
+        server = new_server()
+        address = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
+        add_WeightSeriesServicer_to_server(service, server)
+        await server.start()
+        self.leads = True
+        try:
+            async with service.leading(), grpc.aio.insecure_channel(address) as channel:
+                yield Client(WeightSeriesStub(channel), service)
+        finally:
+            self.leads = False
+            await server.stop(None)
+            await calls.close()
+
+
+@dataclass
+class Client:
+    stub: WeightSeriesStub
+    service: WeightSeriesService
+
+    async def call(self, made: Awaitable[T]) -> T:
+        try:
+            return await made
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, "it") from None
+
+    async def begin(self, publisher: pb.Publisher, **more: object) -> pb.BeginPublicationReply:
+        request = pb.BeginPublicationRequest(
+            **{"publisher": publisher, "series": SERIES, "world": 1} | more  # type: ignore[arg-type]
+        )
+        return await self.call(self.stub.Begin(request))  # type: ignore[return-value, arg-type]
+
+    async def contribute(self, request: pb.ContributePartRequest) -> pb.VersionRecord:
+        reply = await self.call(self.stub.Contribute(request))  # type: ignore[arg-type]
+        return reply.version  # type: ignore[attr-defined, no-any-return]
+
+    async def view(self, series: str = SERIES) -> pb.SeriesView:
+        stream = self.stub.Watch(pb.WatchSeriesRequest(series=series))
+        async for view in stream:  # type: ignore[attr-defined]
+            return view  # type: ignore[no-any-return]
+        raise AssertionError("no view")
+
+    async def report(self, reader: str = "r", **more: object) -> pb.ReaderReportReply:
+        request = pb.ReaderReport(**{"series": SERIES, "reader": reader} | more)  # type: ignore[arg-type]
+        return await self.call(self.stub.Report(request))  # type: ignore[return-value, arg-type]
+
+
+def member(generation: int = 1, incarnation: str = "one") -> pb.Publisher:
+    token = Token(job="rl", member_id="m", incarnation=incarnation, generation=generation)
+    return pb.Publisher(token=token)
+
+
+def script(incarnation: str) -> pb.Publisher:
+    return pb.Publisher(incarnation=incarnation)
+
+
+def part(
+    publication: int,
+    *,
+    epoch: int = 1,
+    rank: int = 0,
+    world: int = 1,
+    publisher: pb.Publisher | None = None,
+    holders: Sequence[str] = ("s1", "s2"),
+    rows: tuple[int, int] | None = None,
+    content: str = "",
+    series: str = SERIES,
+) -> pb.ContributePartRequest:
+    """Rows of one matrix of 8 x 4 float32 values, of which each rank has as many."""
+    start, stop = rows or (8 * rank // world, 8 * (rank + 1) // world)
+    num_bytes = (stop - start) * 16
+    layout = pb.Layout(
+        tensors=[pb.TensorSpec(name="w", dtype="float32", shape=[8, 4])],
+        slices=[pb.Slice(tensor=0, offsets=[start, 0], sizes=[stop - start, 4], segment=rank)],
+        segment_bytes=[num_bytes],
+    )
+    digest = hashlib.md5(f"{content or publication} {epoch} {rank}".encode()).digest()
+    return pb.ContributePartRequest(
+        publisher=publisher or member(),
+        series=series,
+        epoch=epoch,
+        publication=publication,
+        rank=rank,
+        world=world,
+        segment=pb.Segment(digest=digest, num_bytes=num_bytes, holders=holders),
+        layout=layout,
+        step=10 * publication,
+        metadata={"loss": "0.5"},
+    )
+
+
+@pytest.fixture
+async def world() -> AsyncIterator["WorldWithServers"]:
+    found = WorldWithServers()
+    async with AsyncExitStack() as stack:
+        for name in ("s1", "s2"):
+            found.servers[name] = await stack.enter_async_context(
+                SegmentStore(name).serving(found.store)
+            )
+        yield found
+
+
+@dataclass
+class WorldWithServers(World):
+    servers: dict[str, SegmentStore] = field(default_factory=dict)
+
+    def put(self, request: pb.ContributePartRequest) -> pb.ContributePartRequest:
+        """Have the holders that the part names hold its segment."""
+        for holder in request.segment.holders:
+            self.servers[holder].held.add(request.segment.digest)
+        return request
+
+    async def published(self, client: Client, *publications: int) -> pb.VersionRecord:
+        """The newest of these, each published by one rank under epoch 1."""
+        await client.begin(member())
+        for publication in publications:
+            version = await client.contribute(self.put(part(publication)))
+        return version
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(20):
+        while not await holds():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.02)
+
+
+async def test_a_publication_becomes_a_version_once_every_rank_has_handed_in_its_part(
+    world: WorldWithServers,
+) -> None:
+    """It is numbered from 1, has the parts in the order of ranks, and is in etcd when anybody is
+    told of it."""
+    async with world.leading() as client:
+        begun = [await client.begin(member(), rank=rank, world=2) for rank in range(2)]
+        assert [(each.epoch, each.head) for each in begun] == [(1, 0), (1, 0)]
+        assert [[s.id for s in each.servers] for each in begun] == [["s1", "s2"], ["s2", "s1"]]
+        parts = [world.put(part(1, rank=rank, world=2)) for rank in range(2)]
+        first = asyncio.create_task(client.contribute(parts[1]))
+        await until(lambda: _waits(client, 1))
+        assert (await client.view()).head == 0
+        second = await client.contribute(parts[0])
+        assert await first == second
+        assert (second.number, second.epoch, second.step) == (1, 1, 10)
+        assert [s.digest for s in second.segments] == [p.segment.digest for p in parts]
+        assert dict(second.metadata) == {"loss": "0.5"}
+        stored = await world.store.get(keys.series_version(SERIES, 1))
+        assert stored is not None and pb.VersionRecord.FromString(stored.value) == second
+        layout = await client.call(
+            client.stub.GetLayout(  # type: ignore[arg-type]
+                pb.GetLayoutRequest(series=SERIES, layout_digest=second.layout_digest)
+            )
+        )
+        assert [list(each.offsets) for each in layout.slices] == [[0, 0], [4, 0]]  # type: ignore[attr-defined]
+        content = second.layout_digest + b"".join(s.digest for s in second.segments)
+        assert second.digest == hashlib.sha256(content).digest()
+        view = await client.view()
+        assert (view.head, list(view.versions)) == (1, [second])
+        assert [each.id for each in view.servers] == ["s1", "s2"]
+
+
+async def _waits(client: Client, num_parts: int) -> bool:
+    publications = client.service.series()[0].series._publications.values()
+    return sum(len(each.parts) for each in publications) == num_parts
+
+
+async def test_a_part_that_is_handed_in_again_is_answered_with_its_version(
+    world: WorldWithServers,
+) -> None:
+    async with world.leading() as client:
+        await world.published(client, 1, 2)
+        assert (await client.contribute(part(2))).number == 2
+        assert (await client.contribute(part(1))).number == 1
+        with pytest.raises(InvalidSpec, match="committed with another part"):
+            await client.contribute(part(2, content="other"))
+    async with world.leading() as client:
+        assert (await client.contribute(part(2))).number == 2
+        assert (await client.view()).head == 2
+
+
+@pytest.mark.parametrize("lost", [["answer"], ["request"], ["request", "answer"]])
+async def test_a_write_of_which_nobody_hears_is_made_once(
+    world: WorldWithServers, lost: list[str]
+) -> None:
+    async with world.leading() as client:
+        await world.published(client, 1)
+        world.store.loses = lost
+        assert (await client.contribute(world.put(part(2)))).number == 2
+        view = await client.view()
+        assert [each.number for each in view.versions] == [1, 2] and not world.store.loses
+
+
+async def test_numbers_go_on_under_the_next_leader_and_the_next_generation(
+    world: WorldWithServers,
+) -> None:
+    async with world.leading() as client:
+        await world.published(client, 1, 2)
+    async with world.leading() as client:
+        begun = await client.begin(member(generation=5))
+        assert (begun.epoch, begun.head) == (2, 2)
+        version = await client.contribute(
+            world.put(part(1, epoch=2, publisher=member(generation=5)))
+        )
+        assert (version.number, version.epoch) == (3, 2)
+
+
+async def test_who_was_replaced_publishes_nothing_more(world: WorldWithServers) -> None:
+    """Its open publication vanishes."""
+    async with world.leading() as client:
+        await client.begin(member(), world=2)
+        waiting = asyncio.create_task(client.contribute(world.put(part(1, world=2))))
+        await until(lambda: _waits(client, 1))
+        await client.begin(member(generation=2))
+        with pytest.raises(StaleEpoch, match="replaced"):
+            await waiting
+        with pytest.raises(StaleEpoch, match="replaced"):
+            await client.contribute(world.put(part(2)))
+        with pytest.raises(StaleEpoch, match="later generation"):
+            await client.begin(member(generation=1))
+        assert (await client.view()).head == 0
+        world.members.clear()
+        with pytest.raises(Fenced):
+            await client.begin(member(generation=3))
+
+
+async def test_parts_that_do_not_cover_each_element_once_are_no_version(
+    world: WorldWithServers,
+) -> None:
+    """All ranks are told which tensor, and the next publication is not affected."""
+    async with world.leading() as client:
+        await client.begin(member(), world=2)
+        for number, rows, told in ((1, (5, 8), "not whole"), (2, (3, 8), "elements twice")):
+            parts = [
+                world.put(part(number, world=2)),
+                world.put(part(number, rank=1, world=2, rows=rows)),
+            ]
+            outcomes = await asyncio.gather(*map(client.contribute, parts), return_exceptions=True)
+            for outcome in outcomes:
+                assert isinstance(outcome, PublicationAbandoned) and told in outcome.what
+                assert "tensor w" in outcome.what
+        with pytest.raises(PublicationAbandoned, match="not whole"):
+            await client.contribute(part(1, world=2))
+        parts = [world.put(part(3, rank=rank, world=2)) for rank in range(2)]
+        versions = await asyncio.gather(*map(client.contribute, parts))
+        assert [each.number for each in versions] == [1, 1]
+
+
+async def test_a_segment_that_no_server_has_makes_no_version(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that a server has lost meanwhile is recorded for those that have it."""
+    async with world.leading() as client:
+        await client.begin(member())
+        with pytest.raises(PublicationAbandoned, match="no server has the segment of rank 0"):
+            await client.contribute(part(1))
+        request = world.put(part(2))
+        world.servers["s2"].held.clear()
+        version = await client.contribute(request)
+        assert version.number == 1 and list(version.segments[0].holders) == ["s1"]
+
+
+async def test_a_leased_version_is_kept_and_a_dropped_one_is_gone(world: WorldWithServers) -> None:
+    async with world.leading() as client:
+        await world.published(client, 1, 2)
+        assert list((await client.report(leased=[1, 7])).gone) == [7]
+        assert [v.number for v in (await client.view()).versions] == [1, 2]
+        await client.contribute(world.put(part(3)))
+        # Leased versions count among those that are kept.
+        assert [v.number for v in (await client.view()).versions] == [1, 3]
+        assert list((await client.report(leased=[1])).leased) == [1]
+        await client.report(leased=[])
+        await client.contribute(world.put(part(4)))
+        assert [v.number for v in (await client.view()).versions] == [3, 4]
+        assert list((await client.report(leased=[1])).gone) == [1]
+        assert (await world.store.get(keys.series_version(SERIES, 1))) is None
+
+
+async def test_a_lease_ends_with_its_time(world: WorldWithServers) -> None:
+    async with world.leading() as client:
+        await world.published(client, 1, 2)
+        await client.report(leased=[1])
+        world.now_s += HELD_S - 1
+        await client.contribute(world.put(part(3)))
+        assert [v.number for v in (await client.view()).versions] == [1, 3]
+        world.now_s += 2
+        await client.contribute(world.put(part(4)))
+        assert [v.number for v in (await client.view()).versions] == [3, 4]
+
+
+async def test_a_new_leader_drops_nothing_until_leases_that_it_does_not_know_have_ended(
+    world: WorldWithServers,
+) -> None:
+    async with world.leading() as client:
+        await world.published(client, 1, 2)
+        await client.report(leased=[1])
+    async with world.leading() as client:
+        world.now_s += HELD_S - 1
+        await client.contribute(world.put(part(3)))
+        assert [v.number for v in (await client.view()).versions] == [1, 2, 3]
+        world.now_s += 2
+        await client.contribute(world.put(part(4)))
+        assert [v.number for v in (await client.view()).versions] == [3, 4]
+
+
+async def test_a_leader_that_was_deposed_grants_no_lease(world: WorldWithServers) -> None:
+    """Its successor would not know of it."""
+    async with world.leading() as client:
+        await world.published(client, 1)
+        await world.take_leadership()
+        with pytest.raises(NotLeader):
+            await client.report(leased=[1])
+
+
+async def test_a_reader_that_goes_back_is_told(world: WorldWithServers) -> None:
+    async with world.leading() as client:
+        version = await world.published(client, 1, 2)
+        await client.report(installed=2, installed_digest=version.digest)
+        with pytest.raises(Regressed, match="went back"):
+            await client.report(installed=1)
+        # A new process of the same engine has nothing installed.
+        await client.report(installed=0)
+
+
+async def test_a_reader_that_serves_other_bytes_is_seen(world: WorldWithServers) -> None:
+    async with world.leading() as client:
+        version = await world.published(client, 1)
+        await client.report("good", installed=1, installed_digest=version.digest)
+        await client.report("bad", installed=1, installed_digest=b"other", fetch_s=0.5)
+        reply = await client.call(client.stub.List(pb.ListSeriesRequest()))  # type: ignore[arg-type]
+        (view,) = reply.series  # type: ignore[attr-defined]
+        assert {each.id: each.differs for each in view.readers} == {"good": False, "bad": True}
+
+
+async def test_a_plain_script_holds_its_series_until_it_lets_go(world: WorldWithServers) -> None:
+    series = "svc/ranker"
+    async with world.leading() as client:
+        first = await client.begin(script("a"), series=series)
+        assert first.epoch == 1 and first.lease_s > 0
+        version = await client.contribute(world.put(part(1, publisher=script("a"), series=series)))
+        assert version.number == 1
+        with pytest.raises(SeriesHeld, match="held by a script"):
+            await client.begin(script("b"), series=series)
+        await client.begin(script("a"), series=series, ending=True)
+        assert (await client.begin(script("b"), series=series)).epoch == 2
+        with pytest.raises(StaleEpoch):
+            await client.begin(script("a"), series=series, epoch=1)
+        world.now_s += HELD_S + 1
+        assert (await client.begin(script("c"), series=series)).epoch == 3
+        with pytest.raises(SeriesHeld, match="only its members publish it"):
+            await client.begin(script("a"))
+
+
+async def test_versions_are_pinned_and_rolled_back_to(world: WorldWithServers) -> None:
+    """A rollback is a new version with the old bytes; asked for twice it is made once."""
+    async with world.leading() as client:
+        await world.published(client, 1)
+        pin = pb.PinVersionRequest(series=SERIES, number=1)
+        await client.call(client.stub.Pin(pin))  # type: ignore[arg-type]
+        for publication in (2, 3, 4):
+            await client.contribute(world.put(part(publication)))
+        versions = {v.number: v for v in (await client.view()).versions}
+        assert sorted(versions) == [1, 3, 4] and versions[1].pinned
+        for _ in range(2):
+            back = await client.call(
+                client.stub.Rollback(pb.RollbackRequest(series=SERIES, to=1))  # type: ignore[arg-type]
+            )
+            assert (back.number, back.rolled_back_to) == (5, 1)  # type: ignore[attr-defined]
+            assert back.digest == versions[1].digest  # type: ignore[attr-defined]
+        with pytest.raises(VersionGone, match="not kept"):
+            await client.call(client.stub.Rollback(pb.RollbackRequest(series=SERIES, to=2)))  # type: ignore[arg-type]
+        await client.call(
+            client.stub.Pin(pb.PinVersionRequest(series=SERIES, number=1, unpin=True))  # type: ignore[arg-type]
+        )
+        assert (await client.contribute(world.put(part(5)))).number == 6
+        assert [v.number for v in (await client.view()).versions] == [5, 6]
+
+
+async def test_a_watcher_sees_each_change_and_the_end_of_the_term(world: WorldWithServers) -> None:
+    """It may come before the first publisher."""
+    heads: list[int] = []
+    ended: list[ShoalError] = []
+
+    async def watch(client: Client) -> None:
+        try:
+            async for view in client.stub.Watch(pb.WatchSeriesRequest(series=SERIES)):  # type: ignore[attr-defined]
+                heads.append(view.head)
+        except grpc.aio.AioRpcError as error:
+            ended.append(from_rpc_error(error, "it"))
+
+    async with world.leading() as client:
+        watching = asyncio.create_task(watch(client))
+        await until(lambda: _truth(heads == [0]))
+        await world.published(client, 1)
+        await until(lambda: _truth(heads[-1] == 1))
+        await client.service._step_down()
+        await watching
+    assert isinstance(ended[0], NotLeader)
+
+
+async def _truth(value: bool) -> bool:
+    return value
+
+
+async def test_the_segments_of_a_server_that_is_gone_are_given_to_another(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that no server has any more is lost, by number; its number is not used again."""
+    monkeypatch.setattr(service_module, "CARE_EACH_S", 0.02)
+    third = SegmentStore("s3")
+    async with third.serving(world.store), world.leading() as client:
+        version = await world.published(client, 1)
+        await world.store.delete(keys.server("s2"))
+
+        async def is_replaced() -> bool:
+            world.now_s += 1.0
+            (found,) = (await client.view()).versions
+            return (
+                list(found.segments[0].holders) == ["s1", "s3"] and found.digest == version.digest
+            )
+
+        await until(is_replaced)
+        world.servers["s1"].held.clear()
+        await world.servers["s1"].register(
+            world.store, client.service._stores.addresses["s1"], incarnation="2"
+        )
+
+        async def is_lost() -> bool:
+            world.now_s += 1.0
+            return list((await client.view()).lost) == [1]
+
+        await until(is_lost)
+        assert (await client.view()).head == 1
+        assert (await client.contribute(world.put(part(2, holders=["s1"])))).number == 2
+
+
+async def test_what_lies_on_every_disk_is_durable(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "CARE_EACH_S", 0.02)
+    async with world.leading() as client:
+        for server in world.servers.values():
+            server.writes_to_disk = True
+        version = await world.published(client, 1)
+        world.servers["s1"].durable.add(version.segments[0].digest)
+        await asyncio.sleep(0.2)
+        assert not (await client.view()).versions[0].durable
+        world.servers["s2"].durable.add(version.segments[0].digest)
+
+        async def is_durable() -> bool:
+            return (await client.view()).versions[0].durable
+
+        await until(is_durable)
+
+
+async def test_a_removed_job_leaves_numbers_or_nothing(world: WorldWithServers) -> None:
+    async with world.leading() as client:
+        await world.published(client, 1, 2)
+        await client.service.clear("rl", forgets_numbers=False)
+        view = await client.view()
+        assert (view.head, list(view.versions)) == (2, [])
+        assert (await client.contribute(world.put(part(3)))).number == 3
+        await client.service.clear("rl", forgets_numbers=True)
+        assert (
+            await world.store.keys(keys.SERIES),
+            await world.store.keys(keys.SERIES_LAYOUTS),
+        ) == (
+            (),
+            (),
+        )
+
+
+async def test_requests_that_mean_nothing_are_refused_by_name(world: WorldWithServers) -> None:
+    async with world.leading(call_wait_s=0.1) as client:
+        with pytest.raises(InvalidSpec, match="bad name of a series"):
+            await client.begin(member(), series="policy")
+        with pytest.raises(InvalidSpec, match="not of the publisher's job"):
+            await client.begin(member(), series="other/policy")
+        with pytest.raises(MalformedMessage, match="without a publisher"):
+            await client.begin(pb.Publisher(), series="svc/x")
+        with pytest.raises(InvalidSpec, match="bad rank"):
+            await client.begin(member(), rank=1)
+        with pytest.raises(UnknownSeries, match="no series rl/policy"):
+            await client.call(client.stub.Pin(pb.PinVersionRequest(series=SERIES, number=1)))  # type: ignore[arg-type]
+        await client.begin(member(), world=2)
+        with pytest.raises(DeadlineExceeded, match="not committed yet"):
+            await client.contribute(world.put(part(1, world=2)))
+        with pytest.raises(MalformedMessage, match="lacks something"):
+            await client.contribute(part(0))
+
+
+async def test_without_servers_nothing_is_begun() -> None:
+    world = World()
+    async with world.leading() as client:
+        with pytest.raises(NoServers):
+            await client.begin(member())

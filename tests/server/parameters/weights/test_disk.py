@@ -1,0 +1,72 @@
+"""Segments on disk: whole or absent, verified when they are read, private."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_server.parameters.weights.disk import WeightDisk
+
+SERIES = "job/policy"
+
+
+def sealed(data: bytes) -> Segment:
+    writer = SegmentWriter(len(data))
+    writer.buffer[:] = data
+    return writer.seal()
+
+
+def test_a_segment_comes_back_in_the_next_process(tmp_path: Path) -> None:
+    segment = sealed(os.urandom(20_000_000))
+    WeightDisk(tmp_path / "weights").write(SERIES, segment)
+    disk = WeightDisk(tmp_path / "weights")
+    assert disk.holds(SERIES, segment.digest)
+    assert disk.all() == [(SERIES, segment.digest)]
+    found = disk.read(SERIES, segment.digest)
+    assert found is not None
+    assert found.view() == segment.view()
+    disk.remove(SERIES, segment.digest)
+    assert disk.read(SERIES, segment.digest) is None
+    assert WeightDisk(tmp_path / "weights").all() == []
+
+
+def test_what_was_half_written_counts_for_nothing(tmp_path: Path) -> None:
+    disk, segment = WeightDisk(tmp_path), sealed(b"weights")
+    disk.write(SERIES, segment)
+    (path,) = tmp_path.glob("*/*/*")
+    path.rename(path.with_name(path.name + ".draft"))
+    assert WeightDisk(tmp_path).all() == []
+    assert list(tmp_path.glob("*/*/*")) == []
+
+
+@pytest.mark.parametrize("damage", ["changed", "shorter", "longer", "empty"])
+def test_a_damaged_file_is_removed_and_not_served(tmp_path: Path, damage: str) -> None:
+    disk, segment = WeightDisk(tmp_path), sealed(b"weights")
+    disk.write(SERIES, segment)
+    (path,) = tmp_path.glob("*/*/*")
+    damaged = {"changed": b"wEights", "shorter": b"weight", "longer": b"weights!", "empty": b""}
+    path.write_bytes(damaged[damage])
+    assert disk.read(SERIES, segment.digest) is None
+    assert not disk.holds(SERIES, segment.digest)
+    assert not path.exists()
+
+
+def test_other_users_read_nothing(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        WeightDisk(tmp_path / "weights").write(SERIES, sealed(b"weights"))
+    finally:
+        os.umask(before)
+    found = list((tmp_path / "weights").rglob("*"))
+    assert len(found) == 3
+    assert not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in found)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    disk, segment = WeightDisk(tmp_path), sealed(b"weights")
+    (tmp_path / "job").write_text("in the way")
+    with pytest.raises(OSError, match="job"):
+        disk.write(SERIES, segment)
+    assert not disk.holds(SERIES, segment.digest)

@@ -1,0 +1,134 @@
+"""Which segments a server holds: those that a version names, and for a while those that one may."""
+
+import pytest
+
+from shoal_proto.errors import Overloaded, StaleEpoch
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_server.parameters.weights.store import GRACE_S, Origin, SegmentStore
+
+SERIES = "job/policy"
+
+
+def sealed(data: bytes) -> Segment:
+    writer = SegmentWriter(len(data))
+    writer.buffer[:] = data
+    return writer.seal()
+
+
+A, B, C = (sealed(name) for name in (b"a", b"b", b"c"))
+
+
+def put(
+    store: SegmentStore,
+    segment: Segment,
+    publication: int,
+    *,
+    epoch: int = 1,
+    rank: int = 0,
+    now_s: float = 0.0,
+) -> None:
+    origin = Origin(epoch=epoch, publication=publication, rank=rank)
+    store.admit(SERIES, segment.digest, origin)
+    store.insert(SERIES, segment, origin, now_s)
+
+
+def held(store: SegmentStore) -> list[Segment]:
+    return [each.segment for each in store.held()]
+
+
+def test_what_no_version_names_goes_after_the_grace_period() -> None:
+    store = SegmentStore()
+    put(store, A, 1)
+    assert store.sweep(GRACE_S - 1) == []
+    assert [each.segment for each in store.sweep(GRACE_S)] == [A]
+    assert held(store) == []
+
+
+def test_a_repeated_put_begins_the_grace_period_anew() -> None:
+    store = SegmentStore()
+    put(store, A, 1)
+    put(store, A, 1, now_s=GRACE_S - 1)
+    assert store.sweep(GRACE_S) == []
+
+
+def test_what_a_version_names_stays_until_none_does() -> None:
+    store = SegmentStore()
+    put(store, A, 1)
+    assert store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0) == []
+    assert store.sweep(100 * GRACE_S) == []
+    assert store.follow(SERIES, (1, 2), {B.digest: (1, 2)}, 2.0) == [A]
+
+
+def test_a_segment_of_the_next_publication_survives_the_version_before() -> None:
+    """The same bytes are published again: the older version goes before the newer one is known."""
+    store = SegmentStore()
+    put(store, A, 1)
+    store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
+    put(store, A, 2, now_s=2.0)
+    assert store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 3.0) == []
+    assert store.follow(SERIES, (1, 1), {}, 4.0) == []
+    assert store.follow(SERIES, (1, 2), {A.digest: (1, 2)}, 5.0) == []
+    assert store.follow(SERIES, (1, 3), {}, 6.0) == [A]
+
+
+def test_publications_are_committed_in_order_so_an_older_one_goes_at_once() -> None:
+    store = SegmentStore()
+    put(store, A, 1, rank=2)
+    put(store, B, 2)
+    put(store, C, 3, rank=1)
+    assert store.follow(SERIES, (1, 2), {B.digest: (1, 2)}, 1.0) == [A]
+    assert held(store) == [B, C]
+
+
+def test_a_later_epoch_refuses_and_frees_what_is_of_an_earlier_one() -> None:
+    store = SegmentStore()
+    put(store, A, 5, epoch=1)
+    assert store.follow(SERIES, (2, 0), {}, 1.0) == [A]
+    with pytest.raises(StaleEpoch, match="expected epoch 2"):
+        put(store, B, 6, epoch=1)
+    put(store, B, 1, epoch=2)
+
+
+def test_a_rank_has_few_undecided_segments() -> None:
+    store, further = SegmentStore(), sealed(b"d")
+    put(store, A, 1)
+    put(store, B, 2)
+    for publication in (2, 3):
+        with pytest.raises(Overloaded):
+            put(store, further, publication)
+    put(store, A, 1)
+    put(store, C, 3, rank=1)
+    # Once one is committed, there is room.
+    store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
+    put(store, further, 3)
+
+
+def test_what_its_publisher_gave_up_goes_at_once() -> None:
+    store = SegmentStore()
+    put(store, A, 1)
+    assert store.abandon(SERIES, 1, 1, frozenset({1})) == []
+    assert store.abandon(SERIES, 0, 2, frozenset({1})) == []
+    assert store.abandon(SERIES, 0, 1, frozenset({1})) == [A]
+
+
+def test_a_named_segment_cannot_be_given_up() -> None:
+    store = SegmentStore()
+    put(store, A, 1)
+    store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
+    assert store.abandon(SERIES, 0, 1, frozenset({1})) == []
+
+
+def test_a_series_that_is_removed_leaves_nothing_but_what_was_just_put() -> None:
+    store = SegmentStore()
+    put(store, A, 1)
+    store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
+    put(store, B, 2, now_s=1.0)
+    assert store.forget(SERIES) == [A]
+    assert [each.segment for each in store.sweep(GRACE_S + 1)] == [B]
+
+
+def test_a_copy_made_on_order_stays_for_the_grace_period() -> None:
+    store = SegmentStore()
+    store.insert(SERIES, A, None, 0.0)
+    assert store.follow(SERIES, (9, 9), {}, 1.0) == []
+    assert [each.segment for each in store.sweep(GRACE_S)] == [A]

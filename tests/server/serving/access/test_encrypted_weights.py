@@ -1,0 +1,110 @@
+"""Published weights travel within TLS to other machines, and each series only to its readers."""
+
+import os
+import socket
+import ssl
+import uuid
+from contextlib import closing
+
+import pytest
+from support.clusters.tls_world import TlsWorld
+
+from shoal_client.weights.publisher import SeriesPublisher
+from shoal_client.weights.reader import SeriesReader
+from shoal_client.weights.stores import WeightStores
+from shoal_proto import CHUNK_BYTES
+from shoal_proto.errors import AccessDenied
+from shoal_proto.segments import transfer
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.transfer import Staged
+from shoal_proto.tls import identity
+from shoal_proto.tls.names import Caller, Role
+from shoal_proto.tls.sockets import secured
+from shoal_proto.v1 import weights_pb2 as pb
+
+NUM_BYTES = 2 * CHUNK_BYTES + 2
+LIMIT_S = 30.0
+
+
+def published(world: TlsWorld, series: str, *, may_be_local: bool = True) -> bytes:
+    """Publish a version, and give its bytes."""
+    data = os.urandom(NUM_BYTES)
+    publisher = pb.Publisher(incarnation=str(uuid.uuid4()))
+    layout = pb.Layout(
+        tensors=[pb.TensorSpec(name="w", dtype="bfloat16", shape=[NUM_BYTES // 2])],
+        slices=[pb.Slice()],
+        segment_bytes=[NUM_BYTES],
+    )
+    with (
+        identity.using(world.files(Role.WORKER)),
+        closing(
+            SeriesPublisher(
+                [world.cluster.coordinator], series, lambda: publisher, may_be_local=may_be_local
+            )
+        ) as own,
+    ):
+        own.contribute(sealed(data), layout, publication=1, timeout_s=LIMIT_S)
+    return data
+
+
+def sealed(data: bytes) -> Segment:
+    writer = SegmentWriter(len(data))
+    writer.buffer[:] = data
+    return writer.seal()
+
+
+@pytest.mark.parametrize("may_be_local", [True, False], ids=["descriptor", "tls"])
+def test_a_reader_gets_its_series(
+    world: TlsWorld, may_be_local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a socket to another machine the bytes are encrypted, in both directions."""
+    reached: list[socket.socket] = []
+
+    def noted(connected: socket.socket) -> socket.socket:
+        reached.append(secured(connected))
+        return reached[-1]
+
+    monkeypatch.setattr(transfer, "secured", noted)
+    series = f"svc/by-{may_be_local}"
+    data = published(world, series, may_be_local=may_be_local)
+    caller = Caller(Role.READER, f"reads-{may_be_local}", series=series)
+    with identity.using(world.issued(caller)):
+        reader = SeriesReader(
+            [world.cluster.coordinator], series, "reader", may_be_local=may_be_local
+        )
+        with closing(reader):
+            (segment,) = reader.fetch(reader.wait(0, LIMIT_S))
+            assert segment.view() == data
+    assert {isinstance(each, ssl.SSLSocket) for each in reached} == {not may_be_local}
+
+
+def test_a_reader_of_another_series_gets_nothing(world: TlsWorld) -> None:
+    data = published(world, "svc/secret")
+    digest = sealed(data).digest
+    servers = [
+        pb.StoreServer(id="ps-0", address=address) for address in world.cluster.parameter_servers
+    ]
+    with identity.using(world.issued(Caller(Role.READER, "reads-another", series="svc/open"))):
+        for series in ("svc/secret", "svc/open"):
+            with closing(WeightStores(series)) as stores, pytest.raises(Exception) as refused:
+                stores.fetch(servers, Staged(digest), LIMIT_S)
+            # It may ask for its own series, where there is no such segment.
+            assert isinstance(refused.value, AccessDenied) == (series == "svc/secret")
+        with (
+            closing(SeriesReader([world.cluster.coordinator], "svc/secret", "r")) as reader,
+            pytest.raises(AccessDenied, match="another series"),
+        ):
+            reader.wait(0, LIMIT_S)
+
+
+def test_a_reader_puts_nothing(world: TlsWorld) -> None:
+    segment = sealed(b"forged")
+    described = pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes)
+    request = pb.PutSegmentRequest(series="svc/open", epoch=1, segment=described)
+    server = pb.StoreServer(id="ps-0", address=world.cluster.parameter_servers[0])
+    with (
+        identity.using(world.issued(Caller(Role.READER, "puts", series="svc/open"))),
+        closing(WeightStores("svc/open")) as stores,
+        pytest.raises(AccessDenied),
+    ):
+        stores.put(server, request, segment, LIMIT_S)

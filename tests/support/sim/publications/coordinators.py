@@ -1,0 +1,114 @@
+"""Coordinators: the service that ships, in processes that lead, are deposed, and lead again."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from support.sim.event_loop import LoopProcess, remote
+from support.sim.publications.etcd import SimEtcd, SimKeyspace
+from support.sim.publications.servers import SimCalls, SimServer
+
+from shoal_proto.errors import NotLeader, RetryError
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_server.coordinator.publications.service import WeightSeriesService
+from shoal_server.etcd.api import Compare
+from shoal_server.etcd.leader_store import LeaderStore
+
+UNIX_S = 1_700_000_000.0
+PART_WAIT_S = 20.0
+
+
+class SimCoordinator:
+    """One process. The world says when it begins to lead; etcd says whether it still does."""
+
+    def __init__(self, etcd: SimEtcd, name: str, servers: dict[str, SimServer]) -> None:
+        self.etcd = etcd
+        self.process = LoopProcess(etcd.clock, name)
+        self._conditions: Sequence[Compare] | None = None
+        self._is_ready = False
+        self.num_terms = 0
+        self.is_over = False
+        """True if it has ended its newest term."""
+        self._over = asyncio.Event()
+        self._term: asyncio.Task[None] | None = None
+        store = LeaderStore(
+            cast("Any", SimKeyspace(etcd, self.process)), self._leadership, self._deposed
+        )
+        self.service = WeightSeriesService(
+            store,
+            cast("Any", SimCalls(self.process, servers)),
+            authorize=self._authorize,
+            require_leading=self._require_leading,
+            is_job=lambda job: job == "rl",
+            clock=lambda: UNIX_S + self.process.now_s,
+            call_wait_s=PART_WAIT_S,
+        )
+
+    def lead(self, conditions: Sequence[Compare]) -> None:
+        """Begin a term, after the one before."""
+        self.num_terms += 1
+        self.process.act(0.0, lambda: self.process.start(self._lead(conditions)) and None)
+
+    def end_term(self, term: int) -> None:
+        """It notices that this term of its has ended."""
+        if term == self.num_terms:
+            self.process.act(0.0, self._over.set)
+
+    async def _lead(self, conditions: Sequence[Compare]) -> None:
+        self._over.set()
+        if self._term is not None:
+            await asyncio.wait([self._term])
+        self._over = asyncio.Event()
+        self._term = asyncio.current_task()
+        self._conditions = conditions
+        self.is_over = False
+        try:
+            async with self.service.leading():
+                self._is_ready = True
+                await self._over.wait()
+        except (NotLeader, RetryError):
+            pass  # another one is to be elected, or was
+        finally:
+            self._is_ready, self._conditions = False, None
+            self.is_over = True
+
+    def _leadership(self) -> Sequence[Compare]:
+        if self._conditions is None:
+            raise NotLeader("this coordinator does not lead", details={"leader": ""})
+        return self._conditions
+
+    def _deposed(self, reason: str) -> None:
+        self._over.set()
+
+    def _require_leading(self) -> None:
+        if not self._is_ready:
+            raise NotLeader("this coordinator does not lead", details={"leader": ""})
+
+    async def _authorize(self, token: Token) -> None:
+        """Everybody: epochs alone are to keep out who was replaced."""
+
+
+async def ask(
+    etcd: SimEtcd,
+    caller: LoopProcess,
+    coordinators: Sequence[SimCoordinator],
+    make: Callable[[WeightSeriesService], Any],
+    timeout_s: float,
+) -> Any:
+    """The answer of the first coordinator, in random order, that says something else than that it
+    does not lead. Raises what the last one of them raised."""
+    order = list(coordinators)
+    etcd.clock.random.shuffle(order)
+    for number, coordinator in enumerate(order):
+        try:
+            return await remote(
+                etcd.network,
+                caller,
+                coordinator.process,
+                lambda c=coordinator: make(c.service),  # type: ignore[misc]
+                timeout_s,
+            )
+        except NotLeader:
+            if number == len(order) - 1:
+                raise
+    raise AssertionError("there is no coordinator")

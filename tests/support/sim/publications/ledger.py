@@ -1,0 +1,216 @@
+"""What must hold of published weights, checked at each write of a record, each install, each death.
+
+The ledger sees everything at once: etcd as it is, the memory of each server, what each reader
+believes. It checks with code of its own, not with the code that it judges.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from support.sim.virtual_time import Clock
+
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_server.core.publications.records import Publisher, StoredSeries, Version
+from shoal_server.etcd import keys
+from shoal_server.etcd.records import series as records
+
+
+@dataclass(frozen=True)
+class Content:
+    """A segment as its publisher made it."""
+
+    series: str
+    publisher: Publisher
+    publication: int
+    rank: int
+    world: int
+    data: bytes
+
+
+@dataclass
+class _Copies:
+    """The copies of one segment."""
+
+    needed: int
+    """Deaths of holders that it may not outlive."""
+    num_deaths: int = 0
+    """Since it last had that many copies."""
+
+
+Living = Mapping[str, Callable[[str, bytes], bool]]
+"""Servers whose process lives, and whether each has a segment of a series."""
+
+
+@dataclass
+class Ledger:
+    clock: Clock
+    living: Callable[[], Living]
+    leases: Callable[[], Iterable[tuple[str, str, int]]]
+    """Readers, series and versions of the leases that readers count on now, by their clocks."""
+    contents: dict[bytes, Content] = field(default_factory=dict)
+    series: dict[str, StoredSeries] = field(default_factory=dict)
+    """As etcd has them."""
+    ever: dict[str, dict[int, Version]] = field(default_factory=lambda: defaultdict(dict))
+    """Every version that was ever committed."""
+    owners: dict[tuple[str, int], Publisher] = field(default_factory=dict)
+    layouts: dict[bytes, pb.Layout] = field(default_factory=dict)
+    copies: dict[tuple[str, bytes], _Copies] = field(default_factory=dict)
+    lost: set[tuple[str, int]] = field(default_factory=set)
+    num_commits: int = 0
+    num_installs: int = 0
+    num_drops: int = 0
+
+    # --- records ---
+
+    def recorded(self, values: Mapping[str, bytes]) -> None:
+        """etcd has changed: the records under the prefix of series are these now."""
+        for name in records.names_in(values):
+            new = records.parse_series(name, values) or StoredSeries()
+            old = self.series.get(name, StoredSeries())
+            if new != old:
+                self.series[name] = new
+                self._changed(name, old, new)
+        self.check_copies()
+
+    def _changed(self, name: str, old: StoredSeries, new: StoredSeries) -> None:
+        self._check_numbers(name, old, new)
+        self._check_epochs(name, old, new)
+        for number in sorted(new.versions.keys() - old.versions.keys()):
+            self._check_whole(name, new.versions[number])
+        for number in sorted(old.versions.keys() - new.versions.keys()):
+            self._check_dropped(name, number, new)
+        if new.head.publication != old.head.publication and new.head.number > old.head.number:
+            self._check_bound(name, new)
+
+    def _check_numbers(self, name: str, old: StoredSeries, new: StoredSeries) -> None:
+        """I1: numbers rise by one; the bytes of a number are the same for ever."""
+        rise = new.head.number - old.head.number
+        assert 0 <= rise <= 1, f"{name} went from version {old.head.number} to {new.head.number}"
+        added = sorted(new.versions.keys() - old.versions.keys())
+        assert added == ([new.head.number] if rise else []), f"{name}: {added} were added"
+        for number, version in new.versions.items():
+            known = self.ever[name].setdefault(number, version)
+            assert known.digest == version.digest, f"{name}: version {number} has other bytes"
+        self.num_commits += rise
+
+    def _check_epochs(self, name: str, old: StoredSeries, new: StoredSeries) -> None:
+        """I5: epochs rise, each has one publisher, and only that one commits."""
+        assert new.head.epoch >= old.head.epoch, f"{name}: epoch {old.head.epoch} is back"
+        owner = self.owners.setdefault((name, new.head.epoch), new.head.publisher)
+        assert owner == new.head.publisher, f"{name}: epoch {new.head.epoch} has two publishers"
+        if new.head.number == old.head.number:
+            return
+        version = new.versions[new.head.number]
+        assert version.epoch == old.head.epoch == new.head.epoch, (
+            f"{name}: {version.number} unfenced"
+        )
+        if version.rolled_back_to:
+            back = self.ever[name][version.rolled_back_to]
+            assert back.digest == version.digest, f"{name}: a rollback to other bytes"
+            return
+        assert version.publication > old.head.publication or new.head.epoch != old.head.epoch
+        for rank, segment in enumerate(version.segments):
+            made = self.contents[segment.digest]
+            assert made.publisher == owner, f"{name}: {version.number} is of {made.publisher}"
+            assert made.publication == version.publication, f"{name}: mixed publications"
+            assert (made.rank, made.series) == (rank, name), f"{name}: segments are mixed up"
+
+    def _check_whole(self, name: str, version: Version) -> None:
+        """I7: each element once. Counted, not computed."""
+        if version.rolled_back_to:
+            return
+        layout = self.layouts[version.layout_digest]
+        counts: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+        for each in layout.slices:
+            spans = [range(a, a + n) for a, n in zip(each.offsets, each.sizes, strict=True)]
+            for element in itertools.product(*spans):
+                counts[each.tensor, element] += 1
+        wanted = {
+            (index, element)
+            for index, tensor in enumerate(layout.tensors)
+            for element in itertools.product(*map(range, tensor.shape))
+        }
+        assert counts.keys() == wanted and set(counts.values()) == {1}, (
+            f"{name}: version {version.number} does not cover its model"
+        )
+        assert len(version.segments) == self.contents[version.segments[0].digest].world
+
+    def _check_dropped(self, name: str, number: int, new: StoredSeries) -> None:
+        """I6: no reader counts on it."""
+        self.num_drops += 1
+        if number in new.head.lost:
+            self.lost.add((name, number))
+            return
+        assert number < new.head.number, f"{name}: the newest version was dropped"
+        holding = [reader for reader, of, n in self.leases() if (of, n) == (name, number)]
+        assert not holding, f"{name}: version {number} was dropped, leased by {holding}"
+
+    def _check_bound(self, name: str, new: StoredSeries) -> None:
+        """I10: at most `keep` + 1 models, pinned ones besides."""
+        pinned = {v.digest for v in new.versions.values() if v.is_pinned}
+        contents = {v.digest for v in new.versions.values()} - pinned
+        assert len(contents) <= new.head.keep + 1, f"{name} keeps {sorted(new.versions)}"
+
+    # --- bytes ---
+
+    def acknowledged(self, series: str, digest: bytes, num_holders: int) -> None:
+        """So many servers have said that they have a segment."""
+        self.copies[series, digest] = _Copies(needed=min(num_holders, 2))
+
+    def died(self, had: Iterable[tuple[str, bytes]]) -> None:
+        """A server's process has ended, with these segments."""
+        for key in had:
+            if key in self.copies:
+                self.copies[key].num_deaths += 1
+        self.check_copies()
+
+    def check_copies(self) -> None:
+        """I2: a kept version is on some server, unless all that had it died within one interval in
+        which copies are replaced."""
+        living = self.living()
+        for name, stored in self.series.items():
+            for version in stored.versions.values():
+                for segment in version.segments:
+                    known = self.copies.get((name, segment.digest))
+                    if known is None:
+                        raise AssertionError(f"{name}: {version.number} was never acknowledged")
+                    num = sum(has(name, segment.digest) for has in living.values())
+                    if num >= known.needed:
+                        known.num_deaths = 0
+                    assert num or known.num_deaths >= known.needed, (
+                        f"{name}: no server has version {version.number}, after"
+                        f" {known.num_deaths} deaths"
+                    )
+
+    # --- answers ---
+
+    def answered(self, series: str, digest: bytes, rank: int, version: pb.VersionRecord) -> None:
+        """A publisher was told that its part is in a version."""
+        known = self.ever[series].get(version.number)
+        assert known is not None, f"{series}: version {version.number} is in no record"
+        assert known.segments[rank].digest == digest, f"{series}: told of another's version"
+
+    def abandoned(self, series: str, epoch: int, publication: int) -> None:
+        """A publisher was told that its publication is no version: it never becomes one."""
+        for version in self.ever[series].values():
+            is_it = (version.epoch, version.publication) == (epoch, publication)
+            is_kept = version.number in self.series[series].versions
+            assert not (is_it and is_kept), f"{series}: {version.number} is said to be abandoned"
+
+    def installed(
+        self, series: str, before: int, version: pb.VersionRecord, data: list[bytes]
+    ) -> None:
+        """A reader has installed these segments as a version."""
+        self.num_installs += 1
+        assert version.number >= before, f"{series}: a reader went back to {version.number}"
+        known = self.ever[series][version.number]
+        assert known.digest == version.digest
+        wanted = [self.contents[segment.digest].data for segment in known.segments]
+        assert data == wanted, f"{series}: version {version.number} was torn"
+
+
+def series_values(items: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The records of series among all keys."""
+    return {key: value for key, value in items.items() if key.startswith(keys.SERIES)}
