@@ -76,7 +76,8 @@ class SeriesActor:
         ends."""
         self.check_lives()
         call: Call = object()
-        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
         try:
             self.submit(event(call))
             return await answer

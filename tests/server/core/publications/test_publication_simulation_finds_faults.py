@@ -103,7 +103,7 @@ FOCUS: Mapping[Fault, Collection[str]] = {
     leases_are_held_for_less_than_readers_count_on: ["pause reader"],
     a_number_is_that_of_the_versions_that_are_kept: ["restart server", "kill server"],
     a_committed_part_counts_as_new: ["cut coordinator", "depose unheard", "slow trainer"],
-    copies_of_a_server_that_is_gone_are_not_replaced: ["restart server"],
+    copies_of_a_server_that_is_gone_are_not_replaced: ["restart server", "pin"],
 }
 """Faults that meet it more often than those of all kinds do."""
 
