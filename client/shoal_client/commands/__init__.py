@@ -81,6 +81,12 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
             "accept_loss:accept_loss",
         ),
         (
+            "weights",
+            "list published weights, pin and export versions, roll back",
+            "weights:WeightsConfig",
+            "weights:weights",
+        ),
+        (
             "certs",
             "make the certificates by which the parts of a cluster recognise each other",
             "certs:CertsConfig",

@@ -23,7 +23,7 @@ from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_name
 from shoal_proto.status import from_rpc_error
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1.snapshots_pb2 import (
@@ -120,12 +120,12 @@ def take(config: TakeConfig) -> int:
     with _leader(config.job, config.url, config.call) as leader:
         request = TakeSnapshotRequest(job=config.job, url=config.url)
         taken: SnapshotSummary = leader(lambda stub: stub.Take, request)
-    if _printed(config.call, taken):
+    if printed(config.call, taken):
         return 0
     print(
         f"snapshot {taken.number} of job {taken.job} at {printable(taken.url)}:"
-        f" {taken.num_shards} shards, {_mib(taken.num_bytes)},"
-        f" of which {_mib(taken.num_new_bytes)} are new;"
+        f" {taken.num_shards} shards, {mib(taken.num_bytes)},"
+        f" of which {mib(taken.num_new_bytes)} are new;"
         f" new pushes waited {1000 * taken.pause_s:.0f} ms"
     )
     for step in taken.partial_steps:
@@ -138,7 +138,7 @@ def show(config: SnapshotListConfig) -> int:
     with _leader(config.job, config.url, config.call) as leader:
         request = ListSnapshotsRequest(job=config.job, url=config.url)
         reply: ListSnapshotsReply = leader(lambda stub: stub.List, request)
-    if _printed(config.call, reply):
+    if printed(config.call, reply):
         return 0
     console = Console(highlight=False)
     if not reply.snapshots:
@@ -157,7 +157,7 @@ def restore(config: RestoreConfig) -> int:
     with _leader(config.job, config.url, config.call) as leader:
         request = RestoreSnapshotRequest(job=config.job, url=config.url, number=config.number)
         reply: RestoreSnapshotReply = leader(lambda stub: stub.Restore, request)
-    if _printed(config.call, reply):
+    if printed(config.call, reply):
         return 0
     snapshot = reply.snapshot
     age_s = time.time() - snapshot.taken_unix_s
@@ -199,7 +199,8 @@ def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
         coordinators.close()
 
 
-def _printed(options: CallOptions, reply: Message) -> bool:
+def printed(options: CallOptions, reply: Message) -> bool:
+    """Print the reply as JSON if that is asked for; True if so."""
     if options.as_json:
         plain = MessageToDict(
             reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -217,12 +218,13 @@ def _table(reply: ListSnapshotsReply) -> Table:
             str(each.number),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.taken_unix_s)),
             str(each.num_shards),
-            _mib(each.num_bytes),
-            _mib(each.num_new_bytes),
+            mib(each.num_bytes),
+            mib(each.num_new_bytes),
             str(len(each.partial_steps) or ""),
         )
     return table
 
 
-def _mib(num_bytes: int) -> str:
+def mib(num_bytes: int) -> str:
+    """A number of bytes for people."""
     return f"{num_bytes / 2**20:.1f} MiB"

@@ -27,7 +27,7 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.names import check_name
-from shoal_proto.terminal.printable import printable_json
+from shoal_proto.terminal import printable_json
 from shoal_proto.tls import identity, local_clusters
 from shoal_proto.tls.names import COORDINATOR_NAME
 
@@ -154,6 +154,10 @@ class StatusClient:
         """The job's shards and their servers."""
         return self._get(f"/api/v1/jobs/{quote(job, safe='')}/shards")
 
+    def weights(self) -> Json:
+        """All series of published weights."""
+        return self._get("/api/v1/weights")
+
     def member(self, job: str, member_id: str) -> Json:
         """One member."""
         return self._get(f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}")
@@ -235,6 +239,7 @@ def status(config: StatusConfig) -> int:
         known = [each for each in every if config.every or config.as_json or not _is_over(each)]
         names = [config.job] if config.job else [job["job"] for job in known]
         jobs = [{**client.job(name), **_shards(client, name)} for name in names]
+        scripts = [] if config.job else _of_scripts(client, [job["job"] for job in every])
     if config.as_json:
         print(json.dumps(jobs, indent=2))
         return 0
@@ -243,9 +248,20 @@ def status(config: StatusConfig) -> int:
         console.print(f"The coordinator at {escape(urls)} has no jobs.")
     for job in jobs:
         _print_job(console, job)
+    for series in scripts:
+        _print_weights(console, series)
     if num_over := len(every) - len(known):
         console.print(f"\n{num_over} more that are over: --all shows them, `shoal jobs` lists them")
     return 0
+
+
+def _of_scripts(client: StatusClient, jobs: Sequence[str]) -> list[Json]:
+    """Series of published weights that are of no job; none from a coordinator that knows none."""
+    try:
+        found = client.weights()
+    except Unavailable:
+        return []
+    return [each for each in found if each["series"].partition("/")[0] not in jobs]
 
 
 def _is_over(job: Json) -> bool:
@@ -317,6 +333,35 @@ def _print_job(console: Console, job: Json) -> None:
         _print_samples(console, job["samples"])
     if job["shards"]["shards"]:
         _print_servers(console, job["shards"])
+    for series in job.get("weights", ()):
+        _print_weights(console, series)
+
+
+def _print_weights(console: Console, series: Json) -> None:
+    """A series of published weights in a line, and its readers by the version that they serve."""
+    served: dict[str, list[str]] = {}
+    for reader in series["readers"]:
+        held = f"{reader['version']} {reader['digest'][:12]}" if reader["version"] else "none yet"
+        served.setdefault(held, []).append(reader["reader_id"])
+    line = f"weights {escape(series['series'])}: version {series['version']}"
+    if series["versions"]:
+        newest = series["versions"][-1]
+        size = f"{newest['num_bytes'] / 2**20:.1f} MiB in {newest['num_copies']} copies"
+        line += f" of step {newest['step']}, {size}, {len(series['versions'])} kept"
+    console.print(line, highlight=False)
+    for held, names in sorted(served.items(), reverse=True):
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        console.print(f"  serve {held}: {escape(', '.join(names[:8]))}{more}", highlight=False)
+    for reader in series["readers"]:
+        if reader["differs"]:
+            text = f"served weights differ: {reader['reader_id']} has other bytes than version"
+            told = (
+                f"{text} {reader['version']} of {series['series']}: digest {reader['digest'][:12]}"
+            )
+            console.print(escape(told), style="red", highlight=False)
+    if series["lost"]:
+        told = ", ".join(map(str, series["lost"]))
+        console.print(f"lost: versions {told}: no server has them", style="red", highlight=False)
 
 
 def _print_members(console: Console, members: Json) -> None:
@@ -407,10 +452,9 @@ def _print_servers(console: Console, view: Json) -> None:
         for peer in server["full_peers"]:
             text = f"{peer['server_id']} takes no more copies from {server['server_id']}: "
             console.print(escape(text + peer["reason"]), highlight=False)
-    # A coordinator of the release before has a text for each shard only.
-    for told in view.get("lost_in_words") or [shard["told"] for shard in view.get("lost", ())]:
+    for told in view["lost_in_words"]:
         console.print(f"lost: {escape(told)}", style="red", highlight=False)
-    _print_accepted_losses(console, view.get("accepted_losses", ()))
+    _print_accepted_losses(console, view["accepted_losses"])
     versions = {s["torch_version"]: s["server_id"] for s in view["servers"] if s["torch_version"]}
     if len(versions) > 1:
         told = ", ".join(f"{server_id} {version}" for version, server_id in versions.items())

@@ -8,16 +8,19 @@ from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.core.generations.roster import Record
 from shoal_server.serving.access.asker import Asker
 from shoal_server.status.from_core import job_view, member_view, quarantined_view, samples_view
+from shoal_server.status.from_weights import series_view
 from shoal_server.status.shards import ShardReader
 from shoal_server.status.views import (
     JobView,
     MemberView,
     OutputView,
+    PublishedSeriesView,
     Readiness,
     SamplesView,
     ShardsView,
@@ -36,6 +39,7 @@ class CoordinatorView:
         placing: ShardsService,
         *,
         outputs: OutputsService,
+        weights: WeightSeriesService,
     ) -> None:
         self._registry = registry
         self._samples = samples
@@ -43,6 +47,7 @@ class CoordinatorView:
         self._shards = shards
         self._placing = placing
         self.outputs = outputs
+        self._weights = weights
         self.address = ""
         """host:port under which others reach this coordinator."""
         self.http_url = ""
@@ -109,6 +114,10 @@ class CoordinatorView:
 
     async def shards(self, job: str) -> ShardsView | None:
         return await self._shards.read(job)
+
+    def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:
+        found = self._weights.series_of(job) if job else self._weights.series()
+        return [series_view(each.series) for each in found if each.series.head.epoch]
 
     async def output(
         self, job: str, member_id: str, who: Asker, after: str | None, before: str | None

@@ -19,7 +19,7 @@ from shoal_server.status.reading import (
     StatusQueries,
     Why,
 )
-from shoal_server.status.views import GenerationView, ShardsView
+from shoal_server.status.views import GenerationView, PublishedSeriesView, ShardsView
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -46,6 +46,7 @@ def router(reading: StatusQueries) -> APIRouter:
     """The endpoints. Handlers are coroutines, so that the board stays on the one event loop."""
     api = APIRouter(prefix="/api/v1")
     _add_jobs(api, reading)
+    _add_weights(api, reading)
     _add_members(api, reading)
     _add_history(api, reading)
     return api
@@ -73,6 +74,14 @@ def _add_jobs(api: APIRouter, reading: StatusQueries) -> None:
         """Where the job's parameters lie, and the state of each shard; at most a second old."""
         reading.job(job)
         return await reading.source.shards(job) or ShardsView(servers=(), shards=())
+
+
+def _add_weights(api: APIRouter, reading: StatusQueries) -> None:
+    @api.get("/weights", summary="Published weights", tags=["weights"])
+    async def weights() -> Sequence[PublishedSeriesView]:
+        """Every series of published weights, of jobs and of plain scripts, with its kept versions
+        and with what each reader has installed."""
+        return reading.source.weights()
 
 
 def _add_members(api: APIRouter, reading: StatusQueries) -> None:

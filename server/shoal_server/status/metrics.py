@@ -23,13 +23,13 @@ from prometheus_client.registry import Collector
 
 from shoal_proto.errors import ShoalError
 from shoal_proto.health import gauges
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_server.serving.durations import Durations
 from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.serving.process_metrics import build_info, histogram, loop_lag
 from shoal_server.serving.rpc import call_durations
 from shoal_server.serving.tasks import gather_bounded
-from shoal_server.status import shard_metrics
+from shoal_server.status import shard_metrics, weight_metrics
 from shoal_server.status.port_metrics import PortMetrics
 from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import FIGURES, OVER, STATES, JobView, ShardsView
@@ -153,6 +153,7 @@ class _Snapshot(Collector):
         yield from self._logged()
         yield from self._samples()
         yield from shard_metrics.collect(self.shards)
+        yield from weight_metrics.collect(self.reading.source.weights())
 
     def _jobs(self) -> Iterator[Metric]:
         phase = GaugeMetricFamily(

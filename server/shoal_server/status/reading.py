@@ -25,6 +25,7 @@ from shoal_server.status.views import (
     HealthView,
     JobView,
     MemberView,
+    PublishedSeriesView,
     SamplesView,
     View,
 )
@@ -104,6 +105,8 @@ class JobDetail(View):
     """Null for a job whose members do not lease samples."""
     course: CourseView = field(default_factory=CourseView)
     """How far it has come."""
+    weights: tuple[PublishedSeriesView, ...] = ()
+    """The series of weights that it publishes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,6 +309,7 @@ class StatusQueries:
             generations=job.generations,
             samples=self.source.samples(job.job),
             course=self._course(job, summary.step),
+            weights=tuple(self.source.weights(job.job)),
         )
 
     def member_detail(self, job: str, member: MemberView) -> MemberDetail:

@@ -8,6 +8,7 @@ from shoal_server.status.views import (
     JobView,
     MemberView,
     OutputView,
+    PublishedSeriesView,
     Readiness,
     SamplesView,
     ShardsView,
@@ -47,6 +48,10 @@ class StatusSource(Protocol):
 
     async def shards(self, job: str) -> ShardsView | None:
         """None for a job without parameter shards. Raises Unavailable when etcd is away."""
+        ...
+
+    def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:
+        """The series of published weights of a job, or all of them, by name."""
         ...
 
     async def output(

@@ -430,3 +430,59 @@ class OutputView(View):
     """Ask with this for the lines that came since."""
     has_gap: bool = False
     """Lines between those before `after` of the request and these are not kept any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightReaderView(View):
+    """A process that reads published weights, as it reported last."""
+
+    reader_id: str
+    version: int
+    """The version that it has installed; 0: none yet."""
+    digest: str
+    """Of the bytes that it has installed, in hexadecimal digits."""
+    differs: bool
+    """True if those are not the bytes that were published as that version."""
+    lag_versions: int
+    """The newest version less its own; 0 if it has none yet."""
+    seen_unix_s: float
+    fetch_s: float
+    """The time that its last fetch took; 0: it has not said."""
+    fetch_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedVersionView(View):
+    """A version of a series of published weights that is kept."""
+
+    version: int
+    step: int
+    created_unix_s: float
+    num_bytes: int
+    num_copies: int
+    """Servers that are to hold it: of its segments, the one with the fewest."""
+    digest: str
+    pinned: bool
+    durable: bool
+    """Also on the disks of those servers."""
+    rolled_back_to: int
+    """The version whose bytes it has, if it is a rollback; else 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedSeriesView(View):
+    """A series of published weights."""
+
+    series: str
+    version: int
+    """The newest one; 0: none yet."""
+    publisher: str
+    versions: tuple[PublishedVersionView, ...]
+    """Those that are kept, oldest first."""
+    readers: tuple[WeightReaderView, ...]
+    """At most 200."""
+    num_readers: int
+    num_differing: int
+    """Readers that serve other bytes than were published as their version."""
+    lost: tuple[int, ...]
+    """Versions that were dropped because no server had them any more."""

@@ -27,6 +27,8 @@ from shoal_server.status.views import (
     MemberView,
     OutputView,
     ProcessView,
+    PublishedSeriesView,
+    PublishedVersionView,
     PushesView,
     Readiness,
     ReplicationView,
@@ -35,6 +37,7 @@ from shoal_server.status.views import (
     ServerView,
     ShardsView,
     ShardView,
+    WeightReaderView,
 )
 
 FULL = "the server has no memory left for a copy of shard [2]"
@@ -52,6 +55,7 @@ class World:
     samples_of: dict[str, SamplesView] = field(default_factory=dict)
     shards_of: dict[str, ShardsView] = field(default_factory=dict)
     shards_error: Exception | None = None
+    published: list[PublishedSeriesView] = field(default_factory=list)
     printed: dict[str, list[str]] = field(default_factory=dict)
     """Lines by member, of any job; positions are their numbers."""
     launchers_live: bool = True
@@ -89,6 +93,9 @@ class World:
         if self.shards_error is not None:
             raise self.shards_error
         return self.shards_of.get(job)
+
+    def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:
+        return [each for each in self.published if each.series.startswith(f"{job}/" if job else "")]
 
     async def output(
         self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
@@ -249,6 +256,41 @@ def shards(*, silent: str = "") -> ShardsView:
             )
         )
     return ShardsView(servers=tuple(servers), shards=tuple(placed), skew=1.25)
+
+
+def published(series: str = "digits/policy", *, differs: bool = False) -> PublishedSeriesView:
+    """A series with one version, which one reader serves."""
+    version = PublishedVersionView(
+        version=57,
+        step=1200,
+        created_unix_s=time.time() - 60,
+        num_bytes=3 * 2**20,
+        num_copies=2,
+        digest="ab" * 32,
+        pinned=True,
+        durable=False,
+        rolled_back_to=0,
+    )
+    reader = WeightReaderView(
+        reader_id="engine-0",
+        version=57,
+        digest=("cd" if differs else "ab") * 32,
+        differs=differs,
+        lag_versions=0,
+        seen_unix_s=time.time() - 2,
+        fetch_s=0.5,
+        fetch_bytes=3 * 2**20,
+    )
+    return PublishedSeriesView(
+        series=series,
+        version=57,
+        publisher="generation 4",
+        versions=(version,),
+        readers=(reader,),
+        num_readers=1,
+        num_differing=int(differs),
+        lost=(),
+    )
 
 
 def samples() -> SamplesView:

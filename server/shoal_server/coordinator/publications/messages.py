@@ -23,7 +23,6 @@ from shoal_server.core.publications.records import (
     DEFAULT_COPIES,
     DEFAULT_KEEP,
     Publisher,
-    SeriesHead,
 )
 from shoal_server.core.publications.series import Series
 from shoal_server.etcd.records import series as records
@@ -146,13 +145,6 @@ def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
     )
 
 
-def differs(head: SeriesHead, reader: Reader) -> bool:
-    """True if the reader has installed other bytes than the version of that number has."""
-    report = reader.report
-    known = head.digests.get(report.installed)
-    return known is not None and report.installed_digest != known
-
-
 def view_of(
     series: Series, servers: Mapping[str, str], now_s: float, *, only_serving: bool
 ) -> pb.SeriesView:
@@ -168,7 +160,7 @@ def view_of(
         options=pb.SeriesOptions(keep=head.keep, copies=head.copies),
         servers=(pb.StoreServer(id=each, address=servers[each]) for each in present),
         readers=(
-            _reader_view(head, name, reader, now_s)
+            _reader_view(series, name, reader, now_s)
             for name, reader in sorted(series.readers.known.items())
             if reader.report.serves_at or not only_serving
         ),
@@ -177,13 +169,13 @@ def view_of(
     )
 
 
-def _reader_view(head: SeriesHead, name: str, reader: Reader, now_s: float) -> pb.ReaderView:
+def _reader_view(series: Series, name: str, reader: Reader, now_s: float) -> pb.ReaderView:
     report = reader.report
     return pb.ReaderView(
         id=name,
         installed=report.installed,
         installed_digest=report.installed_digest,
-        differs=differs(head, reader),
+        differs=series.differs(reader),
         leased=sorted(number for number, until_s in reader.leases.items() if until_s > now_s),
         seen_unix_s=reader.seen_s,
         serves_at=report.serves_at,

@@ -94,12 +94,14 @@ class WeightSeriesService(WeightSeriesServicer):
         self._opening = asyncio.Lock()
         self._tasks = SupervisedTasks()
         self._num_watchers = 0
+        self._num_terms = 0
 
     # --- from the coordinator ---
 
     @asynccontextmanager
     async def leading(self) -> AsyncIterator[None]:
         """Read all series, and answer as long as the block runs. Raises what the store raises."""
+        self._num_terms += 1
         found, self._broken = await stored_series.read_all(self._store)
         for name, why in self._broken.items():
             log.error("series_unreadable", series=name, reason=str(why))
@@ -201,8 +203,12 @@ class WeightSeriesService(WeightSeriesServicer):
                 expected=f"fewer than {MAX_SERIES}",
                 fix="`shoal rm JOB` removes those of a job.",
             )
+        term = self._num_terms
         stored, writer = await stored_series.read_one(self._store, name)
         self._require_leading()
+        if term != self._num_terms:
+            # What was read is of an earlier term: another coordinator may have written since.
+            raise NotLeader("the term in which this was asked has ended", details={"leader": ""})
         self._broken.pop(name, None)
         return self._actor(Series(name, stored, self._clock()), writer)
 

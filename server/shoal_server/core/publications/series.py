@@ -44,7 +44,7 @@ from shoal_server.core.publications.protocol import (
     Written,
 )
 from shoal_server.core.publications.publication import Mismatch, Publication, Stage
-from shoal_server.core.publications.readers import ReaderReport, Readers
+from shoal_server.core.publications.readers import Reader, ReaderReport, Readers
 from shoal_server.core.publications.records import (
     DIGESTS_KEPT,
     LOSSES_KEPT,
@@ -155,6 +155,12 @@ class Series:
         dropping = self._change.drops if self._change is not None else frozenset()
         kept = [number for number in self.head.kept if number not in dropping]
         return self.readers.report(report, kept, now_s)
+
+    def differs(self, reader: Reader) -> bool:
+        """True if the reader has installed other bytes than the version of that number has."""
+        report = reader.report
+        known = self.head.digests.get(report.installed)
+        return known is not None and report.installed_digest != known
 
     # --- one change at a time ---
 

@@ -388,6 +388,32 @@ function shards(state) {
     servers.map((entry) => server(entry, state.shards.shards)));
 }
 
+function publishedSeries(series, now_s) {
+  const newest = series.versions.at(-1);
+  const columns = ["Reader", "Version", "Behind", "Digest", "Seen"];
+  return h("div", { class: "server" },
+    h("h3", null, series.series, h("small", null, `version ${count(series.version)}`
+      + (newest ? ` · step ${count(newest.step)} · ${bytes(newest.num_bytes)} in ${count(newest.num_copies)} copies` : "")
+      + ` · ${plural(series.versions.length, "version")} kept`)),
+    series.lost.length > 0 && h("p", { class: "error" }, `Lost: versions ${series.lost.join(", ")}: no server has them`),
+    series.readers.filter((r) => r.differs).map((r) => h("p", { class: "error", role: "alert" },
+      `${r.reader_id} serves other bytes than version ${r.version}: digest ${r.digest.slice(0, 12)}`)),
+    series.readers.length > 0 && h("div", { class: "scroll" }, h("table", null,
+      h("thead", null, h("tr", null, columns.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", null, series.readers.map((r) => h("tr", null,
+        h("th", { scope: "row" }, r.reader_id),
+        h("td", { class: "num" }, r.version ? count(r.version) : "none yet"),
+        h("td", { class: "num" }, count(r.lag_versions)),
+        h("td", null, r.digest.slice(0, 12)),
+        h("td", null, ago(r.seen_unix_s, now_s))))))));
+}
+
+function weights(detail, now_s) {
+  if (!detail.weights || detail.weights.length === 0) return null;
+  return section("Published weights", "versions for engines and evaluators",
+    detail.weights.map((series) => publishedSeries(series, now_s)));
+}
+
 function events(state) {
   const items = [...state.events].reverse().map((event) => h("li", { class: event.detail ? "detail" : null },
     h("span", { class: "kind" }, spoken(event.kind)),
@@ -420,7 +446,7 @@ function jobView(state) {
     samples(detail),
     h("div", { class: "columns" },
       h("div", null, generations(job, now_s)),
-      h("div", null, saved(detail, now_s), shards(state), events(state), settings(detail))),
+      h("div", null, saved(detail, now_s), shards(state), weights(detail, now_s), events(state), settings(detail))),
   ];
 }
 

@@ -50,6 +50,7 @@ from shoal_proto.v1 import (
 )
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_server.serving.access.checks import check_request
 from shoal_server.serving.access.roles import MAY_CALL, READS_OUTPUT, as_markdown
 
 ROOT = Path(__file__).parents[4]
@@ -217,6 +218,29 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
             assert "another job" in from_rpc_error(error, "it").what
     assert answered == []
     assert state(world) == before and standing(world) == told and member.failure is None
+
+
+def test_a_reader_reads_its_series_and_nothing_else(
+    world: TlsWorld, member: ScriptedMember
+) -> None:
+    """Each call that its role may make is refused for another series. A segment is put over a bulk
+    connection, where no table of calls stands in between."""
+    before, reader = state(world), Caller(Role.READER, "engine", series="j/policy")
+    other = Token(job="other")
+    with closing(Caught(world, credentials(world.issued(reader)))) as caller:
+        assert caller.call("/shoal.v1.WeightSeries/Watch", member.token()) is None
+        for method, roles in MAY_CALL.items():
+            if Role.READER in roles and "WeightS" in method:
+                error = caller.call(method, other)
+                assert error is not None and error.code() is grpc.StatusCode.PERMISSION_DENIED
+                assert "another series" in from_rpc_error(error, "it").what, method
+    put = weights_pb2.PutSegmentRequest(series="j/policy")
+    with pytest.raises(AccessDenied, match="reads published weights, and nothing else"):
+        check_request(reader, put)
+    with pytest.raises(AccessDenied, match="reads published weights, and nothing else"):
+        check_request(reader, parameters_pb2.PullRequest())
+    check_request(reader, weights_pb2.FetchSegmentRequest(series="j/policy"))
+    assert state(world) == before and member.failure is None
 
 
 def test_a_worker_drains_nobody_but_itself(world: TlsWorld, member: ScriptedMember) -> None:

@@ -193,7 +193,7 @@ class SimReader:
     async def _read_for_ever(self) -> None:
         chance = self.world.clock.random
         while True:
-            await asyncio.sleep(0.2 + chance.random())
+            await asyncio.sleep(0.4 + 1.2 * chance.random())
             try:
                 await self._read()
             except (RetryError, VersionGone):

@@ -27,8 +27,8 @@ class SimCoordinator:
         self._conditions: Sequence[Compare] | None = None
         self._is_ready = False
         self.num_terms = 0
-        self.has_failed = False
-        """True if its newest term came to nothing."""
+        self.is_over = False
+        """True if it has ended its newest term."""
         self._over = asyncio.Event()
         self._term: asyncio.Task[None] | None = None
         store = LeaderStore(
@@ -61,15 +61,16 @@ class SimCoordinator:
         self._over = asyncio.Event()
         self._term = asyncio.current_task()
         self._conditions = conditions
-        self.has_failed = False
+        self.is_over = False
         try:
             async with self.service.leading():
                 self._is_ready = True
                 await self._over.wait()
         except (NotLeader, RetryError):
-            self.has_failed = True  # another one is to be elected, or was
+            pass  # another one is to be elected, or was
         finally:
             self._is_ready, self._conditions = False, None
+            self.is_over = True
 
     def _leadership(self) -> Sequence[Compare]:
         if self._conditions is None:

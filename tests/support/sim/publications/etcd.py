@@ -1,6 +1,7 @@
 """etcd in virtual time, as each process reaches it: slow, away, cut off; answers that get lost."""
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ LOST = 0.02
 LATE_S = 3.0
 GIVES_UP_S = 4.0
 """A client tries for so long while etcd is away."""
-POLL_S = 0.1
+POLL_S = 0.25
 
 
 class SimEtcd:
@@ -51,6 +52,8 @@ class SimEtcd:
         self.history: list[WatchBatch] = []
         self.on_write: Callable[[], None] = lambda: None
         self._terms = 0
+        self._known: dict[str, KeyValue] = {}
+        self._revision = Revision(0)
 
     def elect(self) -> Sequence[Compare]:
         """Give the leader's key to a new term; what holds while that lasts."""
@@ -62,19 +65,19 @@ class SimEtcd:
 
     def do(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Carry it out now, and note what has changed."""
-        before = self._items()
+        before, revision = self._known, self._revision
         result = _done(make())
-        after = self._items()
-        if before == after:
+        self._revision = _done(self.memory.range("/none")).revision
+        if self._revision == revision:
             return result
-        revision = max(item.mod_revision for item in after.values()) if after else Revision(1)
+        after = self._known = self._items()
         events = [
             WatchEvent(EventKind.PUT, key, item.value, item.mod_revision)
             for key, item in after.items()
             if key not in before or before[key].mod_revision != item.mod_revision
         ]
         gone = [key for key in before if key not in after]
-        revision = Revision(max(revision, _done(self.memory.range("")).revision))
+        revision = self._revision
         events += [WatchEvent(EventKind.DELETE, key, b"", revision) for key in gone]
         self.history.append(WatchBatch(revision, tuple(events)))
         self.on_write()
@@ -87,7 +90,7 @@ class SimEtcd:
 
     def items(self) -> dict[str, bytes]:
         """All that there is, by key."""
-        return {key: item.value for key, item in self._items().items()}
+        return {key: item.value for key, item in self._known.items()}
 
     def _items(self) -> dict[str, KeyValue]:
         return {item.key: item for item in _done(self.memory.range("/")).items}
@@ -128,10 +131,10 @@ class SimKeyspace:
         return await self._write(make)
 
     async def watch(self, prefix: str, start: Revision) -> AsyncGenerator[WatchBatch, None]:
-        cursor = 0
+        history = self._etcd.history
+        cursor = bisect_left(history, start, key=lambda batch: batch.revision)
         while True:
             if self._etcd.reaches(self._process):
-                history = self._etcd.history
                 while cursor < len(history):
                     batch = history[cursor]
                     cursor += 1

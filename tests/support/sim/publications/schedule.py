@@ -17,6 +17,7 @@ DURATIONS_S = (0.5, 1.0, 3.0, 3.0, 8.0, 20.0, 40.0)
 FAULTS = (
     ["kill server", "restart server", "pause server", "cut server", "cut server from etcd"] * 2
     + ["kill trainer", "replace trainer", "replace trainer", "pause trainer", "cut trainer"] * 2
+    + ["slow trainer"]
     + ["replace script", "pause script"]
     + ["kill reader", "new reader", "pause reader", "cut reader", "slow reader"]
     + ["kill coordinator", "depose", "depose unheard", "pause coordinator", "cut coordinator"] * 2
@@ -127,6 +128,14 @@ class Faults:
         """What it sends may arrive behind what it sends later."""
         one, other = self._reader().name, self._world.leader.process.name
         self._world.network.slow_down(one, other, 5.0)
+        self._world.clock.later(
+            self._for_s(), lambda: self._world.network.slow_down(one, other, 0.0)
+        )
+
+    def _slow_trainer(self) -> None:
+        """An answer may come when nobody waits for it any more."""
+        one, other = self._trainer().name, self._world.leader.process.name
+        self._world.network.slow_down(one, other, 40.0)
         self._world.clock.later(
             self._for_s(), lambda: self._world.network.slow_down(one, other, 0.0)
         )

@@ -224,7 +224,7 @@ class PublicationWorld:
             server.look_listed()
         process = self.leader.process
         is_heard = process.alive and process.paused_since_s is None and self.etcd.reaches(process)
-        if is_heard and self.leader in self.coordinators and not self.leader.has_failed:
+        if is_heard and self.leader in self.coordinators and not self.leader.is_over:
             self._leader_heard_s = self.clock.now_s
         is_etcd_there = self.clock.now_s >= self.etcd.back_s
         if is_etcd_there and self.clock.now_s - self._leader_heard_s > ELECTED_WITHIN_S:

@@ -1,0 +1,27 @@
+"""Seeded runs of coordinators, servers, publishers, readers and etcd under faults of every kind.
+
+The coordinators' service, its writes to etcd, the servers' store, records and repair are the code
+that ships. What must always hold is checked at each write of a record, each install and each death.
+"""
+
+import os
+
+import pytest
+from support.sim.publications.schedule import simulate_publications
+
+NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_no_schedule_of_faults_tears_loses_or_takes_back_a_version(seed: int) -> None:
+    """Once faults stop, every reader comes to the newest version, and every version has its
+    copies."""
+    simulate_publications(seed)
+
+
+def test_a_seed_is_the_same_run_each_time() -> None:
+    """A failure can be looked at."""
+    runs = [simulate_publications(3) for _ in range(2)]
+    assert runs[0].story == runs[1].story
+    counts = [(r.ledger.num_commits, r.ledger.num_installs, r.ledger.num_drops) for r in runs]
+    assert counts[0] == counts[1] and min(counts[0]) > 0

@@ -1,0 +1,141 @@
+"""The simulation runs the code that ships: a fault that is put into it is found."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import pytest
+from support.sim.publications.schedule import simulate_publications
+
+from shoal_server.coordinator.publications import layouts
+from shoal_server.coordinator.publications.leading_check import LeadingCheck
+from shoal_server.core.publications import keeping, series
+from shoal_server.core.publications.protocol import PartContributed
+from shoal_server.core.publications.records import Segment, StoredSeries
+from shoal_server.core.publications.series import Series
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
+
+MAX_SEEDS = 60
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
+
+
+def a_replaced_publisher_is_let_in(patch: Patch) -> None:
+    """Its parts count for the epoch that there is now."""
+    real = Series._contribute
+
+    def contribute(self: Series, event: PartContributed, now_s: float) -> series.Effects:
+        head = self.head
+        changed = PartContributed(
+            call=event.call,
+            publisher=head.publisher,
+            epoch=head.epoch,
+            publication=event.publication,
+            part=event.part,
+        )
+        yield from real(self, changed, now_s)
+
+    patch.setattr(Series, "_contribute", contribute)
+
+
+def a_new_leader_drops_at_once(patch: Patch) -> None:
+    """It does not know the leases that the one before has granted."""
+    real = Series.__init__
+
+    def init(self: Series, name: str, stored: StoredSeries, now_s: float) -> None:
+        real(self, name, stored, now_s)
+        self._keeps_all_until_s = now_s
+
+    patch.setattr(Series, "__init__", init)
+
+
+def a_deposed_leader_grants_leases(patch: Patch) -> None:
+    """Its successor does not hear of them."""
+
+    async def confirm(self: LeadingCheck) -> None:
+        return None
+
+    patch.setattr(LeadingCheck, "confirm", confirm)
+
+
+def leases_are_not_looked_at(patch: Patch) -> None:
+    """What is older than the newest `keep` versions is dropped."""
+    real = keeping.droppable
+    patch.setattr(keeping, "droppable", lambda stored, leased: real(stored, ()))
+
+
+def leases_are_held_for_less_than_readers_count_on(patch: Patch) -> None:
+    """Clocks differ in rate."""
+    patch.setattr("shoal_server.core.publications.readers.HELD_S", 29.0)
+
+
+def parts_are_not_counted(patch: Patch) -> None:
+    """Two ranks may have the same rows, and none some others."""
+    patch.setattr(layouts, "check_cover", lambda layout: None)
+
+
+def a_number_is_that_of_the_versions_that_are_kept(patch: Patch) -> None:
+    """Those that were lost count, too."""
+    real = Series._put_newest
+
+    def put_newest(self: Series, version: series.Version, *rest: object, **more: object) -> object:
+        number = max(self.head.kept, default=0) + 1
+        return real(self, series.replace(version, number=number), *rest, **more)  # type: ignore[arg-type]
+
+    patch.setattr(Series, "_put_newest", put_newest)
+
+
+def a_committed_part_counts_as_new(patch: Patch) -> None:
+    """Its answer was lost; it is told that its publication is over."""
+    patch.setattr(Series, "_known_as_committed", lambda self, event: None)
+
+
+def copies_of_a_server_that_is_gone_are_not_replaced(patch: Patch) -> None:
+    """The next loss takes the version."""
+
+    def follow(self: WeightUpkeep, name: str, segments: Mapping[bytes, Segment]) -> None:
+        return None
+
+    patch.setattr(WeightUpkeep, "follow", follow)
+
+
+FOCUS: Mapping[Fault, Collection[str]] = {
+    a_deposed_leader_grants_leases: ["depose unheard", "slow reader", "cut coordinator"],
+    leases_are_held_for_less_than_readers_count_on: ["pause reader"],
+    a_number_is_that_of_the_versions_that_are_kept: ["restart server", "kill server"],
+    a_committed_part_counts_as_new: ["cut coordinator", "depose unheard", "slow trainer"],
+    copies_of_a_server_that_is_gone_are_not_replaced: ["restart server"],
+}
+"""Faults that meet it more often than those of all kinds do."""
+
+FAULTS: Sequence[Fault] = (
+    a_replaced_publisher_is_let_in,
+    a_new_leader_drops_at_once,
+    a_deposed_leader_grants_leases,
+    leases_are_not_looked_at,
+    leases_are_held_for_less_than_readers_count_on,
+    parts_are_not_counted,
+    a_number_is_that_of_the_versions_that_are_kept,
+    a_committed_part_counts_as_new,
+    copies_of_a_server_that_is_gone_are_not_replaced,
+)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, id=f.__name__) for f in FAULTS])
+def test_the_simulation_finds(fault: Fault, monkeypatch: Patch) -> None:
+    """Within some seeds an invariant does not hold; without the fault the same seed is passed."""
+    only = list(FOCUS.get(fault, ()))
+    for seed in range(MAX_SEEDS):
+        with monkeypatch.context() as patch:
+            fault(patch)
+            is_found = _fails(seed, only)
+        if is_found and not _fails(seed, only):
+            return
+    raise AssertionError(f"not found in {MAX_SEEDS} seeds")
+
+
+def _fails(seed: int, only: Sequence[str]) -> bool:
+    try:
+        simulate_publications(seed, only)
+    except AssertionError:
+        return True
+    return False

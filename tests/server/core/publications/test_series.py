@@ -1,0 +1,378 @@
+"""One series under one leader: events in, effects out."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from shoal_server.core.publications import keeping
+from shoal_server.core.publications.holders import Answer, Holders, StoreServer, servers_for
+from shoal_server.core.publications.limits import (
+    ABANDONED_AFTER_S,
+    HELD_S,
+    LOST_AFTER_S,
+    MAX_PENDING,
+    REPLACED_AFTER_S,
+)
+from shoal_server.core.publications.protocol import (
+    Answered,
+    BeginRequested,
+    Begun,
+    CallEnded,
+    Effect,
+    Event,
+    NotifyWatchers,
+    Part,
+    PartContributed,
+    PartsRejected,
+    PartsVerified,
+    Refusal,
+    Refused,
+    RollbackRequested,
+    TimePassed,
+    VerifyParts,
+    Write,
+    Written,
+)
+from shoal_server.core.publications.readers import ReaderReport
+from shoal_server.core.publications.records import (
+    Publisher,
+    Segment,
+    SeriesHead,
+    StoredSeries,
+    Version,
+)
+from shoal_server.core.publications.series import Series
+
+ONE = Publisher(generation=1)
+
+
+class Run:
+    """A series, with the time and the effects that were not looked at yet."""
+
+    def __init__(self, stored: StoredSeries | None = None) -> None:
+        self.now_s = 1000.0
+        self.series = Series("j/w", stored or StoredSeries(), self.now_s)
+        self.effects: list[Effect] = []
+
+    def submit(self, event: Event) -> list[Effect]:
+        found = self.series.step(event, self.now_s)
+        self.effects += found
+        return found
+
+    def settle(self) -> None:
+        """Make writes, and find all parts to be as they should, until nothing is in progress."""
+        while self.effects:
+            effect = self.effects.pop(0)
+            if isinstance(effect, Write):
+                self.submit(Written())
+            elif isinstance(effect, VerifyParts):
+                self.submit(verified(effect))
+
+    def begin(self, publisher: Publisher = ONE, **more: object) -> Effect:
+        found = self.submit(
+            BeginRequested(**{"call": "b", "publisher": publisher, "keep": 2, "copies": 2} | more)  # type: ignore[arg-type]
+        )
+        if found and isinstance(found[0], Write):
+            found = self.submit(Written())
+        answer = found[0]
+        self.effects.clear()
+        return answer
+
+    def publish(self, publication: int, publisher: Publisher = ONE) -> int:
+        """The number of a version of one rank."""
+        self.begin(publisher)
+        self.submit(contributed(publication, epoch=self.series.head.epoch, publisher=publisher))
+        self.settle()
+        return self.series.head.number
+
+
+def verified(effect: VerifyParts) -> PartsVerified:
+    return PartsVerified(
+        epoch=effect.epoch,
+        publication=effect.publication,
+        layout_digest=b"layout",
+        segments=tuple(part.segment for part in effect.parts),
+    )
+
+
+def contributed(
+    publication: int,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    epoch: int = 1,
+    publisher: Publisher = ONE,
+    call: str = "",
+    content: str = "",
+    step: int = 7,
+) -> PartContributed:
+    digest = f"{content or publication} {rank} {epoch}".encode()
+    part = Part(
+        rank=rank,
+        world=world,
+        segment=Segment(digest=digest, num_bytes=8, holders=("s1", "s2")),
+        layout=b"",
+        layout_key=b"k",
+        step=step,
+    )
+    return PartContributed(
+        call=call or f"{publication}.{rank}",
+        publisher=publisher,
+        epoch=epoch,
+        publication=publication,
+        part=part,
+    )
+
+
+def refusals(effects: Iterable[Effect]) -> dict[object, Refusal]:
+    return {each.call: each.refusal for each in effects if isinstance(each, Refused)}
+
+
+def test_nobody_is_answered_before_the_record_is_durable() -> None:
+    run = Run()
+    (write,) = run.submit(BeginRequested(call="b", publisher=ONE, keep=2, copies=2))
+    assert isinstance(write, Write) and write.head.epoch == 1
+    assert run.submit(Written())[0] == Begun(call="b", epoch=1, head=0)
+    (verify,) = run.submit(contributed(1))
+    assert isinstance(verify, VerifyParts)
+    (write,) = run.submit(verified(verify))
+    assert isinstance(write, Write) and write.head.kept == (1,)
+    assert run.series.head.number == 0
+    answer, notified = run.submit(Written())
+    assert isinstance(answer, Answered) and answer.call == "1.0" and answer.version.number == 1
+    assert notified == NotifyWatchers()
+
+
+def test_one_write_is_in_progress_at_a_time() -> None:
+    """What comes meanwhile is judged against the record as it is then."""
+    run = Run()
+    run.submit(BeginRequested(call="old", publisher=ONE, keep=2, copies=2))
+    later = Publisher(generation=2)
+    assert run.submit(BeginRequested(call="new", publisher=later, keep=2, copies=2)) == []
+    assert run.submit(BeginRequested(call="late", publisher=ONE, keep=2, copies=2)) == []
+    effects = run.submit(Written())
+    assert [type(each) for each in effects] == [Begun, NotifyWatchers, Write]
+    effects = run.submit(Written())
+    assert refusals(effects) == {"late": Refusal.STALE_EPOCH}
+    assert run.series.head.epoch == 2
+
+
+def test_a_commit_of_an_epoch_that_has_ended_is_not_written() -> None:
+    run = Run()
+    run.begin()
+    (verify,) = run.submit(contributed(1))
+    run.submit(BeginRequested(call="n", publisher=Publisher(generation=2), keep=2, copies=2))
+    assert isinstance(verify, VerifyParts)
+    assert run.submit(verified(verify)) == []
+    effects = run.submit(Written())
+    assert refusals(effects) == {"1.0": Refusal.STALE_EPOCH}
+    assert run.series.head.number == 0 and not any(isinstance(e, Write) for e in effects)
+
+
+def test_a_newer_publication_that_is_whole_ends_the_older_ones() -> None:
+    """Publications become versions in order."""
+    run = Run()
+    run.begin()
+    run.submit(contributed(1, world=2))
+    run.submit(contributed(2, world=2))
+    run.submit(contributed(2, rank=1, world=2))
+    run.settle()
+    assert run.series.head.number == 1 and run.series.head.publication == 2
+    effects = run.submit(contributed(1, rank=1, world=2))
+    assert refusals(effects) == {"1.1": Refusal.ABANDONED}
+
+
+def test_parts_that_contradict_each_other_end_the_publication_for_all() -> None:
+    run = Run()
+    run.begin()
+    run.submit(contributed(1, world=2))
+    effects = run.submit(contributed(1, rank=1, world=2, step=8))
+    assert refusals(effects) == {"1.0": Refusal.ABANDONED, "1.1": Refusal.ABANDONED}
+    assert "step" in next(e.what for e in effects if isinstance(e, Refused))
+
+
+def test_a_publication_that_nobody_completes_is_given_up() -> None:
+    run = Run()
+    run.begin()
+    run.submit(contributed(1, world=2))
+    run.now_s += ABANDONED_AFTER_S + 1
+    (refused,) = run.submit(TimePassed())
+    assert isinstance(refused, Refused) and refused.seen == "no part of ranks 1"
+    for number in range(2, 3 + MAX_PENDING):
+        found = run.submit(contributed(number, world=2))
+    assert refusals(found) == {"2.0": Refusal.ABANDONED}
+
+
+def test_a_rejected_publication_stays_rejected_and_a_caller_that_left_is_not_answered() -> None:
+    run = Run()
+    run.begin()
+    run.submit(contributed(1, world=2))
+    run.submit(contributed(1, rank=1, world=2))
+    run.submit(CallEnded(call="1.1"))
+    effects = run.submit(PartsRejected(epoch=1, publication=1, what="tensor w is not whole"))
+    assert refusals(effects) == {"1.0": Refusal.ABANDONED}
+    assert refusals(run.submit(contributed(1, call="again"))) == {"again": Refusal.ABANDONED}
+
+
+def test_a_part_of_a_committed_publication_gets_its_version_from_any_later_publisher() -> None:
+    """Also after the epoch has ended: it was committed."""
+    run = Run()
+    run.publish(1)
+    run.begin(Publisher(generation=2))
+    (answer,) = run.submit(contributed(1))
+    assert isinstance(answer, Answered) and answer.version.number == 1
+
+
+def test_there_is_room_for_one_version_more_than_are_kept() -> None:
+    """Readers on older versions take the place of intermediate ones; then the publisher waits."""
+    run = Run()
+    for publication in (1, 2, 3):
+        run.publish(publication)
+        run.series.report(ReaderReport(reader=f"r{publication}", leased=(publication,)), run.now_s)
+    assert run.series.head.kept == (1, 2, 3)
+    refused = run.begin()
+    assert isinstance(refused, Refused) and refused.refusal is Refusal.OVERLOADED
+    assert "version 1 by r1" in refused.seen
+    run.series.report(ReaderReport(reader="r1", sequence=1), run.now_s)
+    run.series.report(ReaderReport(reader="r2", sequence=1), run.now_s)
+    assert isinstance(run.begin(), Begun)
+    assert run.series.head.kept == (2, 3)
+
+
+def test_a_version_that_is_being_dropped_is_not_leased() -> None:
+    run = Run()
+    for publication in (1, 2):
+        run.publish(publication)
+    run.submit(contributed(3))
+    run.submit(PartsVerified(epoch=1, publication=3, layout_digest=b"", segments=()))
+    run.effects.clear()
+    assert run.series.report(ReaderReport(reader="r", leased=(1, 2)), run.now_s) == ([2], [1])
+
+
+def test_a_report_that_was_overtaken_ends_no_lease() -> None:
+    run = Run()
+    run.publish(1)
+    run.series.report(ReaderReport(reader="r", leased=(1,), sequence=2), run.now_s)
+    run.series.report(ReaderReport(reader="r", sequence=1), run.now_s)
+    assert run.series.readers.leased(run.now_s) == {1}
+
+
+def test_a_new_leader_keeps_everything_for_as_long_as_leases_may_last() -> None:
+    before = Run()
+    for publication in (1, 2):
+        before.publish(publication)
+    run = Run(before.series.stored)
+    run.now_s += HELD_S - 1
+    run.publish(3)
+    assert run.series.head.kept == (1, 2, 3)
+    run.now_s += 2
+    run.submit(TimePassed())
+    run.settle()
+    assert run.series.head.kept == (2, 3)
+
+
+def test_a_rollback_is_a_new_version_with_the_old_bytes() -> None:
+    run = Run()
+    for publication in (1, 2):
+        run.publish(publication)
+    old = run.series.versions[1]
+    run.submit(RollbackRequested(call="r", to=1))
+    run.settle()
+    back = run.series.versions[3]
+    assert (back.rolled_back_to, back.digest, back.epoch) == (1, old.digest, 1)
+    assert refusals(run.submit(RollbackRequested(call="r", to=7))) == {"r": Refusal.GONE}
+    assert run.publish(3) == 4
+
+
+def stored(*numbers: int, pinned: Iterable[int] = (), keep: int = 2) -> StoredSeries:
+    versions = {
+        number: Version(
+            number=number,
+            epoch=1,
+            publication=number,
+            step=0,
+            layout_digest=b"",
+            segments=(),
+            created_unix_s=0.0,
+            is_pinned=number in pinned,
+        )
+        for number in numbers
+    }
+    return StoredSeries(head=SeriesHead(kept=numbers, keep=keep), versions=versions)
+
+
+def test_the_newest_the_leased_and_the_pinned_versions_are_kept() -> None:
+    for leased, pinned, keep, dropped in (
+        ((), (), 2, [1, 2, 3]),
+        ((2,), (), 2, [1, 3, 4]),
+        ((2, 3), (), 2, [1, 4]),
+        ((), (1,), 2, [2, 3]),
+        ((1,), (1,), 2, [2, 3]),
+        ((), (5,), 2, [1, 2]),
+        ((), (), 9, []),
+    ):
+        found = keeping.droppable(stored(1, 2, 3, 4, 5, pinned=pinned, keep=keep), leased)
+        assert found == dropped, (leased, pinned, keep)
+
+
+SERVERS = [StoreServer(f"s{n}", "1", host=f"h{n // 2}") for n in range(4)]
+
+
+def test_each_rank_begins_at_another_server_and_copies_go_to_another_host() -> None:
+    assert [servers_for(rank, 2, SERVERS) for rank in range(3)] == [
+        ["s0", "s2"],
+        ["s1", "s2"],
+        ["s2", "s0"],
+    ]
+    assert servers_for(0, 1, SERVERS, near="h1") == ["s2"]
+    leaving = [replace(each, is_leaving=each.server_id != "s3") for each in SERVERS]
+    assert servers_for(0, 2, leaving) == ["s3"]
+    assert servers_for(0, 2, []) == []
+
+
+def held_by(*holders: str, digest: bytes = b"d") -> Version:
+    segment = Segment(digest=digest, num_bytes=1, holders=holders)
+    return replace(stored(1).versions[1], segments=(segment,))
+
+
+def test_a_server_that_is_gone_is_replaced_once_it_may_not_be_back() -> None:
+    holders, version = Holders(), held_by("s0", "s1")
+    holders.see(SERVERS, [version], 0.0)
+    assert holders.questions([version]) == {"s0": [b"d"], "s1": [b"d"]}
+    for server in SERVERS[:2]:
+        holders.note(server, [b"d"], Answer(held=[b"d"]))
+    assert holders.questions([version]) == {}
+    holders.see(SERVERS[1:], [version], 1.0)
+    assert holders.replaced(version, 2, 1.0 + REPLACED_AFTER_S - 1) is None
+    changed = holders.replaced(version, 2, 1.0 + REPLACED_AFTER_S)
+    assert changed is not None and changed.segments[0].holders == ("s1", "s2")
+
+
+def test_a_version_is_lost_once_no_server_has_had_it_for_a_while() -> None:
+    """One that is started again has nothing, though it has the same id."""
+    holders, version = Holders(), held_by("s0")
+    holders.see(SERVERS, [version], 0.0)
+    holders.note(SERVERS[0], [b"d"], Answer(held=[b"d"]))
+    holders.note_versions([version], 0.0)
+    again = [replace(SERVERS[0], incarnation="2"), *SERVERS[1:]]
+    holders.see(again, [version], 1.0)
+    holders.note_versions([version], 1.0)
+    assert holders.lost([version], 1000.0) == []  # nobody has asked it yet
+    holders.note(again[0], [b"d"], Answer(held=[]))
+    holders.note_versions([version], 2.0)
+    assert holders.replaced(version, 2, 1000.0) is None  # there is nobody to have it from
+    assert holders.lost([version], 2.0 + LOST_AFTER_S - 1) == []
+    assert holders.lost([version], 2.0 + LOST_AFTER_S) == [1]
+
+
+def test_a_leaving_server_is_let_go_of_once_others_have_what_it_has() -> None:
+    holders, version = Holders(), held_by("s0", "s1")
+    servers = [replace(SERVERS[0], is_leaving=True), *SERVERS[1:]]
+    holders.see(servers, [version], 0.0)
+    for server in servers[:2]:
+        holders.note(server, [b"d"], Answer(held=[b"d"]))
+    changed = holders.replaced(version, 2, 0.0)
+    assert changed is not None and changed.segments[0].holders == ("s0", "s1", "s2")
+    assert holders.replaced(changed, 2, 0.0) is None
+    holders.note(servers[2], [b"d"], Answer(held=[b"d"]))
+    done = holders.replaced(changed, 2, 0.0)
+    assert done is not None and done.segments[0].holders == ("s1", "s2")
