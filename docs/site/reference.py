@@ -21,6 +21,7 @@ GROUPS = {
         *("EmbeddingTable", "EmbeddingBagTable", "RowSGD", "RowAdagrad", "RowAdam"),
         *("RowNormal", "RowUniform", "RowConstant", "Admission", "Eviction"),
     ),
+    "Published weights": ("subscribe", "Subscription", "Version", "publish", "end_publishing"),
     "Compression": ("FP16", "BF16", "Int8", "OneBit", "TopK", "PowerSGD"),
     "Conditions of your own": ("validator", "Roster", "RosterMember", "Reject"),
     "Planning": ("plan",),
@@ -37,6 +38,7 @@ OTHER_VARIABLES = {
     " coordinators and parameter servers log",
     "SHOAL_TRANSPORT": "`tcp`: tensors do not travel in shared memory, even on one machine; `grpc`:"
     " nor over a bulk connection",
+    "SHOAL_SERIES": "the series of published weights that `shoal.integrations.trl` and `.verl` use",
     "SHOAL_CERTIFICATE_WAIT_S": "how long, in seconds, a member that was let in before waits for a"
     " certificate that is accepted (600)",
 }

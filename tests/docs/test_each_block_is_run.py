@@ -189,6 +189,20 @@ TABLE = {
     ("docs/tutorials/lightning-and-hf.md", "shoal up"): LIGHTNING,
     ("docs/tutorials/lightning-and-hf.md", "shoal run"): LIGHTNING_SESSION,
     ("docs/upgrades.md", "ProtocolMismatch"): NO_CODE,
+    ("docs/weights.md", "import torch"): (
+        "tests/docs/test_weights_page.py::test_the_scripts_of_the_page_publish_and_read"
+    ),
+    ("docs/weights.md", "shoal up"): (
+        "tests/docs/test_weights_page.py::test_the_scripts_of_the_page_publish_and_read"
+    ),
+    ("docs/weights.md", "shoal weights list"): (
+        "tests/server/coordinator/publications/test_service.py"
+    ),
+    ("docs/weights.md", "VLLM_SERVER_DEV_MODE=1"): "tests/worker/integrations/test_vllm.py",
+    ("docs/weights.md", "from vllm.distributed"): "tests/worker/integrations/test_vllm.py",
+    ("docs/weights.md", "from shoal.integrations import trl"): (
+        "tests/worker/integrations/test_vllm.py::test_trl_trains_with_rollouts_of_its_newest_version"
+    ),
 }
 """By page and beginning of the first line: the test, its file or folder, or why there is none."""
 

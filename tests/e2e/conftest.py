@@ -28,9 +28,16 @@ class Shoal:
         self, *arguments: str, environment: Mapping[str, str] | None = None, typed: str = ""
     ) -> "subprocess.Popen[str]":
         """`shoal ARGUMENTS`, stdout and stderr in one pipe; `typed` is what it reads."""
+        command = ("-m", "shoal_client", *arguments)
+        return self.start_python(*command, environment=environment, typed=typed)
+
+    def start_python(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, typed: str = ""
+    ) -> "subprocess.Popen[str]":
+        """`python ARGUMENTS`, as `start`."""
         own = {key: text for key, text in os.environ.items() if not key.startswith("SHOAL_")}
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "shoal_client", *arguments],
+            [sys.executable, "-u", *arguments],
             stdin=subprocess.PIPE if typed else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

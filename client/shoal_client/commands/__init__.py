@@ -82,7 +82,7 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
         ),
         (
             "weights",
-            "list published weights, pin versions, and roll back",
+            "list published weights, pin and export versions, roll back",
             "weights:WeightsConfig",
             "weights:weights",
         ),

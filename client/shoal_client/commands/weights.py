@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, TypeVar
 
 import grpc
@@ -16,7 +17,7 @@ from shoal_client.connection.coordinators import Coordinators
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec, UnknownSeries
 from shoal_proto.names import SERIES_RULE, is_name, is_series
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 
@@ -24,6 +25,8 @@ Reply = TypeVar("Reply", bound=Message)
 
 ANSWER_WITHIN_S = 10.0
 DIGEST_DIGITS = 12
+EXPORTERS = "shoal.weights"
+"""The group of entry points for actions that need tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +35,11 @@ class WeightsConfig:
 
     list: the series, their versions, and the readers with the version and digest that each has
     installed. pin: keeps a version until it is unpinned. rollback: commits a new version with the
-    bytes of an older one.
+    bytes of an older one. export: writes a version as a directory of safetensors files.
     """
 
     action: Annotated[
-        Literal["list", "pin", "unpin", "rollback"], Parameter(show_default=False)
+        Literal["list", "pin", "unpin", "rollback", "export"], Parameter(show_default=False)
     ] = field(kw_only=False)
     """What to do."""
     series: Annotated[str, Parameter(metavar="JOB/NAME", show_default=False)] = field(
@@ -46,9 +49,16 @@ class WeightsConfig:
     number: Annotated[int, Parameter(metavar="N", show_default=False)] = field(
         default=0, kw_only=False
     )
-    """For pin and unpin: the number of the version."""
+    """For pin and unpin: the number of the version. For export: by default the newest one."""
     to: Annotated[int, Parameter(metavar="N")] = 0
     """For rollback: the number of the version whose bytes become the newest version."""
+    into: Annotated[str, Parameter(metavar="DIR", show_default=False)] = ""
+    """For export: the directory to write, or with --format sglang the one above those of
+    versions, `weight_v000057`."""
+    format: Literal["safetensors", "sglang"] = "safetensors"
+    """For export: as a Hugging Face model, or as SGLang, slime and miles pull versions."""
+    base: Annotated[str, Parameter(metavar="DIR", show_default=False)] = ""
+    """For export: a directory whose config and tokenizer are copied beside the weights."""
     call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
 
     def __post_init__(self) -> None:
@@ -59,12 +69,20 @@ class WeightsConfig:
             raise InvalidSpec("bad name of a series", seen=repr(self.series), expected=SERIES_RULE)
         wanted = {"pin": "a number", "unpin": "a number", "rollback": "--to"}.get(self.action, "")
         for name, value in (("a number", self.number), ("--to", self.to)):
+            if self.action == "export" and name == "a number" and value >= 0:
+                continue
             if (value > 0) != (wanted == name) or value < 0:
                 raise InvalidSpec(
                     f"{self.action} takes {wanted or 'no number of a version'}",
                     seen=f"{name}: {value}",
                     expected=_USAGE[self.action],
                 )
+        if bool(self.into) != (self.action == "export"):
+            raise InvalidSpec(
+                f"{self.action} takes {'--into' if self.action == 'export' else 'no --into'}",
+                seen=f"--into {self.into!r}",
+                expected=_USAGE[self.action],
+            )
 
 
 _USAGE = {
@@ -72,6 +90,7 @@ _USAGE = {
     "pin": "shoal weights pin JOB/NAME N",
     "unpin": "shoal weights unpin JOB/NAME N",
     "rollback": "shoal weights rollback JOB/NAME --to N",
+    "export": "shoal weights export JOB/NAME --into DIR",
 }
 
 
@@ -79,6 +98,8 @@ def weights(config: WeightsConfig) -> int:
     """Do what is asked, and print the outcome."""
     options = config.call
     check_reachable(options.coordinators, min(ANSWER_WITHIN_S, options.timeout_s))
+    if config.action == "export":
+        return _export(config)
     coordinators = Coordinators(options.coordinators)
     try:
         if config.action == "list":
@@ -101,6 +122,27 @@ def weights(config: WeightsConfig) -> int:
         return 0
     finally:
         coordinators.close()
+
+
+def _export(config: WeightsConfig) -> int:
+    """By the part that has tensors, where it is installed."""
+    found = [each for each in entry_points(group=EXPORTERS) if each.name == config.action]
+    if not found:
+        raise InvalidSpec(
+            "weights cannot be exported by this installation",
+            seen="no package that has tensors",
+            expected="pip install 'shoal[worker]'",
+        )
+    path = found[0].load()(
+        config.series,
+        config.into,
+        coordinator=",".join(config.call.coordinators),
+        version=config.number or None,
+        format=config.format,
+        base=config.base or None,
+    )
+    print(f"{config.series} is written to {path}")
+    return 0
 
 
 def _list(config: WeightsConfig, coordinators: Coordinators) -> int:

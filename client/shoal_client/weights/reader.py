@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import Coordinators, chance
 from shoal_client.weights.elements import elements_of
 from shoal_client.weights.leases import Installed, ReaderLeases
 from shoal_client.weights.stores import WeightStores
 from shoal_client.weights.watch import SeriesWatch
 from shoal_proto import CHUNK_BYTES
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import CorruptError, MalformedMessage, RetryError, VersionGone
 from shoal_proto.segments.digests import check_root
 from shoal_proto.segments.sealed import Segment, SegmentWriter
@@ -87,7 +87,15 @@ class SeriesReader:
     def wait(self, newer_than: int = 0, timeout_s: float | None = None) -> pb.VersionRecord:
         """The newest version, once there is one with a number above `newer_than`; versions between
         are skipped. Raises DeadlineExceeded."""
-        return self._watch.newest(newer_than, timeout_s).versions[-1]
+        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if give_up_s is None else max(give_up_s - time.monotonic(), 0.0)
+            view = self._watch.newest(newer_than, left_s)
+            if view.versions and view.versions[-1].number > newer_than:
+                return view.versions[-1]
+            # Its job has begun anew, or servers were lost: the next one has a number above the
+            # versions that went.
+            newer_than = view.head
 
     def record(self, number: int, timeout_s: float | None = TIMEOUT_S) -> pb.VersionRecord:
         """A version that is kept. Raises VersionGone for another one."""

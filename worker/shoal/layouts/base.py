@@ -10,7 +10,7 @@ It is dropped as a whole when the group is. Errors of a collective are the group
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -154,6 +154,11 @@ class Layout(ABC):
         """
         return name in self.parameters or self.world.rank == 0
 
+    def replicas(self, name: str) -> Sequence[int]:
+        """Ranks that hold the same chunk of one of `held` as this one, bit for bit, and publish it
+        in parts among them. As it stands: this rank for what it `counts`, and else others."""
+        return (self.world.rank,) if self.counts(name) else ()
+
     def travels(self, name: str) -> bool:
         """Whether the shard of this name in a state (`model.`, `optim.`) is lost with this rank.
 
@@ -278,6 +283,12 @@ class Layout(ABC):
     def idle(self) -> Sequence[str]:
         """Trained parameters to which the step's passes have given no gradient on this rank, where
         all ranks have to compute with the same ones. Names."""
+        return ()
+
+    @property
+    def stepped_by_others(self) -> Collection[str]:
+        """Parameters that are whole on this rank, and that the optimizer of another one alone has
+        stepped in this generation. Names."""
         return ()
 
     def synchronised(self) -> bool:

@@ -3,7 +3,7 @@
 Gradients are averaged by torch's DistributedDataParallel while backward runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,10 @@ class ReplicatedLayout(Layout):
     def counts(self, name: str) -> bool:
         return self.world.rank == 0
 
+    def replicas(self, name: str) -> Sequence[int]:
+        # Of buffers the first rank's are everybody's.
+        return range(self.world.world_size if name in self._parameters else 1)
+
     def travels(self, name: str) -> bool:
         return False
 
@@ -184,7 +188,8 @@ class Zero1Layout(ReplicatedLayout):
         ]
         self._places = [(parameter, parameter.detach()) for parameter in trained.values()]
         self._owned = {name: p for name, p in trained.items() if self._owner[name] == rank}
-        self._others = [p for name, p in trained.items() if self._owner[name] != rank]
+        self._others = {name: p for name, p in trained.items() if self._owner[name] != rank}
+        self._stepped_by_others: set[str] = set()
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -217,7 +222,12 @@ class Zero1Layout(ReplicatedLayout):
 
     def reduce(self) -> None:
         super().reduce()
+        self._stepped_by_others |= {n for n, p in self._others.items() if p.grad is not None}
         self._forget_gradients_of_others()
+
+    @property
+    def stepped_by_others(self) -> Collection[str]:
+        return self._stepped_by_others
 
     def stepped(self) -> None:
         super().stepped()
@@ -232,7 +242,7 @@ class Zero1Layout(ReplicatedLayout):
             wait_abortable(work, self.world.group)
 
     def _forget_gradients_of_others(self) -> None:
-        for parameter in self._others:
+        for parameter in self._others.values():
             parameter.grad = None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import structlog
 
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import InternalError, InvalidSpec, RetryError, ShoalError
 from shoal_server.coordinator.publications import messages
 from shoal_server.coordinator.publications.layouts import MergedLayouts
@@ -35,7 +36,6 @@ from shoal_server.core.publications.protocol import (
 from shoal_server.core.publications.readers import ReaderReport
 from shoal_server.core.publications.records import Segment
 from shoal_server.core.publications.series import Series
-from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
@@ -208,22 +208,22 @@ class SeriesActor:
     async def _verified(self, segments: list[Segment]) -> tuple[Segment, ...] | int:
         """The segments with the holders that answer that they have them; else a rank whose segment
         nobody has."""
-        pauses = ExponentialBackOff(VERIFY_PAUSE_S)
+        pauses = BackOff(VERIFY_PAUSE_S)
         for attempt in range(VERIFY_ATTEMPTS):
             found = verified(segments, await self._stores.held(self.series.name, segments))
             if not isinstance(found, int) or attempt == VERIFY_ATTEMPTS - 1:
                 break
-            await pauses.pause()
+            await asyncio.sleep(pauses.pause_s())
         return found
 
     async def _kept(self, layout: bytes) -> bytes:
-        pauses = ExponentialBackOff(VERIFY_PAUSE_S)
+        pauses = BackOff(VERIFY_PAUSE_S)
         while True:
             try:
                 return await self.writer.keep_layout(layout)
             except RetryError as error:
                 log.warning("layout_not_kept", series=self.series.name, reason=str(error))
-            await pauses.pause()
+            await asyncio.sleep(pauses.pause_s())
 
     async def care(self) -> None:
         """Look after leases and limits, and after the servers that hold the versions."""

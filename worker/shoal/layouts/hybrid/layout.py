@@ -93,6 +93,13 @@ class HybridLayout(Layout):
             return False
         return isinstance(self.parameters.get(name), DTensor) or not self._at["tensor"]
 
+    def replicas(self, name: str) -> Sequence[int]:
+        is_cut = isinstance(self.parameters.get(name), DTensor)
+        if name not in self.parameters or not self._inner.counts(name):
+            return super().replicas(name)
+        is_first = is_cut or not self._at["tensor"]
+        return dist.get_process_group_ranks(self._groups["data"]) if is_first else ()
+
     def travels(self, name: str) -> bool:
         return self.data_count == 1
 

@@ -251,6 +251,12 @@ class ShardedLayout(Layout):
     def counts(self, name: str) -> bool:
         return not self._copy and super().counts(name)
 
+    def replicas(self, name: str) -> Sequence[int]:
+        if self._num_copies == 1 or name not in self._parameters:
+            return super().replicas(name)
+        num_rows = self.world.world_size // self._num_copies
+        return range(self.world.rank % num_rows, self.world.world_size, num_rows)
+
     def travels(self, name: str) -> bool:
         """All but buffers, of which everybody has the same; nothing where there are copies."""
         is_buffer = name.startswith(MODEL) and name.removeprefix(MODEL) not in self._parameters

@@ -29,14 +29,15 @@ from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
+from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
 from shoal.strategies.local_sgd.outer_loop import OuterLoop
 from shoal.strategies.local_sgd.outer_step import OuterStep
-from shoal.strategies.local_sgd.round import Round
-from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_proto.errors import (
     DtypeMismatch,
     GenerationBroken,
@@ -50,6 +51,50 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 _PLAIN = OuterStep()
+
+
+class Round:
+    """The steps that a member has taken by itself since all members last met: their weights, the
+    hyperparameters of each, and what to call once they are acknowledged."""
+
+    def __init__(self) -> None:
+        self.applied: dict[int, Values] = {}
+        """The hyperparameters of each step."""
+        self.conflict = ""
+        """Why a step that is taken again is not the same, if one is not."""
+        self.weight = 0.0
+        """Of the step under way, as below."""
+        self._weights = 0.0
+        self._unacknowledged: list[Callable[[], None]] = []
+
+    def note(self, step: int, hyper: Hyperparameters) -> None:
+        """Step number `step` is about to be taken: with what a schedule now says."""
+        self.conflict = self.conflict or hyper.conflict(step)
+        hyper.apply(step)
+        self.applied[step] = hyper.now()
+
+    def stepped(self, acknowledged: Callable[[], None]) -> None:
+        """A step was taken; `acknowledged` is called when its round has ended."""
+        self._weights += self.weight
+        self._unacknowledged.append(acknowledged)
+
+    def mean_weight(self, num_steps: int) -> float:
+        """In each step the members' weights average to one, and so do these."""
+        return self._weights / num_steps
+
+    def end(self) -> None:
+        """All members have met; the next round begins."""
+        self.applied.clear()
+        self._weights = 0.0
+        while self._unacknowledged:
+            self._unacknowledged.pop(0)()
+
+    def give_up(self) -> None:
+        """Its steps are rolled back."""
+        self.applied.clear()
+        self.conflict = ""
+        self._weights = 0.0
+        self._unacknowledged.clear()
 
 
 class LocalSGD(SynchronousStrategy):
@@ -267,9 +312,27 @@ class LocalSGD(SynchronousStrategy):
         copies = {name: agreed[name].to("cpu", copy=True) for name in names.values()}
         return {name: copies[names[tensor]] for name, tensor in held.items()}
 
+    def weights(self) -> HeldWeights:
+        """As of the last meeting, as `state_dict`."""
+        world_size, agreed = self.group.size(), self._outer_loop.agreed
+        return held_by_all(
+            _of_kind(agreed.tensors, "parameter/", dict(self._model.named_parameters())),
+            _of_kind(agreed.tensors, "buffer/", persistent_buffers(self._model)),
+            step=agreed.step,
+            rank=self._rank,
+            world_size=world_size,
+            tied=tied(self._model),
+        )
+
     def metrics(self) -> Mapping[str, float]:
         """Bytes that this member sent for its rounds, and how many times less than plainly."""
         return self._outer_loop.traffic.metrics()
+
+
+def _of_kind(
+    tensors: Mapping[str, Tensor], kind: str, names: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    return {name: tensors[kind + name] for name in names}
 
 
 class DiLoCo(LocalSGD):

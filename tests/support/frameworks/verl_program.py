@@ -1,0 +1,60 @@
+"""A program that a Python with verl runs: one actor and one rollout, by verl's own registry.
+
+python verl_program.py SERIES        prints a line of JSON for each thing that was tried
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import torch
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+from verl.utils.import_utils import import_external_libs
+from verl.workers.rollout.utils import ensure_async_iterator
+
+
+def say(**what: Any) -> None:
+    print("told", json.dumps(what), flush=True)
+
+
+def weights_of(step: int) -> Any:
+    """As an actor's `get_per_tensor_param`."""
+    for name, shape in (("embed.weight", (11, 4)), ("head.weight", (4, 11)), ("norm", (4,))):
+        yield name, torch.full(shape, float(step), dtype=torch.bfloat16)
+
+
+async def main(series: str) -> None:
+    import_external_libs("shoal.integrations.verl")
+    engine = CheckpointEngineRegistry.get("shoal")
+    options = {"bucket_size": 1 << 20, "series": series}
+    actor = CheckpointEngineRegistry.new("shoal", is_master=True, **options)
+    other, rollout, late = (CheckpointEngineRegistry.new("shoal", **options) for _ in range(3))
+    metadata = [each.prepare() for each in (actor, other, rollout)]
+    actors, rollouts = engine.build_topology(2, 1, metadata)
+    say(what="topology", actors=actors, rollouts=rollouts, wire_format=engine.wire_format)
+    for step in (10, 20):
+        for each in (actor, other, rollout):
+            each.init_process_group()
+        received = asyncio.create_task(taken(rollout, step))
+        await other.send_weights(weights_of(step), global_steps=step)
+        version = await actor.send_weights(weights_of(step), global_steps=step)
+        tensors = await received
+        same = all(torch.equal(tensors[name], each) for name, each in weights_of(step))
+        say(what="synchronised", step=step, version=version.number, same=same, names=len(tensors))
+        for each in (actor, other, rollout):
+            each.finalize()
+    tensors = await taken(late, None)
+    say(what="late", value=float(tensors["norm"][0]))
+
+
+async def taken(rollout: Any, step: int | None) -> dict[str, torch.Tensor]:
+    """What a server adapter takes of the generator."""
+    found = {}
+    async for name, tensor in ensure_async_iterator(rollout.receive_weights(global_steps=step)):
+        found[name] = tensor.clone()
+    return found
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,160 @@
+"""A series in this process: what the coordinator and the servers do for publishers and readers."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+
+from shoal.weights.reading import merged
+from shoal.weights.series import Place
+from shoal.weights.subscription import Subscription, version_digest
+from shoal_proto.errors import DeadlineExceeded, PublicationAbandoned, ShoalError, VersionGone
+from shoal_proto.segments.sealed import Segment
+from shoal_proto.v1 import weights_pb2
+
+
+class MemorySeries:
+    """Commits a publication when all of its ranks have contributed."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.records: list[weights_pb2.VersionRecord] = []
+        self.layouts: dict[bytes, weights_pb2.Layout] = {}
+        self.parts: dict[tuple[int, int], dict[int, tuple[Segment, weights_pb2.Layout]]] = {}
+        self.segments: dict[bytes, Segment] = {}
+        self.holds = threading.Event()
+        """Contributions are taken while this is set."""
+        self.holds.set()
+        self.failure: ShoalError | None = None
+        self.reports: list[tuple[int, bytes]] = []
+        self.leases: set[int] = set()
+
+    def connect(self, place: Place) -> "MemoryContributor":
+        return MemoryContributor(self, place)
+
+    def reader(self) -> "MemoryReader":
+        return MemoryReader(self)
+
+    def subscription(self) -> Subscription:
+        return Subscription(self.reader(), "job/policy")  # type: ignore[arg-type]
+
+    def commit(self, publication: int, place: Place, step: int, text: Mapping[str, str]) -> None:
+        parts = self.parts[place.number, publication]
+        layout = merged([parts[rank][1] for rank in range(place.world_size)])
+        raw = layout.SerializeToString(deterministic=True)
+        digest = sha256(raw).digest()
+        self.layouts[digest] = layout
+        segments = [parts[rank][0] for rank in range(place.world_size)]
+        self.records.append(
+            weights_pb2.VersionRecord(
+                number=len(self.records) + 1,
+                epoch=place.number,
+                step=step,
+                layout_digest=digest,
+                segments=[
+                    weights_pb2.Segment(digest=each.digest, num_bytes=each.num_bytes)
+                    for each in segments
+                ],
+                digest=version_digest(digest, [each.digest for each in segments]),
+                created_unix_s=time.time(),
+                metadata=text,
+            )
+        )
+
+
+class MemoryContributor:
+    """One rank's way to it."""
+
+    def __init__(self, series: MemorySeries, place: Place) -> None:
+        self._series, self._place = series, place
+        self._closed = False
+
+    def contribute(
+        self,
+        segment: Segment,
+        layout: weights_pb2.Layout,
+        *,
+        publication: int,
+        step: int,
+        metadata: Mapping[str, str],
+        on_replicated: Callable[[], None],
+    ) -> weights_pb2.VersionRecord:
+        series, place = self._series, self._place
+        series.holds.wait()
+        if series.failure is not None:
+            raise series.failure
+        on_replicated()
+        copy = Segment.adopt(_duplicate(segment), segment.num_bytes)
+        with series.changed:
+            parts = series.parts.setdefault((place.number, publication), {})
+            parts[place.rank] = (copy, layout)
+            series.segments[copy.digest] = copy
+            if len(parts) == place.world_size:
+                series.commit(publication, place, step, metadata)
+                series.changed.notify_all()
+            while not self._closed:
+                if own := [each for each in series.records if each.step == step]:
+                    return own[-1]
+                if any(each.step > step for each in series.records):
+                    break
+                series.changed.wait(0.05)
+        raise PublicationAbandoned("a rank of it was lost")
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class MemoryReader:
+    """A `SeriesReader`."""
+
+    def __init__(self, series: MemorySeries) -> None:
+        self._series = series
+        self.fetched_bytes = 0
+
+    def view(self) -> weights_pb2.SeriesView:
+        return weights_pb2.SeriesView(series="job/policy", versions=self._series.records)
+
+    def wait(self, newer_than: int, timeout_s: float | None) -> weights_pb2.VersionRecord:
+        with self._series.changed:
+            found = self._series.changed.wait_for(
+                lambda: self._series.records and self._series.records[-1].number > newer_than,
+                timeout_s,
+            )
+            if not found:
+                raise DeadlineExceeded(f"no version above {newer_than}")
+            return self._series.records[-1]
+
+    def lease(self, number: int) -> None:
+        if number not in {each.number for each in self._series.records}:
+            raise VersionGone(f"version {number} is not kept")
+        self._series.leases.add(number)
+
+    def release(self, number: int) -> None:
+        self._series.leases.discard(number)
+
+    def layout(self, record: weights_pb2.VersionRecord) -> weights_pb2.Layout:
+        return self._series.layouts[record.layout_digest]
+
+    def fetch(
+        self,
+        record: weights_pb2.VersionRecord,
+        segments: Sequence[int] | None = None,
+        ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+        *,
+        base: object = None,
+    ) -> list[Segment]:
+        assert record.number in self._series.leases, "a fetch without a lease"
+        numbers = range(len(record.segments)) if segments is None else segments
+        found = [self._series.segments[record.segments[each].digest] for each in numbers]
+        return [Segment.adopt(_duplicate(each), each.num_bytes) for each in found]
+
+    def report(self, installed: int, digest: bytes, fetch_s: float, fetch_bytes: int) -> None:
+        self._series.reports.append((installed, digest))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _duplicate(segment: Segment) -> int:
+    return os.dup(segment.descriptor)

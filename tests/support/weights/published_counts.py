@@ -1,0 +1,70 @@
+"""A job that publishes weights which count its updates, and readers that look whether they do."""
+
+RATE = 2.0**-10
+
+
+def publishing_script(epochs: int, steps_per_epoch: int) -> str:
+    """Each gradient is one everywhere, so every weight of the version of step n is -n * RATE: a
+    mixture of two versions shows. Its argument is the strategy.
+
+    It publishes behind each step, takes its time until there is a file `done`, and marks its last
+    version.
+    """
+    return f"""
+import pathlib, sys, time, shoal, torch
+from torch import nn
+
+done = pathlib.Path("done")
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 1031), nn.Linear(8, 5, bias=False)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, inputs):
+        return self.wide(inputs).sum(1) + self.narrow(inputs).sum(1)
+
+model = Counts()
+optimizer = torch.optim.SGD(model.parameters(), lr={RATE})
+with shoal.join() as session:
+    model, optimizer = session.distribute(model, optimizer, strategy=sys.argv[1])
+    series = session.series("policy", keep=3)
+    data = torch.ones(16 * {steps_per_epoch}, 8)
+    for batch in session.batches(data, global_batch_size=16, epochs={epochs}):
+        with session.step() as step:
+            session.backward(model(batch.inputs).sum() / len(batch.inputs))
+        if not step.committed:
+            continue
+        ticket = series.publish(metadata={{"by": session.rank}})
+        if done.exists():
+            break
+        time.sleep(0.1)
+    version = series.publish(metadata={{"last": "yes"}}).wait("committed", timeout=60)
+    print("ended at version", version.number, "of step", version.step, flush=True)
+"""
+
+
+def reading_script() -> str:
+    """Arguments: the series, and the reader's name. Says of each version that it has installed
+    number, step and digest, and whether it is what that step gives; ends with the last version."""
+    return f"""
+import sys, shoal
+from shoal_proto.errors import VersionGone
+
+with shoal.subscribe(sys.argv[1], reader=sys.argv[2]) as series:
+    while True:
+        version = series.wait(timeout=120)
+        try:
+            weights = series.fetch(version)
+        except VersionGone:
+            print("passed by", version.number, flush=True)
+            continue
+        values = {{value.item() for each in weights.values() for value in (each.min(), each.max())}}
+        is_whole = values == {{-version.step * {RATE}}}
+        series.installed(weights)
+        print("installed", version.number, version.step, version.digest, is_whole, flush=True)
+        if "last" in version.metadata:
+            break
+"""

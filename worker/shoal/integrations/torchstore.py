@@ -1,0 +1,112 @@
+"""`put_state_dict` and `get_state_dict` with the signatures of TorchStore, over published weights.
+
+    from shoal.integrations import torchstore as ts
+
+Each put of a key is a version of its own, and each get is of one version: a reader never sees
+tensors of two puts, and a writer need not wait for readers before it writes again.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.torch_private.checkpoint import flatten_state_dict
+from shoal.weights.script import publish, subscribe
+from shoal.weights.subscription import Subscription, Weights
+from shoal_proto.errors import InvalidSpec
+
+JOB_VARIABLE = "SHOAL_JOB"
+COMMIT_S = 600.0
+_subscriptions: dict[str, Subscription] = {}
+
+
+async def put_state_dict(
+    state_dict: Mapping[str, Any],
+    key: str,
+    store_name: str = "TorchStore",
+    direct_rdma: bool = False,
+    transfer_dtype: torch.dtype | None = None,
+) -> None:
+    """Publish a state dict, nested or not, as the next version of the key, and return once it is
+    committed. `transfer_dtype`: of floating point tensors. Raises InvalidSpec for what is no
+    tensor."""
+    series = series_of(key, store_name)
+    flat = _flattened(state_dict)
+    ticket = await asyncio.to_thread(publish, series, flat, dtype=transfer_dtype)
+    await asyncio.to_thread(ticket.wait, "committed", COMMIT_S)
+
+
+async def get_state_dict(
+    key: str,
+    user_state_dict: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    store_name: str = "TorchStore",
+    direct_rdma: bool = False,
+) -> dict[str, Any]:
+    """The newest version of the key: written into the tensors of `user_state_dict`, DTensors by
+    their own slices, if it is given. With `strict` its names must be those of the version."""
+    subscription = _subscribed(series_of(key, store_name))
+    if user_state_dict is None:
+        return _nested(await subscription.fetch_async())
+    flat = _flattened(user_state_dict)
+    if strict:
+        await subscription.fetch_async(into=flat)
+    else:
+        found = await subscription.fetch_async()
+        for name in flat.keys() & found.keys():
+            flat[name].copy_(found[name])
+    return dict(user_state_dict)
+
+
+def reset_client(store_name: str = "TorchStore") -> None:
+    """End the subscriptions of a store: the next get makes new ones."""
+    job = _job(store_name)
+    for series in [each for each in _subscriptions if each.partition("/")[0] == job]:
+        _subscriptions.pop(series).close()
+
+
+def series_of(key: str, store_name: str) -> str:
+    """The series of a key: of the job SHOAL_JOB, or of one that is called as the store is. Keys
+    with other characters than a series may have are told apart by a digest."""
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", key)[:40]
+    if name != key:
+        name = f"{name}-{sha256(key.encode()).hexdigest()[:16]}"
+    return f"{_job(store_name)}/{name}"
+
+
+def _job(store_name: str) -> str:
+    return os.environ.get(JOB_VARIABLE) or store_name
+
+
+def _subscribed(series: str) -> Subscription:
+    if series not in _subscriptions:
+        _subscriptions[series] = subscribe(series)
+    return _subscriptions[series]
+
+
+def _flattened(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors by their paths, joined by slashes."""
+    flat, paths = flatten_state_dict(dict(state_dict))
+    for name, value in flat.items():
+        if not isinstance(value, Tensor):
+            raise InvalidSpec(
+                f"{name} cannot be published", seen=type(value).__name__, expected="a tensor"
+            )
+    return {"/".join(map(str, paths[name])): tensor for name, tensor in flat.items()}
+
+
+def _nested(weights: Weights) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, tensor in weights.items():
+        *above, last = name.split("/")
+        place = found
+        for each in above:
+            place = place.setdefault(each, {})
+        place[last] = tensor
+    return found

@@ -1,0 +1,149 @@
+"""TRL's trainers publish their weights as versions of a series, which vLLM's engines install.
+
+Start vLLM with `--weight-transfer-config '{"backend": "shoal"}'`; see `shoal.integrations.vllm`.
+Neither client needs CUDA, as TRL's own do: nothing is broadcast. Each synchronisation is a version
+with a number, and an engine that cannot install it goes on serving the one before.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+from torch import Tensor
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient as _WeightTransfer
+from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient as _VLLMClient
+
+from shoal.weights.script import publish
+from shoal.weights.version import Version
+from shoal_proto.errors import InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+SERIES_VARIABLE = "SHOAL_SERIES"
+COMMIT_S = 600.0
+
+
+def use_series(series: str, *, coordinator: str | None = None) -> None:
+    """Have TRL's trainers that use a vLLM server (`vllm_mode="server"`: GRPO, RLOO, ...) publish
+    the series, from now on. Before the trainer is made.
+
+        shoal.integrations.trl.use_series("rl/policy", coordinator="host:7700")
+        trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, vllm_mode="server", ...))
+    """
+
+    class Client(VLLMClient):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, series=series, coordinator=coordinator, **kwargs)
+
+    vllm_generation.VLLMClient = Client
+
+
+class _Publisher:
+    """Publishes named tensors, and has waited for the commit when it returns."""
+
+    def __init__(self, series: str | None, coordinator: str | None) -> None:
+        self.series = series or os.environ.get(SERIES_VARIABLE, "")
+        self.coordinator = coordinator
+        if not self.series:
+            raise InvalidSpec(
+                "no series was named", expected=f"series='JOB/NAME', or {SERIES_VARIABLE}"
+            )
+
+    @property
+    def init_info(self) -> dict[str, Any]:
+        """What vLLM's engines are told."""
+        return {"series": self.series, "coordinator": self.coordinator}
+
+    def publish(self, named: Iterable[tuple[str, Tensor]]) -> Version:
+        tensors = {name: tensor.detach() for name, tensor in named}
+        ticket = publish(self.series, tensors, coordinator=self.coordinator)
+        version = ticket.wait("committed", timeout=COMMIT_S)
+        assert version is not None, "one that is committed is a version"
+        return version
+
+
+class VLLMClient(_VLLMClient):
+    """TRL's client of a vLLM server, with versions in place of NCCL broadcasts."""
+
+    def __init__(
+        self, *args: Any, series: str | None = None, coordinator: str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._publisher = _Publisher(series, coordinator)
+        self._collected: dict[str, Tensor] | None = None
+        self.version: Version | None = None
+        """The one that was published last."""
+
+    def init_communicator(self, device: Any = 0) -> None:
+        """Tell the engines which series to follow."""
+        info = self._publisher.init_info
+        self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
+
+    def close_communicator(self) -> None:
+        """Nothing is open."""
+
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        """Several `update_named_param` as one version. Nothing is published if the block raises."""
+        self._collected = {}
+        try:
+            yield
+            self._install(self._collected.items())
+        finally:
+            self._collected = None
+
+    def update_named_params(
+        self, metadata: Any, named_params: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        if self._collected is not None:
+            # Copied: TRL gathers one parameter after the other into the same memory.
+            self._collected |= {name: tensor.detach().clone() for name, tensor in named_params}
+            return
+        self._install((name, tensor.detach().clone()) for name, tensor in named_params)
+
+    def _install(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self.version = self._publisher.publish(named)
+        number = self.version.number
+        self._post(f"{self.base_url}/start_weight_update", json={})
+        self._post(f"{self.base_url}/update_weights", json={"update_info": {"version": number}})
+        label = {"weight_version": str(number)}
+        self._post(f"{self.base_url}/finish_weight_update", json=label)
+
+
+class WeightTransferClient(_WeightTransfer):
+    """The seam of TRL's asynchronous GRPO."""
+
+    def __init__(
+        self,
+        vllm_client: Any,
+        weight_update_info: dict[str, Any],
+        weight_sync_timeout: int = 1800,
+        *,
+        series: str | None = None,
+        coordinator: str | None = None,
+    ) -> None:
+        self.vllm = vllm_client
+        self.weight_sync_timeout = weight_sync_timeout
+        self._publisher = _Publisher(series, coordinator)
+        self.version: Version | None = None
+
+    def init_weight_transfer(self) -> None:
+        self.vllm.wait_for_server_ready()
+        self.vllm.init_weight_transfer_engine(
+            self._publisher.init_info, timeout=self.weight_sync_timeout
+        )
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        self.version = self._publisher.publish(
+            (name, tensor.detach().clone()) for name, tensor in iterator
+        )
+        limit = self.weight_sync_timeout
+        self.vllm.start_weight_update(timeout=limit)
+        self.vllm.update_weights({"version": self.version.number}, timeout=limit)
+        self.vllm.finish_weight_update(timeout=limit)
+
+    def destroy(self) -> None:
+        """The series is let go of when the process ends."""

@@ -1,0 +1,138 @@
+"""verl's actors publish versions of a series, and its rollouts fetch them.
+
+    actor_rollout_ref.rollout.checkpoint_engine:
+      backend: shoal
+      custom_backend_module: shoal.integrations.verl
+      engine_kwargs: {shoal: {series: rl/policy, coordinator: "host:7700"}}
+
+There is no process group and no bucket: a rollout that is slow, dead or new holds nobody up. It
+gets the newest version, or the one of the step that verl asks for, whole and verified.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import structlog
+from torch import Tensor
+from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
+
+from shoal.weights.script import publish, subscribe
+from shoal.weights.subscription import Subscription, Weights
+from shoal.weights.version import Version
+from shoal_proto.errors import InvalidSpec, VersionGone
+
+log = structlog.get_logger(__name__)
+
+SERIES_VARIABLE = "SHOAL_SERIES"
+WAIT_S = 600.0
+"""How long a rollout waits for a step's version, and an actor for the commit of its own."""
+
+
+@CheckpointEngineRegistry.register("shoal")
+class ShoalCheckpointEngine(CheckpointEngineWithCache):
+    """One process' end of a series: rank 0 of the actors publishes, rollouts read."""
+
+    def __init__(
+        self,
+        bucket_size: int = 0,
+        *,
+        is_master: bool = False,
+        series: str | None = None,
+        coordinator: str | None = None,
+        keep: int = 2,
+        copies: int = 2,
+    ) -> None:
+        self.is_master = is_master
+        self.series = series or os.environ.get(SERIES_VARIABLE, "")
+        if not self.series:
+            raise InvalidSpec(
+                "no series was named",
+                expected=f"engine_kwargs: {{shoal: {{series: JOB/NAME}}}}, or {SERIES_VARIABLE}",
+            )
+        self.coordinator, self.keep, self.copies = coordinator, keep, copies
+        self._subscription: Subscription | None = None
+        self._weights: Weights | None = None
+
+    # --- what verl's process groups need, and versions do not ---
+
+    def prepare(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        return {}, {}
+
+    def init_process_group(self, **kwargs: Any) -> None:
+        """There is none."""
+
+    def finalize(self) -> None:
+        """Nothing was allocated."""
+
+    # --- versions ---
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
+    ) -> Version | None:
+        """Publish what the generator yields, as the version of this step, and return once it is
+        committed. Other ranks go through their generators only: yielding is a collective."""
+        if not self.is_master:
+            for _ in weights:
+                pass
+            return None
+        tensors = {name: tensor.detach() for name, tensor in weights}
+        ticket = publish(
+            self.series,
+            tensors,
+            coordinator=self.coordinator,
+            step=global_steps or 0,
+            keep=self.keep,
+            copies=self.copies,
+        )
+        return await asyncio.to_thread(ticket.wait, "committed", WAIT_S)
+
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, Tensor]]:
+        """The tensors of the version of this step, or of the newest one. Reported as installed once
+        the engine has taken the last of them."""
+        subscription = self._subscribed()
+        version = await self._version_of(global_steps)
+        self._weights = await subscription.fetch_async(version)
+        for name, tensor in self._weights.items():
+            yield name, tensor
+        subscription.installed(self._weights)
+
+    async def get_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """The tensors of the version that was received last, from this host's memory."""
+        if self._weights is None:
+            raise InvalidSpec("no version was received", expected="receive_weights() first")
+        for name, tensor in self._weights.items():
+            yield name, tensor
+
+    def _subscribed(self) -> Subscription:
+        if self._subscription is None:
+            self._subscription = subscribe(self.series, coordinator=self.coordinator)
+        return self._subscription
+
+    async def _version_of(self, step: int | None) -> Version:
+        """The version of a step, waited for; a later one, if that was passed by."""
+        subscription = self._subscribed()
+        last = 0
+        while True:
+            found = await subscription.wait_async(last, WAIT_S)
+            if step is None or found.step == step:
+                return found
+            kept = await asyncio.to_thread(subscription.versions)
+            of_step = [each for each in kept if each.step == step]
+            if of_step:
+                return of_step[-1]
+            if found.step > step:
+                raise VersionGone(
+                    f"the version of step {step} of {self.series} is not kept",
+                    seen=f"version {found.number} of step {found.step}",
+                )
+            last = found.number

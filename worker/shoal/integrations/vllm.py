@@ -1,0 +1,267 @@
+"""vLLM installs versions of a series: `--weight-transfer-config '{"backend": "shoal"}'`.
+
+vLLM finds the engine through its plug-in entry point, `vllm.general_plugins`, in each of its
+processes. A version is staged and verified as a whole by every worker before a weight changes; if
+one worker cannot, none of them installs it, and vLLM goes on serving the version that it has.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer import (
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from shoal.weights.script import publish, subscribe
+from shoal.weights.subscription import Subscription, Weights
+from shoal.weights.version import Version
+from shoal_proto.errors import InvalidSpec, PublicationAbandoned, ShoalError
+
+log = structlog.get_logger(__name__)
+
+BACKEND = "shoal"
+COMMIT_S = 600.0
+"""How long a trainer waits for its version to be committed."""
+
+
+def register() -> None:
+    """Make the backend known to vLLM: the entry point. May be called more than once."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShoalWeightTransferEngine")
+    if BACKEND not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine(BACKEND, __name__, "ShoalTrainerEngine")
+
+
+@dataclass
+class ShoalInitInfo(WeightTransferInitInfo):
+    """Which series an engine follows."""
+
+    series: str
+    """JOB/NAME."""
+    coordinator: str | None = None
+    """host:port of the coordinators, separated by commas; None: SHOAL_COORDINATOR."""
+    reader: str | None = None
+    """Name in `shoal status`, with the worker's rank behind it; None: one is made up."""
+
+
+@dataclass
+class ShoalUpdateInfo(WeightTransferUpdateInfo):
+    """Which version an update installs."""
+
+    version: int | None = None
+    """None: the newest one."""
+
+
+Load = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+class ShoalWeightTransferEngine(WeightTransferEngine):
+    """A vLLM worker's reader of a series."""
+
+    init_info_cls = ShoalInitInfo
+    update_info_cls = ShoalUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._subscription: Subscription | None = None
+        self._serves: Load = self._from_checkpoint
+        """Gives the weights that vLLM serves, in case that it cannot load other ones."""
+
+    def init_transfer_engine(self, init_info: ShoalInitInfo) -> None:
+        if self._subscription is not None:
+            self._subscription.close()
+        reader = init_info.reader and f"{init_info.reader}-{self.parallel_config.rank}"
+        self._subscription = subscribe(
+            init_info.series, coordinator=init_info.coordinator, reader=reader
+        )
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: the layers stay as they are until a whole version is staged."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # vLLM's own waits for a device behind it, which it does not have on a CPU.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
+        """Install a version on every worker, or on none of them, and raise on all."""
+        staged = self._staged(update_info.version)
+        failure: Exception | None = None
+        try:
+            self._load(staged.items)
+        except Exception as error:  # noqa: BLE001 - raised below, once the engine serves again
+            failure = error
+        if not _all_have(failure is None):
+            log.error("version_not_loaded", version=staged.version.number, reason=str(failure))
+            self._load(self._serves)
+            raise PublicationAbandoned(
+                f"vLLM could not load version {staged.version.number}; it serves what it served",
+                seen=repr(failure) if failure is not None else "an error of another worker",
+                expected="tensors with the names and shapes of the model that it serves",
+            ) from failure
+        self._serves = staged.items
+        self._followed().installed(staged)
+
+    def _staged(self, number: int | None) -> Weights:
+        failure: ShoalError | None = None
+        try:
+            found = self._followed().fetch("newest" if number is None else number)
+            self._followed().check_newer(found.version)
+        except ShoalError as error:
+            failure = error
+        if not _all_have(failure is None):
+            raise failure or PublicationAbandoned(
+                "another worker of this engine could not stage the version; none installs it"
+            )
+        return found
+
+    def _followed(self) -> Subscription:
+        if self._subscription is None:
+            raise InvalidSpec(
+                "vLLM was not told which series to follow",
+                expected='init_weight_transfer_engine({"series": "JOB/NAME"}) first',
+            )
+        return self._subscription
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do: what is staged is installed as a whole."""
+
+    def _load(self, weights: Load) -> None:
+        # Frees and refills layer by layer: nothing between these three lines may fail to be there.
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(weights()))
+        finalize_layerwise_reload(self.model, self.model_config)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def _from_checkpoint(self) -> Iterable[tuple[str, Tensor]]:
+        loader: Any = get_model_loader(self.vllm_config.load_config)
+        found: Iterable[tuple[str, Tensor]] = loader.get_all_weights(self.model_config, self.model)
+        return found
+
+    def shutdown(self) -> None:
+        if self._subscription is not None:
+            self._subscription.close()
+
+
+def _all_have(own: bool) -> bool:
+    """True if it is true on all workers of the engine."""
+    group = get_world_group()
+    if group.world_size == 1:
+        return own
+    number = torch.tensor([int(own)])
+    dist.all_reduce(number, op=dist.ReduceOp.MIN, group=group.cpu_group)
+    return bool(number.item())
+
+
+# --- trainers that use vLLM's own classes ---
+
+
+@dataclass
+class ShoalTrainerInit(TrainerInitInfo):
+    """For `WeightTransferTrainerFactory.trainer_init`: which series a trainer publishes."""
+
+    backend: ClassVar[str] = BACKEND
+    series: str = ""
+    coordinator: str | None = None
+    keep: int = 2
+    copies: int = 2
+
+
+class ShoalTrainerEngine(TrainerWeightTransferEngine):
+    """Publishes a `WeightSource`, and has an engine install each version."""
+
+    init_info_cls = ShoalTrainerInit
+
+    def __init__(
+        self,
+        init_info: ShoalTrainerInit,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None,
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._own = init_info
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: ShoalTrainerInit,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> "ShoalTrainerEngine":
+        engine = cls(init_info, client, source)
+        if engine.is_sender:
+            given = {"series": init_info.series, "coordinator": init_info.coordinator}
+            client.init_weight_transfer_engine(given)
+        return engine
+
+    def send_weights(self) -> None:
+        """Publish the source's weights, and return once the engine serves them.
+
+        Iterating the source may be a collective of all ranks; the first one publishes.
+        """
+        if self.source is None:
+            raise InvalidSpec("there is nothing to publish", expected="source=ModuleSource(model)")
+        weights = {name: tensor.detach() for name, tensor in self.source}
+        if not self.is_sender:
+            return
+        own = self._own
+        ticket = publish(
+            own.series, weights, coordinator=own.coordinator, keep=own.keep, copies=own.copies
+        )
+        version = ticket.wait("committed", timeout=COMMIT_S)
+        assert version is not None, "one that is committed is a version"
+        install(self.client, version)
+
+    def shutdown(self) -> None:
+        """The series is let go of when the process ends."""
+
+
+# --- engines that follow a series by themselves ---
+
+
+def install(client: VLLMWeightSyncClient, version: Version | int) -> None:
+    """Have an engine install a version, and label its outputs with the number."""
+    number = version if isinstance(version, int) else version.number
+    client.start_weight_update()
+    client.update_weights({"version": number})
+    client.finish_weight_update(str(number))
+
+
+def follow(
+    client: VLLMWeightSyncClient,
+    series: str,
+    *,
+    coordinator: str | None = None,
+    until: Callable[[Version], bool] = lambda version: False,
+) -> None:
+    """Have an engine install the newest version each time there is one, until `until` says so of
+    one that it has installed. Versions that were published meanwhile are skipped."""
+    client.init_weight_transfer_engine({"series": series, "coordinator": coordinator})
+    with subscribe(series, coordinator=coordinator) as subscription:
+        for version in subscription:
+            install(client, version)
+            if until(version):
+                return

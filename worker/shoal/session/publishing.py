@@ -1,0 +1,120 @@
+"""A series of versions that the members of a session publish together."""
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from torch import Tensor, nn
+
+from shoal.membership.generation import Generation
+from shoal.session.elastic_controller import ElasticController
+from shoal.weights.pieces import HeldWeights
+from shoal.weights.series import (
+    Contributor,
+    Place,
+    Publications,
+    SeriesOptions,
+    Ticket,
+    held_state,
+)
+from shoal.weights.subscription import looking_at
+from shoal_client.weights.publisher import SeriesPublisher
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import check_name
+from shoal_proto.v1 import weights_pb2
+
+
+class Series:
+    """Made by `session.series`. Every member makes the same calls."""
+
+    def __init__(
+        self,
+        controller: ElasticController,
+        fields: dict[str, str],
+        name: str,
+        options: SeriesOptions,
+        check_closed: Callable[[str], None],
+    ) -> None:
+        """`fields` are the proposal's; `check_closed` raises within a step."""
+        check_name(name, "series")
+        member = controller.member
+        if not member.coordinators:
+            raise InvalidSpec(
+                "a series needs a cluster, whose servers hold its versions",
+                seen="a session that trains alone",
+                expected="shoal run SCRIPT, or shoal.join(coordinator='host:port')",
+            )
+        self.name = f"{member.spec.job}/{name}"
+        self._controller = controller
+        self._fields = fields
+        self._check_closed = check_closed
+        self._generation: Generation | None = None
+        look = looking_at(member.coordinators, self.name)
+        self._publications = Publications(self.name, self._connect, options, look)
+
+    def publish(
+        self,
+        model: nn.Module | Mapping[str, Tensor] | None = None,
+        *,
+        metadata: Mapping[str, object] | None = None,
+    ) -> Ticket:
+        """Publish the model as it is behind the last step, as the next version of the series.
+
+        To be called by all members at the same place between two steps:
+
+            if step.committed and batch.step % 10 == 0:
+                policy.publish(metadata={"loss": loss.item()})
+
+        Returns once this member's own part is copied; it is sent, replicated and committed in the
+        background, see `Ticket.wait`. No member waits for another one, and nothing is gathered on
+        one of them. If a member is lost before its part is on the servers, there is no such
+        version, and the next one has its number. Readers see whole versions only.
+
+        `model`: another module or tensors by name, the same on all members, such as an average.
+        DTensors among them are published by the slices that each member has. Under an asynchronous
+        strategy the member with rank 0 publishes what it has in hand, and the call does nothing on
+        the others.
+
+        Raises InvalidSpec within a step, before the first batch is asked for, and for what cannot
+        be published; Overloaded if there is no memory for the copy.
+        """
+        self._check_closed("series.publish")
+        strategy = self._controller.strategy
+        generation = self._generation = self._controller.stand(self._fields)
+        rank, world_size = generation.rank, generation.world_size
+        if not strategy.synchronous:
+            if rank:
+                return _of_others(strategy.step)
+            rank, world_size = 0, 1
+        held: HeldWeights = strategy.weights()
+        if model is not None:
+            held = held_state(model, step=held.step, rank=rank, world_size=world_size)
+        place = Place(number=generation.number, rank=rank, world_size=world_size)
+        return self._publications.publish(held, place, metadata)
+
+    def _connect(self, place: Place) -> Contributor:
+        generation = self._generation
+        assert generation is not None, "what is published is of one"
+        return SeriesPublisher(
+            self._controller.member.coordinators,
+            self.name,
+            lambda: weights_pb2.Publisher(token=generation.token),
+            rank=place.rank,
+            world=place.world_size,
+            options=self._publications.options.to_message(),
+        )
+
+    def end(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End with the session's block: an `__exit__`. What is on its way is committed first,
+        unless the block ends by an error."""
+        self._publications.close(waits=error is None or isinstance(error, SystemExit))
+
+
+def _of_others(step: int) -> Ticket:
+    ticket = Ticket(0, step)
+    ticket.nothing_to_publish()
+    return ticket

@@ -1,0 +1,1 @@
+"""Published weights: what training sessions publish, and what readers outside of them install."""

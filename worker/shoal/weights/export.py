@@ -1,0 +1,186 @@
+"""A version as a directory that engines load from: safetensors files as of Hugging Face.
+
+With format "sglang" each version has a directory of its own, `weight_v000057/`, which SGLang's
+`/pull_weights`, slime and miles read: a full checkpoint, so that no earlier version is needed.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shoal.state.host_copies import as_bytes
+from shoal.weights.script import subscribe
+from shoal.weights.subscription import Weights
+from shoal_proto.errors import InvalidSpec
+
+Format = Literal["safetensors", "sglang"]
+FILE_BYTES = 5_000_000_000
+"""The most of tensors that one file has, unless one of them is larger."""
+INDEX = "model.safetensors.index.json"
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+"""Of weights, which are not taken from the base directory."""
+_DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def export(
+    weights: Weights,
+    directory: Path | str,
+    *,
+    format: Format = "safetensors",  # noqa: A002 - as the option of the command is called
+    base: Path | str | None = None,
+) -> Path:
+    """Write a version's tensors below `directory`, and return where they are.
+
+    Names of one tied tensor are written once, as Hugging Face has them. `base`: a directory whose
+    other files, such as config.json and the tokenizer's, are copied beside them.
+
+    The directory appears whole or not at all, also if this process is killed. What was exported
+    before is left as it is: a version is immutable. Raises InvalidSpec for a dtype that safetensors
+    files do not have, and if something else is there already.
+    """
+    if format not in ("safetensors", "sglang"):
+        raise InvalidSpec("no format to export", seen=repr(format), expected="safetensors, sglang")
+    number = weights.version.number
+    target = Path(directory) / f"weight_v{number:06d}" if format == "sglang" else Path(directory)
+    if target.exists():
+        _check_same(target, weights)
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.parent / f".{target.name}.{os.getpid()}.draft"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        _write_files(weights, draft)
+        if base is not None:
+            _copy_others(Path(base), draft)
+        _sync(draft)
+        draft.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return target
+
+
+def export_series(
+    series: str,
+    directory: Path | str,
+    *,
+    coordinator: str | None = None,
+    version: int | None = None,
+    format: Format = "safetensors",  # noqa: A002 - as `export`
+    base: Path | str | None = None,
+) -> Path:
+    """`shoal weights export`: fetch a version, by default the newest one, and write it."""
+    with subscribe(series, coordinator=coordinator) as subscription:
+        weights = subscription.fetch("newest" if version is None else version)
+        return export(weights, directory, format=format, base=base)
+
+
+def _check_same(target: Path, weights: Weights) -> None:
+    index = target / INDEX
+    known = json.loads(index.read_text()).get("metadata", {}) if index.exists() else {}
+    if known.get("digest") != weights.version.digest:
+        raise InvalidSpec(
+            f"{target} is there already, and is another one",
+            seen=f"version {known.get('version', 'unknown')}",
+            expected=f"version {weights.version.number}, or a directory that does not exist",
+        )
+
+
+def _write_files(weights: Weights, directory: Path) -> None:
+    files = list(_files_of(weights))
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_safetensors(tensors, directory / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    version = weights.version
+    metadata = {
+        "total_size": sum(tensor.nbytes for tensors in files for tensor in tensors.values()),
+        "version": f"{version.number:06d}",
+        "digest": version.digest,
+        "step": version.step,
+        **version.metadata,
+    }
+    text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+    _write(directory / INDEX, text.encode())
+
+
+def _files_of(weights: Weights) -> Iterator[dict[str, Tensor]]:
+    known: set[int] = set()
+    file: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if id(tensor) in known:
+            continue
+        known.add(id(tensor))
+        if file and sum(each.nbytes for each in file.values()) + tensor.nbytes > FILE_BYTES:
+            yield file
+            file = {}
+        file[name] = tensor
+    yield file
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors as a safetensors file, on the disk when it returns."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise InvalidSpec(
+                f"{name} cannot be exported",
+                seen=str(tensor.dtype),
+                expected=", ".join(map(str, _DTYPES)),
+            )
+        places = [at, at + tensor.nbytes]
+        dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": places}
+        at = places[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(as_bytes(tensor.contiguous()).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _copy_others(base: Path, directory: Path) -> None:
+    for entry in sorted(base.iterdir()):
+        if entry.is_file() and entry.suffix not in _SUFFIXES and entry.name != INDEX:
+            _write(directory / entry.name, entry.read_bytes())
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,276 @@
+"""A version's bytes as tensors: the whole model, or only the slices that a reader's own layout has.
+
+Everything is read from staged segments, verified before; a tensor that lies in one piece is a view
+of its segment, and one that several ranks have published is put together from their pieces.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shoal.layouts.base import shard_of
+from shoal.state.shards import DTYPES, Chunk, TensorShard
+from shoal_proto.errors import DtypeMismatch, InvalidSpec, MalformedMessage, ShapeMismatch
+from shoal_proto.v1 import weights_pb2
+
+Target = Mapping[str, Tensor] | nn.Module
+"""What a version is installed into: tensors by name, DTensors among them, or a module."""
+NAMED = 5
+"""Names that an error shows of a longer list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredSlice:
+    """A rectangular part of a tensor, in one piece in a segment."""
+
+    chunk: Chunk
+    segment: int
+    at: int
+    """In bytes from the start of the segment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a version, and where its elements lie."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    slices: Sequence[StoredSlice]
+
+    def view(self, part: StoredSlice, segments: Mapping[int, Tensor]) -> Tensor:
+        num_bytes = part.chunk.num_elements * self.dtype.itemsize
+        raw = segments[part.segment][part.at : part.at + num_bytes]
+        return raw.view(self.dtype).view(part.chunk.sizes)
+
+    def read(self, segments: Mapping[int, Tensor]) -> Tensor:
+        """The whole tensor: a view of its segment where it lies in one piece."""
+        if len(self.slices) == 1:
+            return self.view(self.slices[0], segments)
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(whole, Chunk.whole(self.shape), segments)
+        return whole
+
+    @torch.no_grad()
+    def read_into(self, target: Tensor, chunk: Chunk, segments: Mapping[int, Tensor]) -> None:
+        """Write this chunk of the tensor into a target of its sizes, converted to its dtype."""
+        for part in self.slices:
+            common = part.chunk.overlap(chunk)
+            if common is not None:
+                source = self.view(part, segments)[common.within(part.chunk)]
+                target[common.within(chunk)].copy_(source)
+
+
+class VersionLayout:
+    """Where each tensor of a version lies. Raises MalformedMessage if a slice lies outside of its
+    tensor or segment, or if elements are missing or there twice."""
+
+    def __init__(self, layout: weights_pb2.Layout) -> None:
+        self.segment_bytes: Sequence[int] = tuple(layout.segment_bytes)
+        slices: list[list[StoredSlice]] = [[] for _ in layout.tensors]
+        specs = [_checked_spec(each) for each in layout.tensors]
+        for each in layout.slices:
+            if each.tensor >= len(specs):
+                raise _malformed(f"a slice of tensor {each.tensor} of {len(specs)}")
+            name, dtype, shape = specs[each.tensor]
+            slices[each.tensor].append(self._checked_slice(each, name, dtype, shape))
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: StoredTensor(name=name, dtype=dtype, shape=shape, slices=own)
+            for (name, dtype, shape), own in zip(specs, slices, strict=True)
+        }
+        if len(self.tensors) < len(specs):
+            raise _malformed("a name twice")
+        for tensor in self.tensors.values():
+            _check_coverage(tensor)
+
+    def _checked_slice(
+        self, given: weights_pb2.Slice, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> StoredSlice:
+        chunk = Chunk.whole(shape)
+        if given.offsets or given.sizes:
+            chunk = Chunk(offsets=tuple(given.offsets), sizes=tuple(given.sizes))
+            if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+                raise _malformed(f"a slice of {name} with other dimensions than {shape}")
+            ends = (o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            if any(end > extent for end, extent in zip(ends, shape, strict=True)):
+                raise _malformed(f"a slice of {name} beyond {shape}: {chunk}")
+        end = given.at + math.prod(chunk.sizes) * dtype.itemsize
+        if given.segment >= len(self.segment_bytes) or end > self.segment_bytes[given.segment]:
+            raise _malformed(f"a slice of {name} beyond its segment, {given.segment}")
+        if given.at % dtype.itemsize:
+            raise _malformed(f"a slice of {name} at byte {given.at}, for {dtype}")
+        return StoredSlice(chunk=chunk, segment=given.segment, at=given.at)
+
+    def ranges_of(self, wanted: Mapping[str, Chunk]) -> dict[int, list[tuple[int, int]]]:
+        """By segment the parts of it, from first byte to behind the last, that have these chunks:
+        of a slice the rows between the first and the last that are wanted."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for name, chunk in wanted.items():
+            tensor = self.tensors[name]
+            for part in tensor.slices:
+                common = part.chunk.overlap(chunk)
+                if common is not None:
+                    place = _bytes_of(part, common, tensor.dtype.itemsize)
+                    found.setdefault(part.segment, []).append(place)
+        return found
+
+
+def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, int]:
+    if not part.chunk.sizes:
+        return part.at, part.at + item_bytes
+    row_bytes = math.prod(part.chunk.sizes[1:]) * item_bytes
+    first = common.offsets[0] - part.chunk.offsets[0]
+    return part.at + first * row_bytes, part.at + (first + common.sizes[0]) * row_bytes
+
+
+class Installation:
+    """Tensors of the reader's own that a version is to be written into, checked against it before
+    one byte of them changes.
+
+    Raises InvalidSpec if names differ or a tensor is cut in a way that has no slices,
+    ShapeMismatch or DtypeMismatch if a tensor cannot hold what was published.
+    """
+
+    def __init__(self, layout: VersionLayout, into: Target) -> None:
+        self._layout = layout
+        self._shards = {name: _own_shard(name, tensor) for name, tensor in _tensors(into).items()}
+        _check_names(set(layout.tensors), set(self._shards))
+        for name, shard in self._shards.items():
+            _check_fits(layout.tensors[name], shard)
+
+    @property
+    def ranges(self) -> dict[int, list[tuple[int, int]]] | None:
+        """By segment the bytes that hold something of these slices; others need not be fetched.
+        None: the reader has all of each tensor."""
+        if all(each.chunk.sizes == tuple(each.shape) for each in self._shards.values()):
+            return None
+        return self._layout.ranges_of({name: each.chunk for name, each in self._shards.items()})
+
+    def write(self, segments: Mapping[int, Tensor]) -> None:
+        """Install the version: every tensor, from verified bytes."""
+        for name, shard in self._shards.items():
+            self._layout.tensors[name].read_into(shard.tensor, shard.chunk, segments)
+
+
+def _tensors(into: Target) -> dict[str, Tensor]:
+    held = into.state_dict(keep_vars=True) if isinstance(into, nn.Module) else into
+    found = {}
+    for name, tensor in held.items():
+        if not isinstance(tensor, Tensor):
+            raise InvalidSpec(
+                f"{name} cannot be installed into",
+                seen=type(tensor).__name__,
+                expected="a tensor",
+            )
+        found[name] = tensor
+    return found
+
+
+def _own_shard(name: str, tensor: Tensor) -> TensorShard:
+    if isinstance(tensor, DTensor):
+        for placement in tensor.placements:
+            if type(placement) not in (Shard, Replicate):
+                raise InvalidSpec(
+                    f"{name} is cut in a way that Shoal cannot name the slices of",
+                    seen=str(placement),
+                    expected="Shard(dim) or Replicate() in each dimension of the mesh",
+                )
+    return shard_of(tensor)
+
+
+def _check_names(published: set[str], own: set[str]) -> None:
+    missing, further = sorted(own - published), sorted(published - own)
+    if missing or further:
+        raise InvalidSpec(
+            "the version is not of this model",
+            seen=f"without {_some(missing)}; with {_some(further)}, which the model has not",
+            expected="the same names on both sides",
+            fix="Fetch without into= and take the tensors by name.",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def _check_fits(tensor: StoredTensor, shard: TensorShard) -> None:
+    if tuple(shard.shape) != tensor.shape:
+        raise ShapeMismatch(
+            f"{tensor.name} has another shape than in the version",
+            seen=str(tuple(shard.shape)),
+            expected=str(tensor.shape),
+        )
+    own = shard.tensor.dtype
+    if own != tensor.dtype and not (own.is_floating_point and tensor.dtype.is_floating_point):
+        raise DtypeMismatch(
+            f"{tensor.name} has another dtype than in the version",
+            seen=str(own),
+            expected=f"{tensor.dtype}, or floating point numbers for floating point numbers",
+        )
+
+
+def _checked_spec(spec: weights_pb2.TensorSpec) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    if spec.dtype not in DTYPES:
+        raise _malformed(f"{spec.name} of dtype {spec.dtype!r}")
+    return spec.name, DTYPES[spec.dtype], tuple(spec.shape)
+
+
+def _check_coverage(tensor: StoredTensor) -> None:
+    count = sum(part.chunk.num_elements for part in tensor.slices)
+    if count != math.prod(tensor.shape):
+        raise _malformed(f"{count} elements of {tensor.name}, {tensor.shape}")
+    ordered = sorted(tensor.slices, key=lambda part: part.chunk)
+    for number, part in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if part.chunk.offsets and (
+                other.chunk.offsets[0] >= part.chunk.offsets[0] + part.chunk.sizes[0]
+            ):
+                break
+            if part.chunk.overlap(other.chunk) is not None:
+                raise _malformed(f"elements of {tensor.name} twice")
+
+
+def _malformed(seen: str) -> MalformedMessage:
+    return MalformedMessage(
+        "the layout of a version is no such layout",
+        seen=seen,
+        expected="each element of each tensor once, within its segment",
+    )
+
+
+def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Every tensor of the version by name. Those of one piece are views of the segments; names of
+    one tied tensor are one tensor."""
+    found: dict[str, Tensor] = {}
+    known: dict[tuple[object, ...], Tensor] = {}
+    for name, tensor in layout.tensors.items():
+        places = ((part.segment, part.at, part.chunk) for part in tensor.slices)
+        key = (tensor.dtype, tensor.shape, *places)
+        if key not in known or not tensor.slices:
+            known[key] = tensor.read(segments)
+        found[name] = known[key]
+    return found
+
+
+def merged(layouts: Sequence[weights_pb2.Layout]) -> weights_pb2.Layout:
+    """The parts of all ranks, in their order, as one layout: what the coordinator makes of them."""
+    found = weights_pb2.Layout()
+    numbers: dict[str, int] = {}
+    for rank, layout in enumerate(layouts):
+        for spec in layout.tensors:
+            if spec.name not in numbers:
+                numbers[spec.name] = len(found.tensors)
+                found.tensors.append(spec)
+        for each in layout.slices:
+            own = found.slices.add()
+            own.CopyFrom(each)
+            own.tensor, own.segment = numbers[layout.tensors[each.tensor].name], rank
+        found.segment_bytes.extend(layout.segment_bytes)
+    return found

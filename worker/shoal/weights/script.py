@@ -1,0 +1,149 @@
+"""`shoal.subscribe` and `shoal.publish`: weights for processes that are no members of a job."""
+
+import atexit
+import os
+import threading
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shoal.weights.series import Contributor, Place, Publications, SeriesOptions, Ticket, held_state
+from shoal.weights.subscription import Subscription, looking_at, reader_id
+from shoal_client.weights.publisher import SeriesPublisher
+from shoal_client.weights.reader import SeriesReader
+from shoal_difference.codec import apply
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.names import SERIES_RULE, check_name, is_series
+from shoal_proto.tls import identity
+from shoal_proto.v1 import weights_pb2
+
+COORDINATOR_VARIABLE = "SHOAL_COORDINATOR"
+ALONE = Place(number=0, rank=0, world_size=1)
+
+
+def subscribe(
+    series: str, *, coordinator: str | None = None, reader: str | None = None
+) -> Subscription:
+    """A reader of a series, `JOB/NAME`, for any process: a rollout engine, an evaluator, a server.
+
+        with shoal.subscribe("rl-job/policy", coordinator="host:7700") as policy:
+            version = policy.wait(timeout=60)
+            policy.fetch(version, into=model)
+
+    `coordinator`: host:port of the replicas, separated by commas; by default SHOAL_COORDINATOR.
+    `reader` is the name under which `shoal status` shows it; by default one is made up. TLS as for
+    `shoal.join`. Readers are no members: they hold nobody up, and may come and go.
+
+    Raises InvalidSpec for a name that no series can have, Unavailable if no coordinator answers.
+    """
+    addresses = _connected(series, coordinator)
+    if reader is not None:
+        check_name(reader, "reader")
+    own = SeriesReader(addresses, series, reader or reader_id(), apply_difference=apply)
+    return Subscription(own, series)
+
+
+def publish(
+    series: str,
+    state: Mapping[str, Tensor] | nn.Module,
+    *,
+    coordinator: str | None = None,
+    step: int = 0,
+    metadata: Mapping[str, object] | None = None,
+    keep: int = 2,
+    copies: int = 2,
+    dtype: torch.dtype | None = None,
+) -> Ticket:
+    """Publish tensors by name, or a module, as the next version of a series, from a script that is
+    no member of a job.
+
+        shoal.publish("ranking/model", model, coordinator="host:7700").wait()
+
+    Returns once the tensors are copied; see `Ticket.wait`. This process then holds the series until
+    it ends, or its lease does: another one is refused with SeriesHeld meanwhile, and gets the next
+    number afterwards. `step` is a number of the script's own. Options as of `session.series`; those
+    of the first call count.
+    """
+    addresses = _connected(series, coordinator)
+    options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
+    with _held.lock:
+        own = _held.series.get((addresses, series))
+        if own is None:
+            own = _held.series[addresses, series] = _Own(addresses, series, options)
+        return own.publish(state, step, metadata)
+
+
+def end_publishing(series: str) -> None:
+    """Let go of a series that this process holds, once what is on its way is committed: another
+    process may publish it at once."""
+    with _held.lock:
+        for key in [key for key in _held.series if key[1] == series]:
+            _held.series.pop(key).publications.close()
+
+
+class _Own:
+    """A series that this process publishes."""
+
+    def __init__(self, addresses: tuple[str, ...], series: str, options: SeriesOptions) -> None:
+        self._addresses, self._series = addresses, series
+        self._incarnation = new_incarnation()
+        self._count = 0
+        look = looking_at(addresses, series)
+        self.publications = Publications(series, self._connect, options, look)
+
+    def publish(
+        self,
+        state: Mapping[str, Tensor] | nn.Module,
+        step: int,
+        metadata: Mapping[str, object] | None,
+    ) -> Ticket:
+        held = held_state(state, step=step, rank=0, world_size=1)
+        self._count += 1
+        return self.publications.publish(held, ALONE, metadata, number=self._count)
+
+    def _connect(self, place: Place) -> Contributor:
+        return SeriesPublisher(
+            self._addresses,
+            self._series,
+            lambda: weights_pb2.Publisher(incarnation=self._incarnation),
+            rank=place.rank,
+            world=place.world_size,
+            options=self.publications.options.to_message(),
+        )
+
+
+class _Held:
+    """Series that this process publishes, let go of when it ends."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.series: dict[tuple[tuple[str, ...], str], _Own] = {}
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        with self.lock:
+            for own in self.series.values():
+                own.publications.close()
+            self.series.clear()
+
+
+_held = _Held()
+
+
+def _connected(series: str, coordinator: str | None) -> tuple[str, ...]:
+    """Addresses of the coordinators, with the certificate for them in use."""
+    if not is_series(series):
+        raise InvalidSpec("bad name of a series", seen=repr(series), expected=SERIES_RULE)
+    text = coordinator or os.environ.get(COORDINATOR_VARIABLE, "")
+    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not addresses:
+        raise InvalidSpec(
+            "no coordinator was named",
+            expected="host:port of one or more coordinators",
+            fix=f"Pass coordinator='host:port', or set {COORDINATOR_VARIABLE}.",
+        )
+    if identity.own() is None:
+        identity.use(identity.from_environment(os.environ, addresses))
+    return addresses

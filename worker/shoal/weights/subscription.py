@@ -1,0 +1,335 @@
+"""Readers of a series: outside of the roster, and of no cost to the trainer.
+
+A fetch holds a lease on the version while it stages it; every chunk is verified before it counts,
+and the whole version is there before anything is installed. What is read is memory that nobody can
+change any more, so a version stays what it is for as long as a tensor of it lives.
+"""
+
+import asyncio
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from types import TracebackType
+from typing import Literal, Self
+
+import structlog
+import torch
+from torch import Tensor
+
+from shoal.weights.reading import Installation, Target, VersionLayout, whole_tensors
+from shoal.weights.version import Version
+from shoal_client.weights.reader import Base, SeriesReader
+from shoal_proto.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    InvalidSpec,
+    Regressed,
+    VersionGone,
+)
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.segments.sealed import Segment
+from shoal_proto.v1 import weights_pb2
+
+log = structlog.get_logger(__name__)
+
+WAIT_S = 1.0
+"""The longest that a wait on another thread goes on after it was given up."""
+
+Wanted = Version | int | Literal["newest"]
+
+
+class Weights(Mapping[str, Tensor]):
+    """The tensors of one version by name, verified.
+
+    A tensor that one rank published is a view of the segment's memory. Writing to a tensor changes
+    this process' copy of its pages only.
+    """
+
+    def __init__(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        self.version = version
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"Weights({self.version!r}, {len(self)} tensors)"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._tensors = {}
+
+
+class Subscription:
+    """One reader of a series. Its methods may be called on any thread; `fetch` on one at a time."""
+
+    def __init__(self, reader: SeriesReader, series: str) -> None:
+        self.series = series
+        self._reader = reader
+        self._layouts: dict[bytes, VersionLayout] = {}
+        self._installing = threading.RLock()
+        self._installed: Version | None = None
+        self._base: Base | None = None
+        """What was fetched over a network last."""
+
+    # --- what there is ---
+
+    @property
+    def version(self) -> int:
+        """Number of the version that this reader has installed; 0: none."""
+        return 0 if self._installed is None else self._installed.number
+
+    def newest(self) -> Version | None:
+        """The newest version, without waiting; None if nothing is published."""
+        versions = self.versions()
+        return versions[-1] if versions else None
+
+    def versions(self) -> list[Version]:
+        """The versions that are kept, oldest first."""
+        return [Version(record) for record in self._reader.view().versions]
+
+    def wait(self, newer_than: int | None = None, timeout: float | None = None) -> Version:
+        """The newest version once there is one above `newer_than`, by default the installed one.
+
+        Versions in between are skipped. Raises DeadlineExceeded after `timeout` seconds.
+        """
+        bound = self.version if newer_than is None else newer_than
+        return Version(self._reader.wait(bound, timeout))
+
+    def __iter__(self) -> Iterator[Version]:
+        """The newest version each time, for ever; those published meanwhile are skipped."""
+        last = self.version
+        while True:
+            version = self.wait(last)
+            last = version.number
+            yield version
+
+    # --- its bytes ---
+
+    def fetch(self, version: Wanted = "newest", into: Target | None = None) -> Weights:
+        """All tensors of a version, verified: the whole of it, or an exception.
+
+        With `into`, a module or tensors by name, the version is installed there and reported: of
+        DTensors only the slices that this process has are fetched. Nothing of it changes before
+        the version is staged and verified as a whole.
+
+        Raises VersionGone if it is not kept any more, Regressed if it is older than the one that
+        is installed, and InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit.
+        """
+        with self._installing:
+            record = self._record_of(version)
+            if into is not None:
+                self.check_newer(Version(record))
+            self._reader.lease(record.number)
+            try:
+                layout = self._layout_of(record)
+                target = None if into is None else Installation(layout, into)
+                started_s = time.perf_counter()
+                segments = self._staged(record, None if target is None else target.ranges)
+                took_s = time.perf_counter() - started_s
+            finally:
+                self._reader.release(record.number)
+            found = Version(record)
+            memory = {number: memory_of(each) for number, each in segments.items()}
+            num_bytes = sum(each.num_bytes for each in segments.values())
+            if target is None:
+                self._fetched = (took_s, num_bytes)
+                return Weights(found, whole_tensors(layout, memory))
+            target.write(memory)
+            self._report(found, took_s, num_bytes)
+            return Weights(found, {})
+
+    def installed(self, weights: Weights | Version) -> None:
+        """Report that the version serves now. Raises Regressed if a newer one did before."""
+        version = weights.version if isinstance(weights, Weights) else weights
+        with self._installing:
+            self.check_newer(version)
+            self._report(version, *self._fetched)
+
+    _fetched = (0.0, 0)
+
+    def _report(self, version: Version, took_s: float, num_bytes: int) -> None:
+        self._installed = version
+        self._reader.report(version.number, version.record.digest, took_s, num_bytes)
+
+    def check_newer(self, version: Version) -> None:
+        """Raise Regressed if the version is older than the one that is installed."""
+        if version.number < self.version:
+            raise Regressed(
+                f"version {version.number} of {self.series} is older than the installed one",
+                seen=f"version {self.version} installed",
+                expected="the same or a newer one",
+                fix="Roll the series back instead (shoal weights rollback): a new version with the"
+                " old bytes.",
+            )
+
+    def _record_of(self, wanted: Wanted) -> weights_pb2.VersionRecord:
+        if isinstance(wanted, Version):
+            return wanted.record
+        versions = self._reader.view().versions
+        if wanted == "newest":
+            if not versions:
+                raise VersionGone(
+                    f"series {self.series} has no version yet",
+                    expected="a version; wait(newer_than=0) returns once there is one",
+                )
+            return versions[-1]
+        for record in versions:
+            if record.number == wanted:
+                return record
+        kept = f"{versions[0].number} to {versions[-1].number}" if versions else "none"
+        raise VersionGone(f"version {wanted} of {self.series} is not there", seen=f"kept: {kept}")
+
+    def _layout_of(self, record: weights_pb2.VersionRecord) -> VersionLayout:
+        found = self._layouts.get(record.layout_digest)
+        if found is None:
+            # Layouts change with the number of members; the last few are enough.
+            while len(self._layouts) >= 4:
+                self._layouts.pop(next(iter(self._layouts)))
+            found = VersionLayout(self._reader.layout(record))
+            self._layouts[record.layout_digest] = found
+        sizes = [segment.num_bytes for segment in record.segments]
+        if sizes != list(found.segment_bytes):
+            raise ChecksumMismatch(
+                f"version {record.number} of {self.series} does not fit its layout",
+                seen=f"segments of {sizes} bytes",
+                expected=f"{list(found.segment_bytes)}",
+            )
+        return found
+
+    def _staged(
+        self,
+        record: weights_pb2.VersionRecord,
+        wanted: Mapping[int, Sequence[tuple[int, int]]] | None,
+    ) -> dict[int, Segment]:
+        numbers = list(range(len(record.segments))) if wanted is None else sorted(wanted)
+        before = self._reader.fetched_bytes
+        found = self._reader.fetch(record, numbers, wanted, base=self._base)
+        segments = dict(zip(numbers, found, strict=True))
+        if wanted is None and self._reader.fetched_bytes > before:
+            # Over a network the next version is fetched as a difference to this one. Memory of this
+            # host's servers is not held on to: they are to be free to drop it.
+            self._base = Base(record, found)
+        digests = [
+            segments[number].digest if number in segments else own.digest
+            for number, own in enumerate(record.segments)
+        ]
+        # What is reported as installed is what has arrived, not what was announced.
+        if (seen := version_digest(record.layout_digest, digests)) != record.digest:
+            raise ChecksumMismatch(
+                f"version {record.number} of {self.series} is not what was published",
+                seen=f"digest {seen.hex()}",
+                expected=record.digest.hex(),
+            )
+        return segments
+
+    # --- for event loops ---
+
+    async def wait_async(
+        self, newer_than: int | None = None, timeout: float | None = None
+    ) -> Version:
+        """As `wait`, without blocking the event loop."""
+        ends_s = None if timeout is None else time.monotonic() + timeout
+        while True:
+            # In short waits: a thread cannot be cancelled with the task.
+            left_s = WAIT_S if ends_s is None else min(WAIT_S, ends_s - time.monotonic())
+            try:
+                return await asyncio.to_thread(self.wait, newer_than, max(left_s, 0.0))
+            except DeadlineExceeded:
+                if ends_s is not None and time.monotonic() >= ends_s:
+                    raise
+
+    async def fetch_async(self, version: Wanted = "newest", into: Target | None = None) -> Weights:
+        """As `fetch`, without blocking the event loop."""
+        return await asyncio.to_thread(self.fetch, version, into)
+
+    async def __aiter__(self) -> AsyncIterator[Version]:
+        async for version in self.stream():
+            yield version
+
+    async def stream(self, every: int | None = None) -> AsyncIterator[Version]:
+        """Versions as they are committed: the newest each time, or with `every=1` each version that
+        is still kept, with `every=10` those whose numbers are multiples of 10."""
+        if every is not None and every < 1:
+            raise InvalidSpec("every is out of range", seen=repr(every), expected="1 or more")
+        last = self.version
+        while True:
+            newest = await self.wait_async(last)
+            numbers = [newest]
+            if every is not None:
+                kept = await asyncio.to_thread(self.versions)
+                numbers = [v for v in kept if v.number > last and v.number % every == 0]
+            for version in numbers:
+                yield version
+            last = max(newest.number, *(v.number for v in numbers)) if numbers else newest.number
+
+    # --- its end ---
+
+    def close(self) -> None:
+        """Give up the leases, and be no reader any more. May be called twice."""
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def version_digest(layout_digest: bytes, segment_digests: list[bytes]) -> bytes:
+    """What names the content of a version."""
+    return sha256(layout_digest + b"".join(segment_digests)).digest()
+
+
+def memory_of(segment: Segment) -> Tensor:
+    """The segment's bytes, without a copy; writing to them changes this process' pages only."""
+    if not segment.num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    # Sealed against writing, it can still be mapped for a private copy of what is written to.
+    mapped = mmap.mmap(
+        segment.descriptor,
+        segment.num_bytes,
+        flags=mmap.MAP_PRIVATE,
+        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+    )
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], Version]:
+    """Gives a version of a number as the coordinator has it at the moment of the call."""
+
+    def look(number: int) -> Version:
+        reader = SeriesReader(addresses, series, reader_id())
+        try:
+            return Version(reader.record(number))
+        finally:
+            reader.close()
+
+    return look
+
+
+def reader_id() -> str:
+    """A name for a reader that was given none: host, process, and what tells two of these apart."""
+    return f"{socket.gethostname()[:32]}-{os.getpid()}-{new_incarnation()[-6:]}"

@@ -1,0 +1,72 @@
+"""A committed version as publishers and readers are shown it."""
+
+import time
+from collections.abc import Mapping
+from functools import cached_property
+
+from shoal_proto.v1 import weights_pb2
+
+
+class Version:
+    """Immutable. Two are equal if they have the same number and digest."""
+
+    def __init__(self, record: weights_pb2.VersionRecord) -> None:
+        self.record = record
+
+    @property
+    def number(self) -> int:
+        """1 for the first version of its series; each next one has the next number."""
+        return self.record.number
+
+    @property
+    def step(self) -> int:
+        """Steps that were committed when it was published; what a plain script said."""
+        return self.record.step
+
+    @property
+    def digest(self) -> str:
+        """Of all bytes and of their layout, in hexadecimal."""
+        return self.record.digest.hex()
+
+    @property
+    def epoch(self) -> int:
+        """Rises with each publisher that replaces another one."""
+        return self.record.epoch
+
+    @property
+    def created_unix_s(self) -> float:
+        return self.record.created_unix_s
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was committed, by this host's clock."""
+        return time.time() - self.record.created_unix_s
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self.record.segments)
+
+    @cached_property
+    def metadata(self) -> Mapping[str, str]:
+        return dict(self.record.metadata)
+
+    @property
+    def is_durable(self) -> bool:
+        """True if it lies on its servers' disks too."""
+        return self.record.durable
+
+    @property
+    def rolled_back_to(self) -> int | None:
+        """The version whose bytes these are, if it is a rollback."""
+        return self.record.rolled_back_to or None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Version):
+            return NotImplemented
+        return (self.number, self.digest) == (other.number, other.digest)
+
+    def __hash__(self) -> int:
+        return hash((self.number, self.digest))
+
+    def __repr__(self) -> str:
+        return f"Version({self.number}, step={self.step}, digest={self.digest[:12]})"
