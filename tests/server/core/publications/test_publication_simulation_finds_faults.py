@@ -120,7 +120,14 @@ FAULTS: Sequence[Fault] = (
 )
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, id=f.__name__) for f in FAULTS])
+RARE = (a_committed_part_counts_as_new, copies_of_a_server_that_is_gone_are_not_replaced)
+"""Those that take a minute to find."""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, marks=pytest.mark.long if f in RARE else (), id=f.__name__) for f in FAULTS],
+)
 def test_the_simulation_finds(fault: Fault, monkeypatch: Patch) -> None:
     """Within some seeds an invariant does not hold; without the fault the same seed is passed."""
     only = list(FOCUS.get(fault, ()))
