@@ -623,7 +623,8 @@ async def test_what_lies_on_every_disk_is_durable(
 async def test_a_removed_job_leaves_numbers_or_nothing(world: WorldWithServers) -> None:
     async with world.leading() as client:
         await world.published(client, 1, 2)
-        await client.service.clear("rl", forgets_numbers=False)
+        assert await client.service.clear("rl", forgets_numbers=False)
+        assert not await client.service.clear("rl", forgets_numbers=False)
         view = await client.view()
         assert (view.head, list(view.versions)) == (2, [])
         assert (await client.contribute(world.put(part(3)))).number == 3
