@@ -123,7 +123,7 @@ def versions(directory: str, series: str, num_versions: str, num_failures: str) 
     assert unloadable is not None
     kept = 0
     for attempt in range(int(num_failures)):
-        number = [unloadable.number, 10_000, 1][attempt % 3]
+        number = 10_000 if attempt % 10 == 9 else [unloadable.number, 1][attempt % 2]
         try:
             update(llm, number, "wrong")
         except Exception as error:  # noqa: BLE001 - any error is one; what is served counts

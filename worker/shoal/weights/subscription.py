@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from types import TracebackType
 from typing import Literal, Self
@@ -38,6 +39,9 @@ log = structlog.get_logger(__name__)
 
 WAIT_S = 1.0
 """The longest that a wait on another thread goes on after it was given up."""
+
+CATCH_UP_S = 3.0
+"""How long a version that is asked for by a later number than the newest known one is waited for."""
 
 Wanted = Version | int | Literal["newest"]
 
@@ -191,6 +195,11 @@ class Subscription:
                     expected="a version; wait(newer_than=0) returns once there is one",
                 )
             return versions[-1]
+        if not versions or wanted > versions[-1].number:
+            # Its publisher may have been told of it before this reader.
+            with suppress(DeadlineExceeded):
+                self._reader.wait(wanted - 1, CATCH_UP_S)
+            versions = self._reader.view().versions
         for record in versions:
             if record.number == wanted:
                 return record
