@@ -41,7 +41,7 @@ WAIT_S = 1.0
 """The longest that a wait on another thread goes on after it was given up."""
 
 CATCH_UP_S = 3.0
-"""How long a version that is asked for by a later number than the newest known one is waited for."""
+"""How long a version with a later number than the newest known one is waited for."""
 
 Wanted = Version | int | Literal["newest"]
 
