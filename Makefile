@@ -67,13 +67,16 @@ test: $(VENV)/.installed ## every capability once, on real parts
 test-long: $(VENV)/.installed ## their further combinations
 	$(call run_tests,long)
 
-# What compares each strategy with one process, on time and with collectives that end late.
-OF_STRATEGIES := $(addprefix tests/worker/strategies/,test_equality.py test_late_collectives.py)
+# What compares each strategy with one process, on time and with collectives that end late; and of
+# the asynchronous strategies, which equal none, the sessions.
+OF_STRATEGIES := $(addprefix tests/worker/strategies/,test_equality.py test_late_collectives.py local_sgd/test_strategy.py)
+OF_SERVERS := $(addprefix tests/worker/,test_async_session.py test_bounded_session.py)
 
 torch-table: $(VENV)/.installed ## run the tests of every strategy and write their number to docs/strategies.md (TORCH=2.11.0)
 	mkdir -p build
 	$(PYTEST) -m "$(TESTS) and not long" --junitxml=build/torch-table.xml $(OF_STRATEGIES)
-	PYTHONPATH=tests $(BIN)/python -m support.docs.torch_table build/torch-table.xml
+	$(PYTEST) -m "$(TESTS)" --junitxml=build/torch-table-servers.xml $(OF_SERVERS)
+	PYTHONPATH=tests $(BIN)/python -m support.docs.torch_table build/torch-table.xml build/torch-table-servers.xml
 
 # A distribution's own Python may pickle, or report, otherwise than the one at hand: what writes files and what reads
 # them again is tried on that one too, and a run from end to end.

@@ -4,7 +4,7 @@
     .venv/bin/python bench/generation.py 2000
     .venv/bin/python bench/generation.py 10000 compact  # what Gloo's ranks set and read
     .venv/bin/python bench/generation.py 1000 packed    # the same where each rank reads for itself
-    .venv/bin/python bench/generation.py 300 plain      # and as sent to earlier releases
+    .venv/bin/python bench/generation.py 300 plain      # not packed
 
 `generation_10000`: from the Propose call of the last member until all hold the committed record,
 which is checked to be the same. `generation_10000_rss`: the coordinator's resident memory then.
@@ -54,7 +54,7 @@ def measure(num_members: int) -> dict[str, float]:
         fetched = sum(each["num_bytes"] for each in drivers.ask("fetched"))
         print(f"committed to all in {commit_s:.2f} s, coordinator's CPU {used_s:.2f} s")
         print(
-            f"coordinator's memory {rss:.0f} MB; chunks fetched {fetched / 1e6:.1f} MB", flush=True
+            f"coordinator's memory {rss:.0f} MB; rosters fetched {fetched / 1e6:.1f} MB", flush=True
         )
         ready_s = max(each["ready_s"] for each in drivers.ask("ready"))
         print(f"running after {ready_s:.2f} s more", flush=True)
@@ -64,7 +64,7 @@ def measure(num_members: int) -> dict[str, float]:
         used_s = cpu_s(running.pid) - before_s
         fetched = sum(each["num_bytes"] for each in drivers.ask("fetched"))
         print(f"the next one after a loss in {loss_s:.2f} s, coordinator's CPU {used_s:.2f} s")
-        print(f"chunks fetched {fetched / 1e6:.1f} MB")
+        print(f"rosters fetched {fetched / 1e6:.1f} MB")
         if failures := [text for each in drivers.ask("state") for text in each["failures"]]:
             raise SystemExit(f"of the members some failed: {failures}")
         return {"attend": attend_s, "commit": commit_s, "rss": rss, "loss": loss_s}

@@ -1,7 +1,7 @@
 """Members of a job of thousands, in one process: bench/generation.py starts it.
 
 Each member attends by a stream of its own and makes its own calls, over its host's connection; the
-chunks of a roster are fetched once a host. See `light_member`.
+roster is fetched once a host. See `light_member`.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class LargeDriver(Driver):
     async def rendezvous(self, form: str, world_size: str) -> dict[str, float]:
         """All set what Gloo's ranks set, and read what all have set: bytes of what they set and of
         the answers, and when the last one had them. `form`: "compact", read once a host; "packed",
-        read by each rank; "plain", as earlier releases ask."""
+        read by each rank; "plain", not packed."""
         size, num_bytes, set_bytes = int(world_size), 0, 0
         readers = {players[0].member_id for players in self._hosts.values()}
         packed: set[bytes] = set()
@@ -124,9 +124,9 @@ class LargeDriver(Driver):
         return {"num_bytes": num_bytes, "set_bytes": set_bytes, "ended_s": time.monotonic()}
 
     async def fetched(self) -> dict[str, int]:
-        """Bytes of chunks that all hosts asked for since the last time."""
-        num_bytes = sum(host.num_bytes for host in self.chunks.values())
-        for host in self.chunks.values():
+        """Bytes of rosters that all hosts fetched since the last time."""
+        num_bytes = sum(host.num_bytes for host in self.fetched_by.values())
+        for host in self.fetched_by.values():
             host.num_bytes = 0
         return {"num_bytes": num_bytes}
 
@@ -149,9 +149,9 @@ class LargeDriver(Driver):
         if kind == "refused":
             raise RuntimeError(f"refused: {notice.reason}")
         if kind == "prepare":
-            digest, host = notice.prepare.digest, self.chunks_of(player)
-            if notice.prepare.HasField("head"):
-                await host.get(self._share.job, notice.prepare.head, player.stub)
+            digest, host = notice.prepare.digest, self.host_of(player)
+            if not notice.prepare.roster.entries:
+                await host.get(self._share.job, digest, player.stub)
             names = self._seen.members(notice.prepare, host)
             if names.get(player.member_id) != member.identity.public_id:
                 raise RuntimeError("shown a roster that it is not in")

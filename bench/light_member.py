@@ -2,8 +2,8 @@
 
 A worker's own core looks for itself in the roster and hashes it, as it should: some 20 ms for ten
 thousand members, which each of ten thousand machines has to spare and this one has not. Here that
-is done once a process. What passes over the network is the same: each host asks for the
-chunks that it lacks, and checks each against its digest.
+is done once a process. What passes over the network is the same: each host fetches each
+roster once.
 """
 
 import asyncio
@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
-from shoal_proto.digest import roster_digest
-from shoal_proto.packing.roster_chunks import assembled, digest_of, digests
+from shoal_proto.rosters import roster_digest, unpack
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -23,38 +22,33 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 class Host:
     """What the members of one host have in common."""
 
-    chunks: dict[bytes, bytes] = field(default_factory=dict)
+    digest: str = ""
+    """Of the roster that it fetched last."""
+    packed: bytes = b""
     fetching: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_bytes: int = 0
-    """Of chunks that it asked for."""
+    """Of rosters that it fetched."""
 
-    async def get(self, job: str, head: pb.RosterHead, stub: MembershipStub) -> None:
-        """Have all chunks of the roster."""
+    async def get(self, job: str, digest: str, stub: MembershipStub) -> None:
+        """Have the roster."""
         async with self.fetching:
-            missing = [digest for digest in digests(head) if digest not in self.chunks]
-            if not missing:
-                return
-            request = pb.GetRosterChunksRequest(job=job, digests=missing)
-            reply = await stub.GetRosterChunks(request)
-            found = {digest_of(chunk): chunk for chunk in reply.chunks}
-            if set(found) != set(missing):
-                raise RuntimeError("a host was sent other chunks than it asked for")
-            self.num_bytes += sum(map(len, reply.chunks))
-            self.chunks = {each: (self.chunks | found)[each] for each in digests(head)}
+            if self.digest != digest:
+                reply = await stub.GetRoster(pb.GetRosterRequest(job=job, digest=digest))
+                self.digest, self.packed = digest, reply.roster
+                self.num_bytes += len(reply.roster)
 
 
 class Rosters:
-    """Those that this process has put together, by digest: who is in them."""
+    """Members of the rosters that this process has unpacked, by digest."""
 
     def __init__(self) -> None:
         self._members: dict[str, dict[str, str]] = {}
 
     def members(self, shown: pb.Prepare, host: Host) -> dict[str, str]:
-        """Public ids by name. Raises RuntimeError for chunks that are no such roster."""
+        """Public ids by name. Raises RuntimeError for bytes that are no such roster."""
         digest = shown.digest
         if digest not in self._members:
-            in_chunks = shown.HasField("head")
-            roster = assembled(shown.head, host.chunks) if in_chunks else shown.roster
+            roster = shown.roster if shown.roster.entries else unpack(pb.Roster, host.packed)
             if roster_digest(roster) != digest:
                 raise RuntimeError("the digest of the roster shown is not the one named")
             self._members[digest] = {e.member_id: e.public_id for e in roster.entries}

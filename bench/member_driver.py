@@ -24,7 +24,7 @@ from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_core import MemberCore
 from shoal_proto import MAX_ANSWER_BYTES
 from shoal_proto.incarnation import new_incarnation, public_id
-from shoal_proto.packing.roster_chunks import assembled
+from shoal_proto.rosters import unpack
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
@@ -88,9 +88,9 @@ class Driver:
         self._tasks: list[asyncio.Task[None]] = []
         self._attending = asyncio.Semaphore(MAX_ATTENDING)
         self._failures: list[str] = []
-        self.chunks: dict[str, Host] = {}
+        self.fetched_by: dict[str, Host] = {}
         self._rosters: dict[str, pb.Roster] = {}
-        """By digest; each member checks it, and its host the chunks that it is made of."""
+        """By digest."""
         self.lost: set[str] = set()
         """Members that are gone on purpose."""
         self.num_beats = self.num_late_beats = self.num_failed_beats = 0
@@ -227,23 +227,23 @@ class Driver:
             player.committed.set()
 
     async def _complete(self, player: Played, notice: pb.Notice) -> None:
-        """Put the roster in its place where the notice names it by digests."""
+        """Put the roster in its place if the notice leaves it out."""
         kind = notice.WhichOneof("kind")
         if kind not in ("prepare", "outcome"):
             return
-        holder = getattr(notice, kind)
-        if not holder.HasField("head"):
+        shown = getattr(notice, kind)
+        if shown.roster.entries:
+            self._rosters[shown.digest] = shown.roster
             return
-        host = self.chunks_of(player)
-        await host.get(self._share.job, holder.head, player.stub)
-        if holder.digest not in self._rosters:
-            self._rosters[holder.digest] = assembled(holder.head, host.chunks)
-        holder.roster.CopyFrom(self._rosters[holder.digest])
-        holder.ClearField("head")
+        if shown.digest not in self._rosters:
+            host = self.host_of(player)
+            await host.get(self._share.job, shown.digest, player.stub)
+            self._rosters[shown.digest] = unpack(pb.Roster, host.packed)
+        shown.roster.CopyFrom(self._rosters[shown.digest])
 
-    def chunks_of(self, player: Played) -> Host:
-        """What the player's host has."""
-        return self.chunks.setdefault(player.core.identity.info.host, Host())
+    def host_of(self, player: Played) -> Host:
+        """What the player's host has fetched."""
+        return self.fetched_by.setdefault(player.core.identity.info.host, Host())
 
     async def _beat(self, players: list[Played], phase: float) -> None:
         """One call a heartbeat for all members of the host that were admitted."""

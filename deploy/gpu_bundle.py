@@ -12,6 +12,7 @@ where torch's own NCCL does not let several ranks share a GPU.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import shutil
@@ -36,6 +37,8 @@ LARGE = ("grpcio", "numpy", "safetensors")
 CHECKED = ("torch", "numpy", "grpcio", "safetensors", "protobuf", "fsspec", "httpx", "rich")
 MOST_BYTES = 45 * 2**20
 NCCL = "libnccl.so.2.xz"
+OWN = (NCCL, "wheels.tar.xz", "cases.tar.xz", "run.py", "bundle.json")
+"""Files of a folder that was made here."""
 CASES = ("gpu", "support")
 """Folders of tests/ that the cases need."""
 
@@ -123,9 +126,30 @@ def pack_cases(out: Path) -> None:
                 archive.add(path, path.relative_to(ROOT / "tests"))
 
 
+def check_out(out: Path) -> None:
+    """Raise NotBundled for a folder with other files than a bundle's: they would be removed."""
+    others = sorted({each.name for each in out.iterdir()} - {*OWN})
+    if others:
+        raise NotBundled(
+            f"{out} has {others[0]}, which is of no bundle, and what is in that folder is removed"
+            " first: give --out a new or an empty one"
+        )
+
+
+def digests(out: Path) -> dict[str, str]:
+    """The SHA-256 of each packed file: a copy may have ended too early."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(out.glob("*.tar.xz"))
+    }
+
+
 def bundle(out: Path, *, python: str, machine: str, further: Sequence[str], uv: Path) -> int:
-    """Make the folder; its size in bytes. Raises NotBundled."""
+    """Make the folder anew; its size in bytes. Raises NotBundled."""
+    if out.exists() and not out.is_dir():
+        raise NotBundled(f"{out} is no folder")
     out.mkdir(parents=True, exist_ok=True)
+    check_out(out)
     for old in out.iterdir():
         if old.name != NCCL:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
@@ -146,6 +170,7 @@ def bundle(out: Path, *, python: str, machine: str, further: Sequence[str], uv: 
         "ranges": ranges(),
         "carried": sorted(lock),
         "left_out": sorted([*left_out, *FOR_GPUS]),
+        "files": digests(out),
     }
     (out / "bundle.json").write_text(json.dumps(told, indent=2) + "\n")
     size = sum(path.stat().st_size for path in out.iterdir())

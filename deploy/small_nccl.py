@@ -99,10 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="a file ending with .xz")
     parser.add_argument("--architecture", type=int, default=90)
     options = parser.parse_args(arguments)
-    with zipfile.ZipFile(options.wheel) as archive:
-        library = archive.read(LIBRARY)
+    try:
+        with zipfile.ZipFile(options.wheel) as archive:
+            library = archive.read(LIBRARY)
+        reduced = without_debug_sections(reduce(library, options.architecture))
+    except (OSError, zipfile.BadZipFile, KeyError, NotNccl) as error:
+        print(f"{options.wheel} is no wheel of nvidia-nccl: {error}", file=sys.stderr)
+        return 1
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    reduced = without_debug_sections(reduce(library, options.architecture))
     options.out.write_bytes(lzma.compress(reduced, preset=6))
     print(f"{options.out}: {options.out.stat().st_size / 2**20:.1f} MiB")
     return 0

@@ -38,12 +38,14 @@ def _own_sigterm() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
-    """Mark as `long` the cases of a `sampled` test that show nothing which one before did not.
+    """Mark as `long` the cases of a `sampled` test that show nothing which one before did not, and
+    every second of these as `nightly`.
 
     Of all cases that the test has, however few of them are then picked to be run.
     """
     made = yield
     shown: set[tuple[str, ...]] = set()
+    further = [pytest.mark.long, pytest.mark.nightly]
     for item in made if isinstance(made, list) else []:
         sampled = item.get_closest_marker("sampled")
         if sampled is None or item.get_closest_marker("nightly"):
@@ -51,6 +53,7 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
         params = item.callspec.params
         shows = {(name, repr(params[name])) for name in sampled.args} or {("",)}
         if shows <= shown:
-            item.add_marker(pytest.mark.long)
+            item.add_marker(further[0])
+            further.reverse()
         shown |= shows
     return made

@@ -16,7 +16,7 @@ from cyclopts.help import DefaultFormatter, PanelSpec
 from rich import box
 
 from shoal_proto.errors import ShoalError
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.tls import identity
 from shoal_proto.tls.options import TlsOptions
 from shoal_proto.traces import tracing

@@ -17,9 +17,6 @@ from shoal_proto.errors import ChecksumMismatch, MalformedMessage
 KEY_BYTES = 32
 BEAT_S = 0.5
 """A server in a call is silent for no longer than that."""
-UNSUMMED = 1
-"""In `shard_id` of a HELLO: this end would not sum up what it puts into shared memory, where
-nothing changes on its way. It is so on the connection if the answer says it too."""
 SILENCE_S = 3.0
 """A server that is silent for so long is taken for gone."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024

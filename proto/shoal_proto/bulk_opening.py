@@ -3,10 +3,9 @@
 import mmap
 import os
 import socket
-from dataclasses import dataclass
 
 from shoal_proto import bulk
-from shoal_proto.bulk import HEADER_BYTES, MAX_ARENA_BYTES, UNSUMMED, FrameReader, Kind
+from shoal_proto.bulk import HEADER_BYTES, MAX_ARENA_BYTES, FrameReader, Kind
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
@@ -33,29 +32,15 @@ def reach(offer: OpenBulkReply, address: str) -> socket.socket:
     return remote
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """What a server shares with this end of a connection."""
-
-    mapped: mmap.mmap
-    is_summed: bool
-    """Whether both ends sum up what they put there."""
-
-
-def greet(
-    connected: socket.socket, key: bytes, arena_bytes: int, *, is_summed: bool = True
-) -> SharedMemory | None:
-    """Show the key, and ask for so much shared memory; what is given of it, which is all or none.
-    `is_summed`: whether what lies there is to be summed up; a server of an earlier version asks
-    for it in any case.
+def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
+    """Show the key, and ask for so much shared memory, of which all or none is given.
 
     Raises OSError, TimeoutError or MalformedMessage.
     """
     connected.settimeout(HELLO_S)
     is_local = connected.family == socket.AF_UNIX
-    flags = 0 if is_summed else UNSUMMED
     at = arena_bytes if is_local else 0
-    connected.sendall(bulk.message(Kind.HELLO, key, shard_id=flags, at=at))
+    connected.sendall(bulk.message(Kind.HELLO, key, at=at))
     descriptors: list[int] = []
     reader = FrameReader()
     try:
@@ -78,7 +63,7 @@ def greet(
             )
         if not descriptors or not frame.at:
             return None
-        return SharedMemory(mmap.mmap(descriptors[0], frame.at), frame.shard_id != UNSUMMED)
+        return mmap.mmap(descriptors[0], frame.at)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -90,15 +90,6 @@ class HealthFigures:
         return {name: value for name, value in known.items() if value is not None}
 
 
-FIRST_FIGURES = frozenset(
-    {
-        *("step", "loss", "step_time_s", "samples_per_s", "memory_bytes", "device"),
-        *("staleness_steps", "sent_bytes_per_step", "compression_ratio", "last_error"),
-    }
-)
-"""Those that a coordinator of release 0.1.0 knows. It refuses reports that say more."""
-
-
 def gauges() -> dict[str, str]:
     """The names under which Prometheus is told figures, by figure."""
     return {name: mark.name for name, mark in _marked(Gauge)}
@@ -118,7 +109,6 @@ def _marked(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 __all__ = [
-    "FIRST_FIGURES",
     "MAX_COUNT",
     "MAX_LOGGED",
     "CourseFigures",

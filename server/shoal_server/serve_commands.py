@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
-from shoal_proto.terminal.printable import printable, printable_event
+from shoal_proto.terminal import printable, printable_event
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.parameters.config import ParameterServerConfig
 

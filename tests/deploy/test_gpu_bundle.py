@@ -1,5 +1,6 @@
 """The folder for GPU machines without a network: what is in it, and what it says of a machine."""
 
+import ast
 import json
 import lzma
 import os
@@ -65,7 +66,7 @@ def test_a_version_is_compared_by_its_numbers(seen: str, wanted: str, expected: 
 def own_machine(**changes: object) -> dict[str, object]:
     """The description of a folder that is made for this very machine."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    told: dict[str, object] = {"python": python, "machine": os.uname().machine}
+    told: dict[str, object] = {"python": python, "machine": os.uname().machine, "files": {}}
     return told | {"ranges": {"grpcio": ">=1.76"}, "carried": ["rich"], "left_out": []} | changes
 
 
@@ -91,6 +92,12 @@ def test_it_says_what_the_machine_lacks(changes: Mapping[str, object], expected:
     assert expected in "".join(wrong)
 
 
+def test_it_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    seen, _ = gpu_run.look(own_machine())
+    assert "GPU and driver: none found, as there is no nvidia-smi" in seen
+
+
 def wheel(path: Path, files: Mapping[str, bytes]) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
@@ -110,6 +117,7 @@ def test_wheels_are_packed_as_they_are(tmp_path: Path) -> None:
         assert {name: found.read(name) for name in found.namelist()} == files
 
 
+@pytest.mark.long
 def test_the_cases_are_whole(tmp_path: Path) -> None:
     """Modules of the tests that they import are packed with them."""
     gpu_bundle.pack_cases(tmp_path / "cases.tar.xz")
@@ -186,13 +194,11 @@ def test_the_folder_s_nccl_is_used_where_torch_s_is_too_old(
     into = tmp_path / "into"
     into.mkdir()
     for present, preloaded in (((2, 28, 9), True), ((2, 30, 1), False), ((), False)):
-        monkeypatch.setattr(gpu_run, "nccl_of_torch", lambda present=present: present)
-        found = gpu_run.environment(into, device="cuda")
+        found = gpu_run.environment(into, present)
         assert ("LD_PRELOAD" in found) is preloaded
     assert "NCCL 23203 of this folder is used" in capsys.readouterr().out
     (tmp_path / "libnccl.so.2.xz").unlink()
-    monkeypatch.setattr(gpu_run, "nccl_of_torch", lambda: (2, 28, 9))
-    assert "LD_PRELOAD" not in gpu_run.environment(into, device="cuda")
+    assert "LD_PRELOAD" not in gpu_run.environment(into, (2, 28, 9))
     assert "several ranks on one GPU need NCCL 2.30" in capsys.readouterr().out
 
 
@@ -210,3 +216,179 @@ def test_a_folder_that_says_no_runs_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 1 and "and Shoal needs torch>=999" in done.stdout
     assert not (tmp_path / "into").exists()
+
+
+def plain_wheel(folder: Path) -> Path:
+    """A wheel that pip installs."""
+    return wheel(
+        folder / "carried-2-py3-none-any.whl",
+        {
+            "carried.py": b"x = 2\n",
+            "carried-2.dist-info/METADATA": b"Metadata-Version: 2.1\nName: carried\nVersion: 2\n",
+            "carried-2.dist-info/WHEEL": (
+                b"Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            ),
+            "carried-2.dist-info/RECORD": b"",
+        },
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one wheel and no cases, from which the script runs."""
+    made = tmp_path / "a folder"
+    (made / "plain").mkdir(parents=True)
+    plain_wheel(made / "plain")
+    gpu_bundle.pack_wheels(made / "plain", made / "wheels.tar.xz")
+    with tarfile.open(made / "cases.tar.xz", "w:xz"):
+        pass
+    shutil.copy(ROOT / "deploy" / "gpu_run.py", made / "run.py")
+    told = own_machine(ranges={}) | {"files": gpu_bundle.digests(made)}
+    (made / "bundle.json").write_text(json.dumps(told))
+    monkeypatch.setattr(gpu_run, "HERE", made)
+    return made
+
+
+def run_of(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the folder's script by itself, for cases on a CPU unless told otherwise."""
+    command = [sys.executable, str(folder / "run.py"), "--device", "cpu", *arguments]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_what_an_image_tells_pip_is_not_for_the_folder_s_wheels(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's images constrain each installation to the versions that they hold."""
+    constraint = tmp_path / "constraint.txt"
+    constraint.write_text("carried==1\n")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(constraint))
+    monkeypatch.setenv("PIP_USER", "1")
+    gpu_run.unpack(tmp_path / "into")
+    assert (tmp_path / "into" / "site" / "carried.py").exists()
+
+
+def test_a_folder_of_others_is_not_unpacked_to(folder: Path, tmp_path: Path) -> None:
+    """One that was unpacked to is unpacked to again."""
+    into = tmp_path / "into"
+    for _ in range(2):
+        gpu_run.unpack(into)
+    others = tmp_path / "home"
+    others.mkdir()
+    (others / "thesis.tex").touch()
+    with pytest.raises(gpu_run.NotRun, match="home has files that this script did not write"):
+        gpu_run.unpack(others)
+    assert (others / "thesis.tex").exists()
+
+
+def test_a_folder_of_others_is_no_bundle(tmp_path: Path) -> None:
+    """Refused before anything is resolved or removed. An NCCL may be there first."""
+    (tmp_path / gpu_bundle.NCCL).touch()
+    gpu_bundle.check_out(tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(gpu_bundle.NotBundled, match="which is of no bundle"):
+        gpu_bundle.bundle(
+            tmp_path, python="3.12", machine="x86_64", further=[], uv=Path(sys.executable)
+        )
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_cases_find_what_the_machine_has_on_its_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where modules are loaded by name, torch is on PYTHONPATH."""
+    monkeypatch.setenv("PYTHONPATH", "/opt/torch")
+    found = gpu_run.environment(tmp_path, None)
+    assert found["PYTHONPATH"].split(os.pathsep) == [
+        str(tmp_path / "site"),
+        str(tmp_path / "cases"),
+        "/opt/torch",
+    ]
+    monkeypatch.delenv("PYTHONPATH")
+    found = gpu_run.environment(tmp_path, None)
+    assert found["PYTHONPATH"] == f"{tmp_path / 'site'}{os.pathsep}{tmp_path / 'cases'}"
+
+
+def test_a_refusal_is_a_line_and_no_trace(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").touch()
+    for into, says in (
+        (tmp_path / "home", "files that this script did not write"),
+        (folder, "files that this script did not write"),
+        (folder / "run.py", "is no folder"),
+        (tmp_path / "a:b", "a:b has a ':' in it"),
+    ):
+        done = run_of(folder, "--into", str(into))
+        assert (done.returncode, done.stderr) == (1, "")
+        assert says in done.stdout
+    assert (tmp_path / "home" / "thesis.tex").exists() and (folder / "run.py").exists()
+
+
+def test_a_library_is_not_preloaded_from_a_path_with_a_space(tmp_path: Path) -> None:
+    """The loader takes it for two."""
+    gpu_run.check_into(tmp_path / "a b")
+    with pytest.raises(gpu_run.NotRun, match="a b has a ' ' in it"):
+        gpu_run.check_into(tmp_path / "a b", preloads=True)
+
+
+@pytest.mark.parametrize("name", ["wheels.tar.xz", "cases.tar.xz", "bundle.json"])
+@pytest.mark.parametrize("fault", ["cut", "empty", "missing"])
+def test_a_folder_that_has_not_come_whole_is_told_of(folder: Path, name: str, fault: str) -> None:
+    """By looking, before anything is unpacked."""
+    path = folder / name
+    if fault == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-20] if fault == "cut" else b"")
+    done = run_of(folder, "--check")
+    assert done.returncode == 1 and not done.stderr
+    assert name in done.stdout and "copy the folder once more" in done.stdout
+
+
+def test_a_machine_without_a_gpu_is_told_of_by_looking(folder: Path, tmp_path: Path) -> None:
+    into = ["--device", "cuda", "--into", str(tmp_path / "into")]
+    done = run_of(folder, *into, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "no GPU that torch can use" in done.stdout and "--device cpu" in done.stdout
+    assert "CUDA_VISIBLE_DEVICES is ''" in done.stdout
+    assert not (tmp_path / "into").exists()
+    assert run_of(folder, "--check").returncode == 0
+
+
+def test_what_pip_does_not_install_is_told_of(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel(folder / "plain" / "of_another-1-cp27-none-win32.whl", {"another.py": b""})
+    gpu_bundle.pack_wheels(folder / "plain", folder / "wheels.tar.xz")
+    with pytest.raises(gpu_run.NotRun, match=r"win32\.whl is not a supported"):
+        gpu_run.unpack(tmp_path / "into")
+
+
+def test_an_nccl_that_is_no_library_is_told_of(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "into").mkdir()
+    for content in (b"", lzma.compress(b"no library"), lzma.compress(b"x" * 9999)[:-20]):
+        (folder / "libnccl.so.2.xz").write_bytes(content)
+        with pytest.raises(gpu_run.NotRun, match=r"libnccl\.so\.2\.xz"):
+            gpu_run.own_nccl(tmp_path / "into")
+
+
+def test_its_script_is_read_by_an_older_python() -> None:
+    """It says which Python it needs there, so that it has to be read by that one."""
+    source = (ROOT / "deploy" / "gpu_run.py").read_text()
+    tree = ast.parse(source, feature_version=(3, 8))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert imports[0].module == "__future__" and imports[0].names[0].name == "annotations"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no wheel", "another"], ids=str)
+def test_a_wheel_without_an_nccl_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | str | None
+) -> None:
+    path = tmp_path / "nccl.whl"
+    if isinstance(content, str):
+        wheel(path, {"another": b""})
+    elif content is not None:
+        path.write_bytes(content)
+    assert small_nccl.main([str(path), str(tmp_path / "out.xz")]) == 1
+    assert "nccl.whl" in capsys.readouterr().err
+    assert not (tmp_path / "out.xz").exists()

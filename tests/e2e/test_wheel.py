@@ -99,7 +99,7 @@ def test_every_module_imports_from_the_wheel(installed: Path, tmp_path: Path) ->
 def test_the_command_works_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     """`shoal` knows all of its sub-commands, and trains a script on a cluster of its own."""
     shoal = str(installed / "shoal")
-    assert run(shoal, "--version", cwd=tmp_path).strip() == "shoal 0.1.0"
+    assert run(shoal, "--version", cwd=tmp_path).strip() == "shoal 1.0.0"
     for command in ("up", "run", "demo", "coordinator", "ps", "status"):
         assert f"shoal {command}" in run(shoal, command, "--help", cwd=tmp_path)
     script = tmp_path / "train.py"

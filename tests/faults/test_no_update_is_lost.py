@@ -169,6 +169,7 @@ def strike(cluster: ParameterCluster, kind: str, directory: Path, seed: int) -> 
     assert_nothing_lost(run)
 
 
+@pytest.mark.long
 def test_moves_lose_nothing(cluster: ParameterCluster, tmp_path: Path) -> None:
     """A server that comes is given shards, one that is told to end gives its own away first."""
     work = new_work(cluster, "adam", tmp_path)

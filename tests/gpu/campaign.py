@@ -11,12 +11,13 @@ DIRECTORY/gpu.json holds all of them in the end, with the versions of what ran.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,26 @@ def _outcome(folder: Path) -> dict[str, Any]:
 def chosen(only: str) -> dict[str, Entry]:
     """The cases of a list of names, in the order of their value. Raises SystemExit."""
     names = [name.strip() for name in only.split(",") if name.strip()]
+    if only.strip() and not names:
+        raise SystemExit(f"--only {only!r} names no case; there are: {', '.join(CASES)}")
     unknown = sorted(set(names) - set(CASES))
     if unknown:
         raise SystemExit(f"no such case: {', '.join(unknown)}; there are: {', '.join(CASES)}")
     return {name: entry for name, entry in CASES.items() if not names or name in names}
+
+
+def check_free(out: Path, names: Iterable[str]) -> None:
+    """Raise SystemExit where folders of other things would be taken for those of these cases, which
+    are removed before a case begins."""
+    if out.exists() and not out.is_dir():
+        raise SystemExit(f"--out {out}: no folder")
+    for name in names:
+        folder = out / name
+        if folder.exists() and not (folder / "settings.json").exists():
+            raise SystemExit(
+                f"--out {out}: it has a {folder.name} that is not of these cases, where case"
+                f" {name} would write; name another folder"
+            )
 
 
 def machine_of(device: str, backend: str, sizes: str) -> Machine:
@@ -167,11 +184,16 @@ def machine_of(device: str, backend: str, sizes: str) -> Machine:
     num_gpus = torch.cuda.device_count()
     device = device or "cuda"
     if device == "cuda" and not torch.cuda.is_available():
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden!r})"
         built = f"with CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         raise SystemExit(
             f"no GPU that torch {torch.__version__} can use: it is built {built} and sees"
-            f" {num_gpus} GPUs. Look at nvidia-smi; `--device cpu` tries the cases without a GPU."
+            f" {num_gpus} GPUs{shown}. Look at"
+            " nvidia-smi; `--device cpu` tries the cases without a GPU."
         )
+    if device == "cpu" and backend == "nccl":
+        raise SystemExit("--device cpu --backend nccl: NCCL moves memory of GPUs only")
     return Machine(
         device=device,
         backend=backend or ("nccl" if device == "cuda" else "gloo"),
@@ -184,8 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
     )
-    cases = "\n".join(f"  {name:3} {entry.title}" for name, entry in CASES.items())
-    parser.add_argument("--only", default="", help=f"names with commas between them, of\n{cases}")
+    titles = "\n".join(f"  {name:3} {entry.title}" for name, entry in CASES.items())
+    parser.add_argument("--only", default="", help=f"names with commas between them, of\n{titles}")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by itself cuda")
     parser.add_argument("--backend", choices=["nccl", "gloo"], help="by itself that of the device")
     parser.add_argument("--sizes", choices=["full", "small"], help="by itself small on a CPU")
@@ -194,14 +216,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("build/gpu-test"), metavar="DIRECTORY")
     given = parser.parse_args(arguments)
+    if given.seconds is not None and not 0 < given.seconds < math.inf:
+        parser.error(f"--seconds {given.seconds:g}: a number above 0")
     machine = machine_of(given.device, given.backend, given.sizes)
     is_cpu = machine.device == "cpu"
+    cases = chosen(given.only)
+    check_free(given.out, cases)
     campaign = Campaign(
         machine=machine,
         out=given.out,
         seconds=given.seconds or (ON_CPU_SECONDS if is_cpu else SECONDS),
         patience=ON_CPU if is_cpu else 1.0,
-        cases=chosen(given.only),
+        cases=cases,
     )
     lines = campaign.run()
     failed = [line["name"] for line in lines if not line["passed"]]

@@ -34,6 +34,8 @@ class Machine:
     def visible_gpu(self, rank: int, visible: str) -> str:
         """The value of CUDA_VISIBLE_DEVICES for a rank, from that of the whole run."""
         every = visible.split(",") if visible else [str(gpu) for gpu in range(self.num_gpus)]
+        # CUDA takes those up to the first that is not there, such as -1.
+        every = [each.strip() for each in every[: self.num_gpus]]
         return every[rank % len(every)]
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:

@@ -98,13 +98,44 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1
     assert "no GPU that torch" in done.stderr and "--device cpu" in done.stderr
+    assert "CUDA_VISIBLE_DEVICES is ''" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--only", " ,"], "names no case; there are: N, O1"),
+        (["--backend", "nccl"], "NCCL moves memory of GPUs only"),
+        (["--seconds", "0"], "--seconds 0: a number above 0"),
+        (["--seconds", "nan"], "--seconds nan: a number above 0"),
+        (["--out", "a file"], "no folder"),
+        (["--out", "mine", "--only", "A"], "a A that is not of these cases"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_run_is_refused_before_a_case_begins(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a file").touch()
+    (tmp_path / "mine" / "A").mkdir(parents=True)
+    (tmp_path / "mine" / "A" / "thesis.txt").write_text("three years")
+    with pytest.raises(SystemExit) as refused:
+        campaign.main(["--device", "cpu", "--only", "N", *arguments])
+    assert says in f"{refused.value}{capsys.readouterr().err}"
+    assert (tmp_path / "mine" / "A" / "thesis.txt").exists()
 
 
 def test_ranks_take_gpus_in_turn() -> None:
     two = Machine(device="cuda", backend="nccl", num_gpus=2, full=True)
     assert [two.visible_gpu(rank, "") for rank in range(4)] == ["0", "1", "0", "1"]
     assert [two.visible_gpu(rank, "5,7") for rank in range(3)] == ["5", "7", "5"]
+    assert [two.visible_gpu(rank, "5, 7,-1,3") for rank in range(3)] == ["5", "7", "5"]
     assert two.shares_gpus and not ON_CPU.shares_gpus
 
 

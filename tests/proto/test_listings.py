@@ -42,6 +42,7 @@ def test_line_breaks_within_a_name_make_no_further_lines() -> None:
     assert unpack(pack(["a\nb: 1", "c\x00d: 2", "e\ud800: 3"])) == ["a b: 1", "c d: 2", "e : 3"]
 
 
+@pytest.mark.long
 def test_a_listing_that_cannot_be_made_small_names_blocks() -> None:
     """With the first entry of each, and a digest that shows in which block a difference is."""
     seed = random.Random(1)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_proto.terminal.plain_lines import plain_lines
+from shoal_proto.terminal import plain_lines
 
 CASES = [
     (b"", []),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shoal_proto.terminal.printable import printable, printable_json
+from shoal_proto.terminal import printable, printable_json
 
 LOGS = """
 import structlog
@@ -44,6 +44,7 @@ def test_all_texts_of_an_answer_are() -> None:
     }
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("configure", [OF_A_SERVER, OF_A_WORKER])
 def test_a_line_of_the_log_on_a_terminal_is_one(configure: str) -> None:
     ours, theirs = pty.openpty()

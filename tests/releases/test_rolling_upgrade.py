@@ -1,5 +1,6 @@
 """A cluster goes from one release to another, part by part, while jobs train; and back."""
 
+import asyncio
 import json
 import re
 import signal
@@ -13,10 +14,13 @@ from e2e.conftest import Shoal, finish, read_until, shoal_command
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.etcd_fixture import running_etcd
 from support.processes.served_process import ServedProcess, awaited
-from support.releases.recorded import environment
+from support.releases.builds import environment
 from support.training.counted_updates import counting_script
 
 from shoal_client.local.process import Supervisor
+from shoal_server.etcd import keys
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
 
 EPOCHS, STEPS_PER_EPOCH, RATE = 400, 28, 2.0**-10
 LEADS_WITHIN_S = 60.0
@@ -32,7 +36,7 @@ class Cluster:
     def __init__(self, supervisor: Supervisor, directory: Path, etcd: str) -> None:
         self._supervisor = supervisor
         self._directory = directory
-        self._etcd = etcd
+        self.etcd = etcd
         self._servers: list[ServedProcess] = []
         self._started = 0
         self.coordinator: CoordinatorProcess | None = None
@@ -52,7 +56,7 @@ class Cluster:
         self._started += 1
         name = f"coordinator-{self._started}"
         self.coordinator = CoordinatorProcess(
-            *(self._supervisor, self._directory, name, self._etcd),
+            *(self._supervisor, self._directory, name, self.etcd),
             listen=listen,
             environment=release,
         ).ready()
@@ -64,7 +68,7 @@ class Cluster:
         for position in range(count):
             self._started += 1
             name = f"ps-{self._started}"
-            given = ("ps", "--etcd", self._etcd, "--listen", "127.0.0.1:0", "--id", name)
+            given = ("ps", "--etcd", self.etcd, "--listen", "127.0.0.1:0", "--id", name)
             server = ServedProcess(
                 self._supervisor, self._directory, name, *given, environment=release
             )
@@ -74,6 +78,18 @@ class Cluster:
                 assert before[position].process.wait(60.0) == 0, before[position].log_path
 
 
+def job_records(etcd: str) -> dict[str, dict[str, object]]:
+    """The jobs' own records, by job."""
+
+    async def read() -> dict[str, dict[str, object]]:
+        async with EtcdClient(EtcdConfig(endpoints=(etcd,))) as store:
+            found = await store.range(keys.JOBS)
+        records = {item.key: item.value for item in found.items if item.key.endswith("/state")}
+        return {key.split("/")[-2]: json.loads(value) for key, value in records.items()}
+
+    return asyncio.run(read())
+
+
 @contextmanager
 def running_cluster(directory: Path) -> Iterator[Cluster]:
     with running_etcd(directory) as etcd, Supervisor(grace_s=5.0) as supervisor:
@@ -81,12 +97,12 @@ def running_cluster(directory: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("other", ["0.1.0", "next"])
+@pytest.mark.parametrize("order", [("now", "next", "now"), ("next", "now", "next")])
 def test_jobs_train_on_while_a_cluster_changes_its_release_and_goes_back(
-    shoal_command: Shoal, tmp_path: Path, other: str
+    shoal_command: Shoal, tmp_path: Path, order: tuple[str, str, str]
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    releases = [environment(release, tmp_path / "releases") for release in (other, "now", other)]
+    releases = [environment(release, tmp_path / "releases") for release in order]
     said: dict[str, list[str]] = {}
 
     def run(strategy: str, release: Mapping[str, str]) -> "Popen[str]":
@@ -116,6 +132,10 @@ def test_jobs_train_on_while_a_cluster_changes_its_release_and_goes_back(
                 code, output = finish(before)
                 assert code in (0, 143), output
             step_on()
+        # Every job has been written by a coordinator of the next release, and by others since.
+        records = job_records(cluster.etcd)
+        assert set(records) == set(runs)
+        assert all("of_the_next_release" in record for record in records.values()), records
         (tmp_path / "done").touch()
         for strategy, each in runs.items():
             code, output = finish(each, said[strategy])

@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 import grpc
+import pytest
 from fuzzing.cluster import FuzzedCluster
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
@@ -22,6 +23,7 @@ def open_to_others(directory: Path) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_journals_snapshots_and_what_tells_of_addresses_are_private(tmp_path: Path) -> None:
     """Whatever the umask says that they were started with."""
     before = os.umask(0o022)

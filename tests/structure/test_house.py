@@ -1,4 +1,4 @@
-"""The house rules of the source: small folders, modules and classes, packages in one direction."""
+"""The house rules of the source: sizes, imports in one direction, one name for one class."""
 
 import ast
 from collections import Counter, defaultdict
@@ -96,6 +96,41 @@ def test_packages_import_each_other_in_no_circle() -> None:
         TopologicalSorter(known).prepare()
     except CycleError as error:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+IN_CIRCLES = {("shoal.layouts.gradients", "shoal.layouts.base")}
+"""Imports of today that close a circle: to be removed, and none to be added."""
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    known = {name: {*imported(path)} - {name} for name, path in modules().items()}
+    for module, other in IN_CIRCLES:
+        known[module].remove(other)
+    try:
+        TopologicalSorter(known).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+# fmt: off
+SHARED_NAMES = {
+    "Answer", "Candidate", "CollatedWhole", "Command", "Connection", "Decoder", "Ending",
+    "Event", "Gathering", "Held", "Leaving", "Listing", "Log", "Member", "Pause", "Position",
+    "Proposed", "PushResult", "PushedRows", "RecordLog", "Refusal", "Refused", "Role", "Roster",
+    "SampleRange", "Send", "SharedMemory", "Why", "WorkDone", "Write",
+}
+# fmt: on
+"""Names of today that several public classes have: to be removed, and none to be added."""
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    found = Counter(
+        node.name
+        for path in modules().values()
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in found.items() if count > 1} == SHARED_NAMES
 
 
 def package_of(module: str) -> str:

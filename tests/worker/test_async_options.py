@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.strategies.asynchronous.async_sgd import AsyncSGD
-from shoal.strategies.asynchronous.step_refusals import MAX_REDONE
+from shoal.strategies.asynchronous.async_sgd import MAX_REDONE, AsyncSGD
 from shoal_proto.errors import InvalidSpec, StalePush
 
 LR = 0.1

@@ -89,6 +89,7 @@ def test_a_survivor_goes_on_with_its_state_after_many_join_limits(
             check_no_trace(job, job.run_of_all, TOLERANCE)
 
 
+@pytest.mark.long
 def test_a_survivor_waits_on_when_the_coordinator_is_started_again(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -189,6 +189,7 @@ def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalClust
         check_each_sample_once(crew, 24 * EPOCHS)
 
 
+@pytest.mark.long
 def test_a_joiner_that_dies_while_it_is_taken_in_costs_the_others_nothing(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

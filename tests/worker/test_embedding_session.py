@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from support.processes.ranks import Ranks
 from support.training import embedding_bodies
 from support.training.embedding_bodies import NUM_CLICKS, NUM_IDS, Training
@@ -9,6 +10,7 @@ from support.training.embedding_bodies import NUM_CLICKS, NUM_IDS, Training
 from shoal_client.local.cluster import LocalCluster
 
 
+@pytest.mark.long
 def test_a_factorisation_machine_learns_on_real_servers(cluster: LocalCluster) -> None:
     """Its rows lie on the server; the loss falls, and every id that was seen has a row."""
     with Ranks() as ranks:

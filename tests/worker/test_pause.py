@@ -141,6 +141,7 @@ def test_who_is_away_without_a_pause_is_found_and_told_of_it(
         play.stop(10_000)
 
 
+@pytest.mark.long
 def test_a_pause_that_outlasts_its_own_limit_is_a_hang(quick: LocalCluster, tmp_path: Path) -> None:
     """The others go on without it at that moment; it is told what its limit was."""
     with Ranks() as ranks:

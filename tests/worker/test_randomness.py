@@ -393,6 +393,7 @@ def compiled_twice(backend: str, make: Callable[[], nn.Module], dim: int | None)
     return twice
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("case", ODD)
 def test_a_compiled_graph_draws_what_the_layer_draws(case: str) -> None:
     """Without a break, and without being compiled anew for another step or share."""
@@ -422,6 +423,7 @@ def test_a_compiled_graph_draws_what_the_layer_draws(case: str) -> None:
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
 def test_compiled_dropout_has_the_gradients_of_the_layer(backend: str) -> None:
     plain, compiled = keyed(nn.Dropout(0.3)), compiled_twice(backend, lambda: nn.Dropout(0.3), 0)
@@ -474,8 +476,8 @@ def test_a_graph_for_batches_of_any_size_draws_what_the_layer_draws() -> None:
     assert len(graphs) == 1
 
 
-def test_the_masks_are_those_of_earlier_releases() -> None:
-    """Checkpoints and members of an earlier release go on with the same numbers."""
+def test_the_masks_stay_the_same_from_release_to_release() -> None:
+    """Runs that go on from a checkpoint, and members of another release, draw the same numbers."""
     with at(seed=7, step=41, first=96, count=4):
         kept = draw(keyed(nn.Dropout()), torch.Size([4, 8]), CPU, p=0.5)
     assert kept is not None

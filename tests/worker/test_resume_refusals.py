@@ -136,7 +136,7 @@ def test_a_finished_run_is_trained_for_more_epochs(cluster: LocalCluster, tmp_pa
 def test_a_checkpoint_that_tells_nothing_of_its_samples_is_gone_on_from(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Those of earlier versions, and of plain torch: there is nothing to compare."""
+    """Plain torch writes such checkpoints: there is nothing to compare."""
     model, _ = build("sgd", "layers")
     own = {"format": 1, "step": 4, "values": {}, "checksums": False}
     saved = {"model": model.state_dict(), "shoal": {"state": json.dumps(own)}}
@@ -268,7 +268,7 @@ def test_nor_with_a_registered_object_of_another_class(tmp_path: Path, strategy:
 
 
 def test_a_state_that_says_nothing_of_its_optimizer_is_told_by_its_settings() -> None:
-    """As plain torch writes it, and earlier releases."""
+    """Plain torch writes it so."""
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     settings = {
         kind.__name__: {"params": ["w"], **kind(parameters, lr=1e-3).defaults}

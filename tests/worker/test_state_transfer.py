@@ -17,7 +17,6 @@ from shoal.backends.in_memory.run import run_in_memory
 from shoal.backends.process_group.collectives import counts, reset_counts
 from shoal.model.module_proxy import proxy_of
 from shoal.state import transfer
-from shoal.state.plain_values import without_marks
 from shoal.state.replicated import ReplicatedState, State
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
@@ -65,20 +64,6 @@ def test_a_fresh_member_goes_on_exactly_where_the_other_stands(name: str) -> Non
         step(other, other_optimizer)
     for key, value in model.state_dict().items():
         assert torch.equal(value, other.state_dict()[key]), key
-
-
-def test_a_member_of_the_release_before_reads_the_settings_as_it_wrote_them() -> None:
-    """It tells tuples by what its own optimizer has, and so do members of now what it sends."""
-    model, optimizer = trained(OPTIMIZERS["adamw"], 1, seed=0)
-    state = ReplicatedState(model, optimizer).capture(1)
-    values = {key: without_marks(value) for key, value in state.values.items()}
-    assert values["groups"][0]["betas"] == [0.8, 0.9]
-    optimizer.param_groups[0]["betas"] = (0.1, 0.2)
-    earlier = State(step=1, tensors=state.tensors, values=values)
-    ReplicatedState(model, optimizer).restore(earlier)
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
-    with pytest.raises(ValueError, match="complex"):
-        without_marks([{"$complex": [0.0, 1.0]}])
 
 
 def test_a_captured_state_is_not_touched_by_later_steps() -> None:

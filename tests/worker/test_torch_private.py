@@ -165,6 +165,7 @@ def test_an_older_torch_is_refused_by_name(version: str) -> None:
     assert refused.value.expected == "torch 2.9 or newer"
 
 
+@pytest.mark.long
 def test_an_environment_without_numpy_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')"

@@ -1,12 +1,11 @@
 """Memory shared with a server, in places of one size, each for a shard on its way."""
 
+import mmap
 from collections.abc import Iterator, Sequence
 
 from shoal_client.shards.parts import Part
 from shoal_proto import bulk
 from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
-from shoal_proto.bulk_opening import SharedMemory
-from shoal_proto.checksum import crc32
 
 NUM_PLACES = 12
 SMALL_ARENA_BYTES = 32 * 1024 * 1024
@@ -14,8 +13,6 @@ SMALL_ARENA_BYTES = 32 * 1024 * 1024
 MIN_PLACES = 3
 """A server reads one shard ahead; with fewer places both ends would wait for each other."""
 PAGE_BYTES = 4096
-CACHED_BYTES = 256 * 1024
-"""Copied, then summed up while they are in the processor's cache."""
 
 
 def arena_bytes(largest_bytes: int, num_parts: int) -> int:
@@ -32,11 +29,9 @@ def _place_bytes(largest_bytes: int) -> int:
 
 
 class Arena:
-    """Takes over the mapping."""
+    """Takes over the mapping. Nothing in it has a checksum: nothing changes on its way there."""
 
-    def __init__(self, shared: SharedMemory, largest_bytes: int) -> None:
-        mapped = shared.mapped
-        self.is_summed = shared.is_summed
+    def __init__(self, mapped: mmap.mmap, largest_bytes: int) -> None:
         self._memory = memoryview(mapped)
         self.place_bytes = _place_bytes(largest_bytes)
         self._all = [i * self.place_bytes for i in range(len(mapped) // self.place_bytes)]
@@ -65,31 +60,24 @@ class Arena:
         self._taken[part.shard_id] = at
         yield bulk.header(Kind.ROOM, shard_id=part.shard_id, at=at, num_bytes=self.place_bytes)
         for offset_bytes, buffers in part.pieces(self.place_bytes):
-            size, checksum = self._fill(at, buffers)
+            size = self._fill(at, buffers)
             yield bulk.header(
                 Kind.PLACED,
                 shard_id=part.shard_id,
                 offset_bytes=offset_bytes,
                 num_bytes=size,
                 at=at,
-                checksum=checksum,
             )
             at += size
 
-    def _fill(self, at: int, buffers: Sequence[memoryview]) -> tuple[int, int]:
-        """How many bytes that were, and their CRC-32, or 0 where nobody asks for it."""
-        start, checksum = at, 0
+    def _fill(self, at: int, buffers: Sequence[memoryview]) -> int:
+        """Copy the buffers there; the number of bytes."""
+        start = at
         for buffer in buffers:
-            step = CACHED_BYTES if self.is_summed else max(len(buffer), 1)
-            for begin in range(0, len(buffer), step):
-                data = buffer[begin : begin + step]
-                copied = self._memory[at : at + len(data)]
-                copied[:] = data
-                if self.is_summed:
-                    checksum = crc32(copied, checksum)
-                at += len(data)
+            self._memory[at : at + len(buffer)] = buffer
+            at += len(buffer)
         self.copied_bytes += at - start
-        return at - start, checksum
+        return at - start
 
     def release(self, shard_id: int) -> None:
         """The server is done with the place of that shard, if it has one, and so is the caller."""

@@ -224,7 +224,7 @@ class Connection:
             data = frame.body
         elif frame.kind is Kind.PLACED and self._arena is not None:
             data = self._arena.view(frame.at, frame.num_bytes)
-            checksum = frame.checksum if self._arena.is_summed else None
+            checksum = None
         else:
             raise self._malformed(f"a frame of kind {frame.kind.name}")
         return OnlyPiece(ReadPiece(frame.shard_id, frame.offset_bytes, data, checksum))

@@ -26,7 +26,7 @@ def connect(
         return None
     try:
         asked_bytes = arena_bytes(largest_bytes, num_parts)
-        shared = greet(connected, offer.key, asked_bytes, is_summed=False)
+        shared = greet(connected, offer.key, asked_bytes)
     except (OSError, ShoalError) as error:
         log.info("bulk_connection_failed", address=address, reason=str(error))
         connected.close()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import grpc
 import structlog
 
 from shoal_client.bulk.connection import Connection
@@ -58,14 +57,12 @@ class BulkWay:
         *,
         transport: str,
         room_for: Callable[[int], int] = int,
-        is_for_tables: bool = False,
     ) -> None:
         """`room_for`: how large parts are to have room, where one of so many bytes came."""
         self._address = address
         self._open_bulk = open_bulk
         self._token = token
         self._room_for = room_for
-        self._is_for_tables = is_for_tables
         self._lock = threading.Lock()
         self._is_closed = False
         self._connection: Connection | None = None
@@ -84,18 +81,7 @@ class BulkWay:
         if held is not None:
             held.close()
             self._connection = None
-        try:
-            offer = self._open_bulk(OpenBulkRequest(token=self._token()), timeout=timeout_s)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-            log.info("no_bulk_transport", address=self._address, reason=error.details())
-            self._not_until_s = float("inf")
-            return None
-        if self._is_for_tables and not offer.has_tables:
-            log.info("no_bulk_transport", address=self._address, reason="not for tables")
-            self._not_until_s = time.monotonic() + AGAIN_S
-            return None
+        offer = self._open_bulk(OpenBulkRequest(token=self._token()), timeout=timeout_s)
         if not self._is_local_tried:
             offer.local_name = ""
         self._largest_bytes = self._room_for(largest_bytes)

@@ -15,7 +15,7 @@ from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_name
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1.shards_pb2 import (
     SAMPLES_AFTER_LOSS_ANEW,

@@ -10,7 +10,6 @@ from cyclopts import Parameter
 from shoal_client.connection.addresses import CoordinatorAddresses
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
-from shoal_proto.errors import MalformedMessage
 from shoal_proto.tls.options import TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -53,16 +52,13 @@ class StatusAddress(TlsOptions):
 
 
 def http_url_of(coordinators: Sequence[str]) -> str:
-    """The page of the coordinator that leads, as it says; empty where none is given, or it does
-    not say."""
+    """Base URL of the page of the coordinator that leads; empty without coordinators."""
     if not coordinators:
         return ""
     check_reachable(coordinators, ASK_WITHIN_S)
     connection = Coordinators(coordinators)
     try:
         found = connection.call(_get_cluster, pb.GetClusterRequest(), timeout_s=ASK_WITHIN_S)
-    except MalformedMessage:
-        return ""  # of release 0.1.0, which does not say
     finally:
         connection.close()
     return found.http_url

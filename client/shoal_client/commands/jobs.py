@@ -21,7 +21,7 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.names import check_name
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub

@@ -24,7 +24,7 @@ from shoal_proto.errors import (
     UnknownMember,
 )
 from shoal_proto.names import check_name
-from shoal_proto.terminal.plain_lines import plain_lines
+from shoal_proto.terminal import plain_lines
 
 LOOK_EACH_S = 0.2
 ASK_EACH_S = 0.5

@@ -12,7 +12,7 @@ from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_name
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import repair_pb2 as pb
 from shoal_proto.v1.repair_pb2_grpc import RepairsStub

@@ -23,7 +23,7 @@ from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_name
 from shoal_proto.status import from_rpc_error
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1.snapshots_pb2 import (

@@ -27,7 +27,7 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.names import check_name
-from shoal_proto.terminal.printable import printable_json
+from shoal_proto.terminal import printable_json
 from shoal_proto.tls import identity, local_clusters
 from shoal_proto.tls.names import COORDINATOR_NAME
 
@@ -452,10 +452,9 @@ def _print_servers(console: Console, view: Json) -> None:
         for peer in server["full_peers"]:
             text = f"{peer['server_id']} takes no more copies from {server['server_id']}: "
             console.print(escape(text + peer["reason"]), highlight=False)
-    # A coordinator of the release before has a text for each shard only.
-    for told in view.get("lost_in_words") or [shard["told"] for shard in view.get("lost", ())]:
+    for told in view["lost_in_words"]:
         console.print(f"lost: {escape(told)}", style="red", highlight=False)
-    _print_accepted_losses(console, view.get("accepted_losses", ()))
+    _print_accepted_losses(console, view["accepted_losses"])
     versions = {s["torch_version"]: s["server_id"] for s in view["servers"] if s["torch_version"]}
     if len(versions) > 1:
         told = ", ".join(f"{server_id} {version}" for version, server_id in versions.items())

@@ -17,7 +17,7 @@ from shoal_client.connection.coordinators import Coordinators
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec, UnknownSeries
 from shoal_proto.names import SERIES_RULE, is_name, is_series
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 

@@ -1,5 +1,6 @@
 """Connections to the coordinator: which replica to ask, and when to ask again."""
 
+import math
 import random
 import threading
 import time
@@ -9,10 +10,10 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import structlog
 
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.certificate_wait import CertificateWait, wait_s
 from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
     DeadlineExceeded,
@@ -135,39 +136,43 @@ class Coordinators:
         request: Any,
         *,
         timeout_s: float,
+        attempt_s: float = math.inf,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> Reply_co:
         """Call until it succeeds, is refused, or `timeout_s` has passed.
 
-        Raises what the server raised; a RetryError only once the time is over, or `gives_up()` says
-        after an attempt that nobody waits for the answer any more.
+        An attempt that takes longer than `attempt_s` is made again elsewhere: only for a request
+        that may be carried out twice. Raises what the server raised; a RetryError only once the
+        time is over, or `gives_up()` says after an attempt that nobody waits for the answer.
         """
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
                 if (token := getattr(request, "token", None)) is not None:
                     tracing.mark(token)
-                return self._call(method_of, request, timeout_s, gives_up)
-        return self._call(method_of, request, timeout_s, gives_up)
+                return self._call(method_of, request, timeout_s, attempt_s, gives_up)
+        return self._call(method_of, request, timeout_s, attempt_s, gives_up)
 
     def _call(
         self,
         method_of: Callable[[grpc.Channel], Method[Reply_co]],
         request: Any,
         timeout_s: float,
+        attempt_s: float,
         gives_up: Callable[[], bool],
     ) -> Reply_co:
         give_up_s = time.monotonic() + timeout_s
         back_off = BackOff()
         while True:
             address = self.current
-            left_s = give_up_s - time.monotonic()
+            within_s = min(max(give_up_s - time.monotonic(), 0.001), attempt_s)
             try:
-                reply = method_of(self.channel())(request, timeout=max(left_s, 0.001))
+                reply = method_of(self.channel())(request, timeout=within_s)
                 note_answer(address)
                 return reply
             except grpc.RpcError as rpc_error:
                 error = explained(from_rpc_error(rpc_error, address), address, COORDINATOR_NAME)
-                if not isinstance(error, RetryError) or isinstance(error, DeadlineExceeded):
+                is_over = isinstance(error, DeadlineExceeded) and within_s < attempt_s
+                if not isinstance(error, RetryError) or is_over:
                     raise error from None
                 pause_s = back_off.pause_s(chance())
                 is_late = time.monotonic() + pause_s >= give_up_s

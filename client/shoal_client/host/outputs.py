@@ -8,11 +8,11 @@ from types import TracebackType
 import grpc
 import structlog
 
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import Coordinators, Method, chance
 from shoal_client.connection.first_reply import FirstReplyTimeout
 from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_client.host.output_tail import OutputTail
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import CertificateRefused, RetryError, ShoalError, Unavailable
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.names import COORDINATOR_NAME
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 CALL_TIMEOUT_S = 2.0
 FIRST_ANSWER_S = 2.0
 REFUSED_PAUSE_S = 60.0
-"""A coordinator of an earlier release, which does not know the call, may be upgraded meanwhile."""
+"""Until it asks again after an error that repeating does not mend."""
 LAST_BYTES = 16 * 1024
 """Of each worker: what the coordinator keeps once its launcher has ended."""
 MAX_LAST_BYTES = 2 << 20
@@ -35,8 +35,7 @@ class HostOutputs:
     """Answers for all workers of a launcher within its `with` block, and at its end leaves their
     last lines with the coordinator.
 
-    Nothing else depends on it: a coordinator that does not hear of it, or is of a release that
-    knows nothing of this, costs what people would have read.
+    Nothing else depends on it: if the coordinator cannot be reached, people cannot read the lines.
     """
 
     def __init__(

@@ -11,13 +11,12 @@ from types import TracebackType
 import grpc
 import structlog
 
-from shoal_client.connection.back_off import BackOff
-from shoal_client.connection.coordinators import chance
+from shoal_client.connection.coordinators import OUTLASTED, Coordinators, Method, chance
 from shoal_client.connection.tls_refusals import explained
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
     NotLeader,
-    RejoinError,
     RetryError,
     ShoalError,
     Unavailable,
@@ -25,8 +24,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.protocol import USER_AGENT_OPTION
 from shoal_proto.status import from_detail, from_rpc_error
-from shoal_proto.tls.channels import material, open_channel
-from shoal_proto.tls.files import Material
+from shoal_proto.tls.channels import open_channel
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.v1.membership_pb2 import (
     Ack,
@@ -148,13 +146,12 @@ Report = ReportExitRequest | ReportHaltRequest
 class HostReporter:
     """Tells the coordinators what became of this host's workers, in order, from its own thread.
 
-    A report goes to one coordinator after the other until one takes it, first to the one that took
-    the last; none is worth stopping the launcher for, so a report that nobody takes is logged and
-    dropped.
+    None of it is worth stopping the launcher for: a report that nobody takes within REPORT_LIMIT_S
+    is logged and dropped.
     """
 
     def __init__(self, coordinators: Sequence[str]) -> None:
-        self._coordinators = list(coordinators)
+        self._coordinators = Coordinators(coordinators)
         self._reports: queue.Queue[Report | threading.Event | None] = queue.Queue()
         self._closing = threading.Event()
         self.lost: ShoalError | None = None
@@ -176,6 +173,7 @@ class HostReporter:
         self._closing.set()
         self._reports.put(None)
         self._thread.join(2 * CALL_TIMEOUT_S)
+        self._coordinators.close()
 
     @property
     def over(self) -> str:
@@ -184,12 +182,12 @@ class HostReporter:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the newest answer said that the job is neither finished nor over."""
+        """True if the newest answer said that the job is neither finished nor over."""
         return self._phase not in ("", FINISHED) and not self.over
 
     @property
     def finished(self) -> bool:
-        """Whether the newest answer said that the job's work is done."""
+        """True if the newest answer said that the job's work is done."""
         return self._phase == FINISHED
 
     def heard(self, phase: str) -> None:
@@ -210,75 +208,45 @@ class HostReporter:
         return sent.wait(timeout_s)
 
     def _send_all(self) -> None:
-        channels = _Channels()
+        while (request := self._reports.get()) is not None:
+            if isinstance(request, threading.Event):
+                request.set()
+            else:
+                self._send(request)
+
+    def _send(self, request: Report) -> None:
+        give_up_s = time.monotonic() + REPORT_LIMIT_S
+        told = {"report": type(request).__name__, "member": request.member_id}
+
+        def attempt() -> Ack:
+            return self._coordinators.call(
+                _exit if isinstance(request, ReportExitRequest) else _halt,
+                request,
+                timeout_s=max(give_up_s - time.monotonic(), MIN_ASKED_S),
+                attempt_s=CALL_TIMEOUT_S,
+                gives_up=self._closing.is_set,
+            )
+
         try:
-            while (request := self._reports.get()) is not None:
-                if isinstance(request, threading.Event):
-                    request.set()
-                else:
-                    self._send(request, channels)
-        finally:
-            channels.close()
-
-    def _send(self, request: Report, channels: "_Channels") -> None:
-        told = type(request).__name__
-        deadline_s = time.monotonic() + REPORT_LIMIT_S
-        failure: ShoalError | None = None
-        while time.monotonic() < deadline_s:
-            for address in tuple(self._coordinators):
-                try:
-                    ack = _call(MembershipStub(channels.to(address)), request)
-                    self._take(ack)
-                    # One that hangs is not waited for with each report.
-                    self._coordinators.remove(address)
-                    self._coordinators.insert(0, address)
-                    return
-                except grpc.RpcError as error:
-                    failure = explained(from_rpc_error(error, address), address, COORDINATOR_NAME)
-                    if isinstance(failure, UnknownJob):
-                        return  # it had not joined yet: nobody waits for it
-                    if not isinstance(failure, RetryError | RejoinError | CertificateRefused):
-                        log.info(
-                            "host_report_refused",
-                            report=told,
-                            member=request.member_id,
-                            reason=failure.what,
-                        )
-                        return
-            if self._closing.wait(0.5):
-                break
-        log.warning(
-            "host_report_dropped", report=told, member=request.member_id, reason=str(failure)
-        )
-
-    def _take(self, ack: Ack) -> None:
-        if ack.HasField("lost"):
-            self.lost = from_detail(ack.lost)
-        self._phase = ack.phase
+            ack = self._coordinators.persist(
+                attempt,
+                waits_for=f"{told['report']} of {request.member_id}",
+                gives_up=lambda: self._closing.is_set() or time.monotonic() >= give_up_s,
+            )
+        except UnknownJob:
+            return  # it had not joined yet: nobody waits for it
+        except OUTLASTED as error:
+            log.warning("host_report_dropped", **told, reason=str(error))
+        except ShoalError as error:
+            log.info("host_report_refused", **told, reason=error.what)
+        else:
+            self.lost = from_detail(ack.lost) if ack.HasField("lost") else self.lost
+            self._phase = ack.phase
 
 
-class _Channels:
-    """One to each coordinator, made anew once this process' certificate was renewed."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, tuple[Material | None, grpc.Channel]] = {}
-
-    def to(self, address: str) -> grpc.Channel:
-        now = material()
-        made_of, channel = self._open.get(address, (None, None))
-        if channel is None or made_of is not now:
-            if channel is not None:
-                channel.close()
-            channel = open_channel(address, COORDINATOR_NAME, (USER_AGENT_OPTION,))
-            self._open[address] = now, channel
-        return channel
-
-    def close(self) -> None:
-        for _, channel in self._open.values():
-            channel.close()
+def _exit(channel: grpc.Channel) -> Method[Ack]:
+    return MembershipStub(channel).ReportExit
 
 
-def _call(stub: MembershipStub, request: Report) -> Ack:
-    if isinstance(request, ReportExitRequest):
-        return stub.ReportExit(request, timeout=CALL_TIMEOUT_S)
-    return stub.ReportHalt(request, timeout=CALL_TIMEOUT_S)
+def _halt(channel: grpc.Channel) -> Method[Ack]:
+    return MembershipStub(channel).ReportHalt

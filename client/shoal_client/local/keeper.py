@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_client.local.process import Process, how_it_ended
+from shoal_proto.back_off import doubled_s
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -33,7 +34,7 @@ class RestartPolicy:
 
     def pause_s(self, failures: int) -> float:
         """Before the restart after so many ends in a row."""
-        return min(self.first_pause_s * 2.0 ** (failures - 1), self.max_pause_s)
+        return doubled_s(self.first_pause_s, self.max_pause_s, failures - 1)
 
 
 class NotStarted(Unavailable):

@@ -26,9 +26,9 @@ METHODS: Mapping[type, Callable[[grpc.Channel], Method[pb.Ack]]] = {
 """By the type of the request."""
 
 
-def get_roster_chunks(channel: grpc.Channel) -> Method[pb.RosterChunks]:
-    """Chunks by their digests."""
-    return MembershipStub(channel).GetRosterChunks
+def get_roster(channel: grpc.Channel) -> Method[pb.PackedRoster]:
+    """Call for one of a job's newest rosters, by its digest."""
+    return MembershipStub(channel).GetRoster
 
 
 def get_job(channel: grpc.Channel) -> Method[pb.JobStanding]:

@@ -42,6 +42,5 @@ class Identity:
             token=self.token(generation),
             spec=self.spec,
             info=self.info,
-            keeps_prepare=True,
-            takes_chunks=True,
+            fetches_rosters=True,
         )

@@ -9,8 +9,9 @@ The trainer's decisions (`begin_step`, `next_generation`, `break_seen`) are meth
 what events change.
 """
 
+from dataclasses import dataclass, replace
+
 from shoal_client.connection.admission import ADMISSION_S
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S, CertificateWait
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
@@ -18,8 +19,7 @@ from shoal_client.membership.held_clock import HeldClock
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.leaving import Leaving, drained
 from shoal_client.membership.member_calls import MemberCalls
-from shoal_client.membership.own_pause import OwnPause
-from shoal_client.membership.shown_roster import ShownRoster
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
     DeadlineExceeded,
@@ -27,8 +27,8 @@ from shoal_proto.errors import (
     MemberDrained,
     RetryError,
     ShoalError,
-    Unavailable,
 )
+from shoal_proto.rosters import roster_digest
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
@@ -36,6 +36,33 @@ UNCHANGING = frozenset({"admitted", "pauses", "drain", "closing", "waiting"})
 """Kinds of notice after which who stood by still does."""
 
 Effects = list[ev.Effect]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPause:
+    """A pause of this member: what it said of it, and since when it lasts."""
+
+    reason: str
+    limit_s: float
+    since_s: float
+    number: int
+    """From 1, of this process' pauses."""
+    over: bool = False
+
+    def ended(self) -> "OwnPause":
+        """The same, over."""
+        return replace(self, over=True)
+
+    def request(self, token: Token, now_s: float) -> pb.PauseRequest:
+        """What tells of it now; a new leader learns by it how much of the limit is left."""
+        return pb.PauseRequest(
+            token=token,
+            paused=not self.over,
+            reason=self.reason[:1000],
+            limit_s=self.limit_s,
+            elapsed_s=now_s - self.since_s,
+            pause_number=self.number,
+        )
 
 
 class MemberCore:
@@ -55,7 +82,6 @@ class MemberCore:
         self.closed = False
         self._admitted: pb.Admitted | None = None
         self._calls = MemberCalls(identity.member_id)
-        self._shown = ShownRoster()
         self._back_off = BackOff()
         self._certificate = CertificateWait(certificate_wait_s)
         self._own_pause: OwnPause | None = None
@@ -226,7 +252,7 @@ class MemberCore:
         return [
             ev.Judge(
                 prepare=prepare,
-                digest=self._shown.keep(prepare),
+                digest=roster_digest(prepare.roster),
                 from_checkpoint=pb.STATE_ACTION_CHECKPOINT in states,
             )
         ]
@@ -249,10 +275,6 @@ class MemberCore:
             number = record.roster.generation
             had = self.track.take_aborted(number)
             return self._break(number, record.reason, now_s) if had else []
-        try:
-            record = self._shown.completed(record)
-        except Unavailable as error:
-            return [ev.Raise(error=error)]
         effects: Effects = []
         if self.track.is_superseded_by(record):
             effects = self._break(self.track.generation, record.reason, now_s)

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal_client.connection.back_off import BackOff
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token

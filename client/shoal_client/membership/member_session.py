@@ -22,13 +22,12 @@ from shoal_client.liveness.beat_board import Doing, Ending
 from shoal_client.membership import calls
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack
+from shoal_client.membership.host_files import HostFiles
 from shoal_client.membership.leaving import drained
-from shoal_client.membership.member import Member, MemberHooks
+from shoal_client.membership.member import Member, MemberHooks, OwnJobs
 from shoal_client.membership.member_core import MemberCore
-from shoal_client.membership.named_rosters import NamedRosters
-from shoal_client.membership.several_jobs import OwnJobs
-from shoal_client.membership.threads.held_stream import HeldStream
-from shoal_client.membership.threads.session_threads import SessionThreads
+from shoal_client.membership.rosters import LOCK_WAIT_S, Rosters
+from shoal_client.membership.session_threads import HeldStream, SessionThreads
 from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.status import from_detail
 from shoal_proto.traces import tracing
@@ -74,7 +73,11 @@ class MemberSession:
         self._joining = tracing.Ongoing("Join")
         """Up to its first generation."""
         self._stream = HeldStream(self._threads.closing, self._joining)
-        self._rosters = NamedRosters(self._coordinators, member, self._threads.closing)
+        shared: HostFiles | None = None
+        if member.shared_directory is not None:
+            directory = member.shared_directory / "rosters"
+            shared = HostFiles(directory, self._threads.closing, LOCK_WAIT_S)
+        self._rosters = Rosters(self._fetched_roster, shared)
         self._doing = Doing()
         # A signal handler puts into it: a SimpleQueue is safe from there.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -504,6 +507,10 @@ class MemberSession:
         # As any call of the thread that holds the stream: see MemberCore.
         whole = self._rosters.complete(notice, self.limits.collective_s / 2)
         return ev.NoticeCame(notice=whole, refusal=refusal)
+
+    def _fetched_roster(self, digest: str, timeout_s: float) -> bytes:
+        request = pb.GetRosterRequest(job=self._core.identity.spec.job, digest=digest)
+        return self._coordinators.call(calls.get_roster, request, timeout_s=timeout_s).roster
 
     def _beat(self) -> None:
         """Say every `heartbeat_s` that this member lives, until it is told that it is none."""

@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 import grpc
 import structlog
 
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.certificate_wait import CertificateWait, wait_s
 from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
 from shoal_client.connection.log_limit import LogLimit
 from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto import routes
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
     DeadlineExceeded,

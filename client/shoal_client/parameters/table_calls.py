@@ -91,7 +91,6 @@ class TableCalls:
             token,
             transport=transport,
             room_for=_room_for,
-            is_for_tables=True,
         )
 
     @property

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators, chance
 from shoal_client.weights.stores import WeightStores
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     ChecksumMismatch,
     NoServers,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import Coordinators, chance
 from shoal_client.weights.elements import elements_of
 from shoal_client.weights.leases import Installed, ReaderLeases
 from shoal_client.weights.stores import WeightStores
 from shoal_client.weights.watch import SeriesWatch
 from shoal_proto import CHUNK_BYTES
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import CorruptError, MalformedMessage, RetryError, VersionGone
 from shoal_proto.segments.digests import check_root
 from shoal_proto.segments.sealed import Segment, SegmentWriter

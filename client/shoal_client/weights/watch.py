@@ -6,10 +6,10 @@ import time
 import grpc
 import structlog
 
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators, chance
 from shoal_client.connection.first_reply import FirstReplyTimeout
 from shoal_client.connection.tls_refusals import explained, note_answer
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import DeadlineExceeded, ShoalError, Unavailable
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.names import COORDINATOR_NAME

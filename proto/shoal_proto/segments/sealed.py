@@ -23,7 +23,9 @@ POPULATED_BYTES = 4 * 1024 * 1024
 """Faulted in by one call."""
 
 
-def _closing(owner: "Segment | SegmentWriter", descriptor: int) -> weakref.finalize:
+def _closing(
+    owner: "Segment | SegmentWriter", descriptor: int
+) -> "weakref.finalize[[int], Segment | SegmentWriter]":
     """What closes the descriptor: once, when it is called, or when the owner is gone."""
     _open.add(owner)
     return weakref.finalize(owner, os.close, descriptor)

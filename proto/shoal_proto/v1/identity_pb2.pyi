@@ -43,7 +43,7 @@ class Token(_message.Message):
     """
     run: _builtins.str
     """Of the shard map that the caller goes by (ShardMap.run): one of another run is refused, for what
-    it knows of shards is of others. Empty: it goes by none, or is of a release that did not say.
+    it knows of shards is of others. Empty: it goes by none.
     """
     job_secret: _builtins.str
     """What the job was begun with, where it was begun with a secret: nobody joins it, or acts on its

@@ -115,7 +115,6 @@ class MemberInfo(_message.Message):
     NUM_DEVICES_FIELD_NUMBER: _builtins.int
     PROBE_PORT_FIELD_NUMBER: _builtins.int
     LAUNCH_DIGEST_FIELD_NUMBER: _builtins.int
-    STEP_MESSAGES_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     pid: _builtins.int
     address: _builtins.str
@@ -131,11 +130,7 @@ class MemberInfo(_message.Message):
     """
     launch_digest: _builtins.str
     """SHA-256, in hexadecimal digits, of the secret by which its launcher proves that it is that.
-    Empty: any report of this process' exit is believed, as before 0.2.
-    """
-    step_messages: _builtins.int
-    """The newest form of the messages by which the members of a synchronous generation tell each
-    other of a step that the member knows. 0: that of release 0.1.0, as 1.
+    Empty: only an operator's report of this process' exit is believed, or anyone's without TLS.
     """
     def __init__(
         self,
@@ -149,11 +144,10 @@ class MemberInfo(_message.Message):
         num_devices: _builtins.int = ...,
         probe_port: _builtins.int = ...,
         launch_digest: _builtins.str = ...,
-        step_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host", b"host", "launch_digest", b"launch_digest", "num_devices", b"num_devices", "pid", b"pid", "probe_port", b"probe_port", "shoal_version", b"shoal_version", "step_messages", b"step_messages", "torch_version", b"torch_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host", b"host", "launch_digest", b"launch_digest", "num_devices", b"num_devices", "pid", b"pid", "probe_port", b"probe_port", "shoal_version", b"shoal_version", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -168,19 +162,14 @@ class AttendRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
-    KEEPS_PREPARE_FIELD_NUMBER: _builtins.int
-    TAKES_CHUNKS_FIELD_NUMBER: _builtins.int
+    FETCHES_ROSTERS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """The newest version of the protocol that the member speaks, and the oldest; 0: that one alone."""
     oldest_protocol: _builtins.int
-    keeps_prepare: _builtins.bool
-    """The caller keeps the Prepare that it was shown. Then the Outcome on the same stream, of the
-    same digest, comes with a roster of which only the generation is set: the caller puts the
-    roster of its Prepare in its place. Of a thousand members each would be sent the whole again.
-    """
-    takes_chunks: _builtins.bool
-    """The caller gets the members of a large roster by `GetRosterChunks`: then its notices come with
-    a RosterHead instead. See shoal_proto.packing.roster_chunks.
+    fetches_rosters: _builtins.bool
+    """The caller keeps the rosters that it was shown, and gets others by their digests, with
+    `GetRoster`. Then a notice has only the generation of a roster that was shown on this stream
+    before, or that is large: ten thousand members would each be sent ten thousand entries, twice.
     """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
@@ -196,12 +185,11 @@ class AttendRequest(_message.Message):
         token: _identity_pb2.Token | None = ...,
         spec: Global___JobSpec | None = ...,
         info: Global___MemberInfo | None = ...,
-        keeps_prepare: _builtins.bool = ...,
-        takes_chunks: _builtins.bool = ...,
+        fetches_rosters: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "spec", b"spec", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "keeps_prepare", b"keeps_prepare", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "spec", b"spec", "takes_chunks", b"takes_chunks", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetches_rosters", b"fetches_rosters", "info", b"info", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "spec", b"spec", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,8 +341,8 @@ class Proposal(_message.Message):
     def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def optional_fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """As `fields`, but compared among those members alone that state the field: members of earlier
-        releases do not.
+        """As `fields`, but compared among those members alone that state the field: a release that adds
+        one trains with members of the release before, which do not.
         """
 
     @_builtins.property
@@ -429,6 +417,8 @@ Global___RosterEntry: _TypeAlias = RosterEntry  # noqa: Y015
 
 @_typing.final
 class Roster(_message.Message):
+    """Members accept its digest, which covers fields that they do not know."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -458,7 +448,6 @@ class Roster(_message.Message):
     PLANNED_FIELD_NUMBER: _builtins.int
     SYNCHRONOUS_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
-    STEP_MESSAGES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     source_member_id: _builtins.str
     """The member whose state the others take, and the step it stands at. In a planned change the
@@ -468,10 +457,6 @@ class Roster(_message.Message):
     planned: _builtins.bool
     """True when the previous generation still trains while this one is agreed."""
     synchronous: _builtins.bool
-    step_messages: _builtins.int
-    """The newest form of the messages of a step that all members know, at least 1: see MemberInfo. 0: a
-    coordinator of release 0.1.0 does not say.
-    """
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___RosterEntry]: ...
     @_builtins.property
@@ -486,107 +471,14 @@ class Roster(_message.Message):
         planned: _builtins.bool = ...,
         synchronous: _builtins.bool = ...,
         fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        step_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "fields", b"fields", "generation", b"generation", "planned", b"planned", "source_member_id", b"source_member_id", "step", b"step", "step_messages", b"step_messages", "synchronous", b"synchronous"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "fields", b"fields", "generation", b"generation", "planned", b"planned", "source_member_id", b"source_member_id", "step", b"step", "synchronous", b"synchronous"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Roster: _TypeAlias = Roster  # noqa: Y015
-
-@_typing.final
-class RosterHead(_message.Message):
-    """A roster of many members, without them: they are in chunks that are addressed by their digests.
-    Whoever holds a chunk, from an earlier generation or because another member of its host has it,
-    need not be sent it again. All chunks are deflated (RFC 1950), digests are SHA-256.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROSTER_FIELD_NUMBER: _builtins.int
-    NUM_ENTRIES_FIELD_NUMBER: _builtins.int
-    CHUNK_DIGESTS_FIELD_NUMBER: _builtins.int
-    STATES_DIGEST_FIELD_NUMBER: _builtins.int
-    num_entries: _builtins.int
-    states_digest: _builtins.bytes
-    """Of a RosterStates: what is different in each generation."""
-    @_builtins.property
-    def roster(self) -> Global___Roster:
-        """Without entries."""
-
-    @_builtins.property
-    def chunk_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of a RosterChunk each, in the order of ranks. A member that stays changes none of them."""
-
-    def __init__(
-        self,
-        *,
-        roster: Global___Roster | None = ...,
-        num_entries: _builtins.int = ...,
-        chunk_digests: _abc.Iterable[_builtins.bytes] | None = ...,
-        states_digest: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["roster", b"roster"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_digests", b"chunk_digests", "num_entries", b"num_entries", "roster", b"roster", "states_digest", b"states_digest"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RosterHead: _TypeAlias = RosterHead  # noqa: Y015
-
-@_typing.final
-class RosterChunk(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ENTRIES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___RosterEntry]:
-        """Without `state` and `step`."""
-
-    def __init__(
-        self,
-        *,
-        entries: _abc.Iterable[Global___RosterEntry] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RosterChunk: _TypeAlias = RosterChunk  # noqa: Y015
-
-@_typing.final
-class RosterStates(_message.Message):
-    """State and step of the entries, in the order of ranks, as runs of equal ones."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    COUNTS_FIELD_NUMBER: _builtins.int
-    STATES_FIELD_NUMBER: _builtins.int
-    STEPS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def states(self) -> _containers.RepeatedScalarFieldContainer[Global___StateAction.ValueType]: ...
-    @_builtins.property
-    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        counts: _abc.Iterable[_builtins.int] | None = ...,
-        states: _abc.Iterable[Global___StateAction.ValueType] | None = ...,
-        steps: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "states", b"states", "steps", b"steps"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RosterStates: _TypeAlias = RosterStates  # noqa: Y015
 
 @_typing.final
 class Conflict(_message.Message):
@@ -647,7 +539,6 @@ class GenerationRecord(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     CONFLICTS_FIELD_NUMBER: _builtins.int
     DECIDED_UNIX_S_FIELD_NUMBER: _builtins.int
-    HEAD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     verdict: Global___Verdict.ValueType
     reason: _builtins.str
@@ -660,12 +551,6 @@ class GenerationRecord(_message.Message):
     def roster(self) -> Global___Roster: ...
     @_builtins.property
     def conflicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Conflict]: ...
-    @_builtins.property
-    def head(self) -> Global___RosterHead:
-        """Of a roster of many members, of which `roster` has only the generation: see
-        AttendRequest.takes_chunks.
-        """
-
     def __init__(
         self,
         *,
@@ -676,67 +561,42 @@ class GenerationRecord(_message.Message):
         digest: _builtins.str = ...,
         conflicts: _abc.Iterable[Global___Conflict] | None = ...,
         decided_unix_s: _builtins.float = ...,
-        head: Global___RosterHead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "roster", b"roster"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["roster", b"roster"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "decided_unix_s", b"decided_unix_s", "digest", b"digest", "head", b"head", "job", b"job", "reason", b"reason", "roster", b"roster", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "decided_unix_s", b"decided_unix_s", "digest", b"digest", "job", b"job", "reason", b"reason", "roster", b"roster", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationRecord: _TypeAlias = GenerationRecord  # noqa: Y015
 
 @_typing.final
-class StoredGeneration(_message.Message):
-    """The decided record of a generation of many members, as it lies in etcd: no more than this is
-    written to decide it. What it names by digest was written before, each once.
-    """
+class StoredRoster(_message.Message):
+    """A roster as it lies in etcd, deflated, within the decided record of its generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RECORD_FIELD_NUMBER: _builtins.int
-    INCARNATION_DIGESTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def record(self) -> Global___GenerationRecord:
-        """With the head of its roster."""
-
-    @_builtins.property
-    def incarnation_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of an IncarnationChunk each: the processes of the members, in the order of ranks."""
-
-    def __init__(
-        self,
-        *,
-        record: Global___GenerationRecord | None = ...,
-        incarnation_digests: _abc.Iterable[_builtins.bytes] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation_digests", b"incarnation_digests", "record", b"record"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StoredGeneration: _TypeAlias = StoredGeneration  # noqa: Y015
-
-@_typing.final
-class IncarnationChunk(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
+    ROSTER_FIELD_NUMBER: _builtins.int
     INCARNATIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def roster(self) -> Global___Roster: ...
+    @_builtins.property
+    def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The processes of the members, in the order of the entries: members are not told these."""
+
     def __init__(
         self,
         *,
+        roster: Global___Roster | None = ...,
         incarnations: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["roster", b"roster"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnations", b"incarnations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnations", b"incarnations", "roster", b"roster"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___IncarnationChunk: _TypeAlias = IncarnationChunk  # noqa: Y015
+Global___StoredRoster: _TypeAlias = StoredRoster  # noqa: Y015
 
 @_typing.final
 class Notice(_message.Message):
@@ -763,7 +623,7 @@ class Notice(_message.Message):
     def prepare(self) -> Global___Prepare: ...
     @_builtins.property
     def outcome(self) -> Global___GenerationRecord:
-        """Its roster may be left out: see AttendRequest.keeps_prepare."""
+        """Its roster may have only a generation: see AttendRequest.fetches_rosters."""
 
     @_builtins.property
     def stop_at(self) -> Global___StopAt: ...
@@ -844,24 +704,20 @@ class Prepare(_message.Message):
 
     ROSTER_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
-    HEAD_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     @_builtins.property
-    def roster(self) -> Global___Roster: ...
-    @_builtins.property
-    def head(self) -> Global___RosterHead:
-        """In place of a roster of many members: see AttendRequest.takes_chunks."""
+    def roster(self) -> Global___Roster:
+        """May have only a generation: see AttendRequest.fetches_rosters."""
 
     def __init__(
         self,
         *,
         roster: Global___Roster | None = ...,
         digest: _builtins.str = ...,
-        head: Global___RosterHead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "roster", b"roster"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["roster", b"roster"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "head", b"head", "roster", b"roster"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "roster", b"roster"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1550,7 +1406,7 @@ class PauseRequest(_message.Message):
     """Since when it is paused, where that is said again."""
     pause_number: _builtins.int
     """Rises from pause to pause of one process, so that a word of one that is over, which was long on
-    its way, is known as that. 0: an earlier release does not say.
+    its way, is known as that. 0: not stated.
     """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
@@ -1824,46 +1680,44 @@ class GetGenerationRequest(_message.Message):
 Global___GetGenerationRequest: _TypeAlias = GetGenerationRequest  # noqa: Y015
 
 @_typing.final
-class GetRosterChunksRequest(_message.Message):
+class GetRosterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    @_builtins.property
-    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    digest: _builtins.str
+    """See GenerationRecord."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
-        digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetRosterChunksRequest: _TypeAlias = GetRosterChunksRequest  # noqa: Y015
+Global___GetRosterRequest: _TypeAlias = GetRosterRequest  # noqa: Y015
 
 @_typing.final
-class RosterChunks(_message.Message):
+class PackedRoster(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    CHUNKS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """In the order of the digests asked for."""
-
+    ROSTER_FIELD_NUMBER: _builtins.int
+    roster: _builtins.bytes
+    """A Roster, deflated (RFC 1950)."""
     def __init__(
         self,
         *,
-        chunks: _abc.Iterable[_builtins.bytes] | None = ...,
+        roster: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["roster", b"roster"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RosterChunks: _TypeAlias = RosterChunks  # noqa: Y015
+Global___PackedRoster: _TypeAlias = PackedRoster  # noqa: Y015

@@ -110,10 +110,10 @@ class MembershipStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetGenerationRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GenerationRecord.FromString,
                 _registered_method=True)
-        self.GetRosterChunks = channel.unary_unary(
-                '/shoal.v1.Membership/GetRosterChunks',
-                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetRosterChunksRequest.SerializeToString,
-                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.RosterChunks.FromString,
+        self.GetRoster = channel.unary_unary(
+                '/shoal.v1.Membership/GetRoster',
+                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetRosterRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.PackedRoster.FromString,
                 _registered_method=True)
         self.GetJob = channel.unary_unary(
                 '/shoal.v1.Membership/GetJob',
@@ -252,8 +252,8 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetRosterChunks(self, request, context):
-        """Chunks of the rosters that a job's newest generations name by their digests.
+    def GetRoster(self, request, context):
+        """One of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -370,10 +370,10 @@ def add_MembershipServicer_to_server(servicer, server):
                     request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GetGenerationRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_membership__pb2.GenerationRecord.SerializeToString,
             ),
-            'GetRosterChunks': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetRosterChunks,
-                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GetRosterChunksRequest.FromString,
-                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.RosterChunks.SerializeToString,
+            'GetRoster': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRoster,
+                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GetRosterRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.PackedRoster.SerializeToString,
             ),
             'GetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJob,
@@ -796,7 +796,7 @@ class Membership(object):
             _registered_method=True)
 
     @staticmethod
-    def GetRosterChunks(request,
+    def GetRoster(request,
             target,
             options=(),
             channel_credentials=None,
@@ -809,9 +809,9 @@ class Membership(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shoal.v1.Membership/GetRosterChunks',
-            shoal__proto_dot_v1_dot_membership__pb2.GetRosterChunksRequest.SerializeToString,
-            shoal__proto_dot_v1_dot_membership__pb2.RosterChunks.FromString,
+            '/shoal.v1.Membership/GetRoster',
+            shoal__proto_dot_v1_dot_membership__pb2.GetRosterRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_membership__pb2.PackedRoster.FromString,
             options,
             channel_credentials,
             insecure,

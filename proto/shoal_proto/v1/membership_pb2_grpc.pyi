@@ -73,8 +73,8 @@ class MembershipStub:
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]
     """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
-    GetRosterChunks: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetRosterChunksRequest, _membership_pb2.RosterChunks]
-    """Chunks of the rosters that a job's newest generations name by their digests."""
+    GetRoster: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]
+    """One of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]
     """How a job stands: what a launcher asks before it starts workers."""
     ResetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]
@@ -137,8 +137,8 @@ class MembershipAsyncStub(MembershipStub):
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     GetGeneration: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]  # type: ignore[assignment]
     """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
-    GetRosterChunks: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetRosterChunksRequest, _membership_pb2.RosterChunks]  # type: ignore[assignment]
-    """Chunks of the rosters that a job's newest generations name by their digests."""
+    GetRoster: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]  # type: ignore[assignment]
+    """One of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
     GetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
     """How a job stands: what a launcher asks before it starts workers."""
     ResetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]  # type: ignore[assignment]
@@ -284,12 +284,12 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
 
     @_abc_1.abstractmethod
-    def GetRosterChunks(
+    def GetRoster(
         self,
-        request: _membership_pb2.GetRosterChunksRequest,
+        request: _membership_pb2.GetRosterRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_membership_pb2.RosterChunks, _abc.Awaitable[_membership_pb2.RosterChunks]]:
-        """Chunks of the rosters that a job's newest generations name by their digests."""
+    ) -> _typing.Union[_membership_pb2.PackedRoster, _abc.Awaitable[_membership_pb2.PackedRoster]]:
+        """One of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
 
     @_abc_1.abstractmethod
     def GetJob(

@@ -740,28 +740,22 @@ class OpenBulkReply(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     LOCAL_NAME_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
-    HAS_TABLES_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """To be sent first on the connection; good for one, within seconds."""
     local_name: _builtins.str
     """Name of a Unix socket in the abstract namespace, for whoever is in the same network namespace."""
     port: _builtins.int
     """TCP port on the host of this service."""
-    has_tables: _builtins.bool
-    """Lookup and Push of the Tables service may go there too. A server of an earlier version has them
-    by gRPC only.
-    """
     def __init__(
         self,
         *,
         key: _builtins.bytes = ...,
         local_name: _builtins.str = ...,
         port: _builtins.int = ...,
-        has_tables: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_tables", b"has_tables", "key", b"key", "local_name", b"local_name", "port", b"port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "local_name", b"local_name", "port", b"port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,7 +31,7 @@ class _ShardContent:
 class _ShardContentEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardContent.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SHARD_CONTENT_UNKNOWN: _ShardContent.ValueType  # 0
-    """Written by a release that did not say: nobody's before the first change of its primary."""
+    """Never written."""
     SHARD_CONTENT_NONE: _ShardContent.ValueType  # 1
     """No worker has created it."""
     SHARD_CONTENT_LOADING: _ShardContent.ValueType  # 2
@@ -45,7 +45,7 @@ class ShardContent(_ShardContent, metaclass=_ShardContentEnumTypeWrapper):
     """What there is of a shard."""
 
 SHARD_CONTENT_UNKNOWN: ShardContent.ValueType  # 0
-"""Written by a release that did not say: nobody's before the first change of its primary."""
+"""Never written."""
 SHARD_CONTENT_NONE: ShardContent.ValueType  # 1
 """No worker has created it."""
 SHARD_CONTENT_LOADING: ShardContent.ValueType  # 2
@@ -863,7 +863,7 @@ class Offer(_message.Message):
     """The epoch in which the shard got its first values."""
     run: _builtins.str
     """Of the record that the primary goes by (JobHoldings.run): epochs of another run are others. Empty:
-    a release that did not say.
+    not stated.
     """
     def __init__(
         self,

@@ -24,7 +24,6 @@ from shoal_server.coordinator.jobs.job_actor import JobDependencies
 from shoal_server.coordinator.jobs.membership import MembershipService
 from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
-from shoal_server.coordinator.leadership.term import Term
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.coordinator.publications.service import WeightSeriesService
@@ -48,7 +47,7 @@ from shoal_server.core.generations.progress import Result
 from shoal_server.core.generations.roster import Step
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
-from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.leader_store import LeaderStore, Term
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.tasks import keep_on, running
 from shoal_server.status.board import StatusBoard
@@ -74,8 +73,8 @@ class Coordinator:
         self.term = Term()
         self.board = StatusBoard()
         shard_reader = ShardReader(store)
-        self.registry = Registry(self._job_dependencies(store, bounds.max_jobs), limits)
         leading = self._store = LeaderStore(store, self.term.conditions, self.term.depose)
+        self.registry = Registry(self._job_dependencies(leading, bounds.max_jobs), limits)
         self.samples = SamplesService(
             leading,
             self.registry.authorize,
@@ -121,7 +120,7 @@ class Coordinator:
         outputs = OutputsService(self.registry)
         self.resetting = JobReset(
             leading,
-            DurableJobs(store, self.term.conditions),
+            DurableJobs(leading),
             self.registry,
             samples=self.samples,
             clocks=self.clocks,
@@ -148,7 +147,7 @@ class Coordinator:
             limits=(retention or RetentionPolicy()).limits,
         )
 
-    def _job_dependencies(self, store: KeyValueStore, max_jobs: int) -> JobDependencies:
+    def _job_dependencies(self, store: LeaderStore, max_jobs: int) -> JobDependencies:
         # The services are made after the registry that they ask, so these are looked up late.
         def member_lost(job: str, member_id: str, incarnation: str) -> None:
             self.samples.member_lost(job, member_id, incarnation)
@@ -162,7 +161,7 @@ class Coordinator:
             self.retention.changed(job)
 
         return JobDependencies(
-            jobs=DurableJobs(store, self.term.conditions),
+            jobs=DurableJobs(store),
             stored=StoredJobs(store),
             board=self.board,
             clock=steady_unix_clock(),

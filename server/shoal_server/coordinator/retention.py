@@ -179,7 +179,6 @@ def _cleared(job: str, left: StateRecord) -> list[Operation]:
     """All of the job but its own record, in one transaction with that."""
     return [
         Delete(keys.generations(job), prefix=True),
-        Delete(keys.roster_chunks(job), prefix=True),
         Delete(keys.shard_map(job)),
         Delete(keys.shard_map_chunks(job), prefix=True),
         Delete(keys.lineage(job)),

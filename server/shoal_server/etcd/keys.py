@@ -98,15 +98,6 @@ def generation_number(job: str, key: str) -> int | None:
     return int(digits)
 
 
-def roster_chunks(job: str) -> str:
-    return f"{JOBS}{job}/rosters/"
-
-
-def roster_chunk(job: str, digest: bytes) -> str:
-    """What decided records name by its digest: a deflated protobuf message."""
-    return f"{JOBS}{job}/rosters/{digest.hex()}"
-
-
 def shard_map(job: str) -> str:
     """Which ShardMap is the job's: {"digest", "num_chunks", ...}."""
     return f"{JOBS}{job}/shards"

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import ShoalError
 from shoal_server.etcd.api import (
     EventKind,
@@ -22,7 +23,6 @@ from shoal_server.etcd.api import (
     WatchBatch,
     WatchEvent,
 )
-from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import cancel, wait_first
 
 log = structlog.get_logger(__name__)
@@ -179,7 +179,7 @@ class PrefixMirror(Generic[T]):
             self._on_change()
 
     async def _follow(self) -> None:
-        pauses = ExponentialBackOff(RESYNC_PAUSE_S)
+        pauses = BackOff(RESYNC_PAUSE_S)
         while True:
             try:
                 async with aclosing(list_and_watch(self._store, self._prefix)) as batches:
@@ -197,7 +197,7 @@ class PrefixMirror(Generic[T]):
                 if not self._resync:
                     raise
                 log.exception("mirror_failed", prefix=self._prefix)
-            await pauses.pause()
+            await asyncio.sleep(pauses.pause_s())
 
     def _apply(self, batch: WatchBatch) -> None:
         changed = False

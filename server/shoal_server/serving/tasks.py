@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from shoal_server.serving.backoff import ExponentialBackOff
+from shoal_proto.back_off import BackOff
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ async def gather_settled(*calls: Awaitable[R]) -> list[R]:
 async def keep_on_until_done(work: Callable[[], Awaitable[object]], name: str) -> None:
     """Run it to its end. What it raises is logged by that name, and it begins again after a
     pause."""
-    pauses = ExponentialBackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     clock = asyncio.get_running_loop().time
     while True:
         began_s = clock()
@@ -62,7 +62,7 @@ async def keep_on_until_done(work: Callable[[], Awaitable[object]], name: str) -
             log.exception("loop_failed", loop=name)
         if clock() - began_s > LONGEST_PAUSE_S:
             pauses.reset()
-        await pauses.pause()
+        await asyncio.sleep(pauses.pause_s())
 
 
 async def keep_on(work: Callable[[], Awaitable[object]], name: str) -> None:

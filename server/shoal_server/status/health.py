@@ -1,15 +1,17 @@
 """The health report a worker posts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import MaxLen, MinLen
-from pydantic import ConfigDict, field_validator
+from annotated_types import Ge, Le, MaxLen, MinLen
+from pydantic import ConfigDict, field_validator, model_validator
 
-from shoal_proto.health import HealthFigures
+from shoal_proto.health import CourseFigures, HealthFigures
 from shoal_proto.incarnation import public_id
+from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_server.status.views import HealthView, describe_figures
 
+MAX_PROTOCOL = 2**31 - 1
 EXAMPLE = {
     "incarnation": "0b7f1c52-6d4e-4f0e-9a55-0d2f4d1d3a11",
     "step": 1200,
@@ -33,6 +35,14 @@ EXAMPLE = {
 }
 
 
+def _named(value: object, figures: type) -> Any:
+    """What of a JSON object has the name of one of the figures; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    names = {each.name for each in fields(figures)}
+    return {name: each for name, each in value.items() if name in names}
+
+
 def _describe(schema: dict[str, Any]) -> None:
     describe_figures(schema)
     schema["examples"] = [EXAMPLE]
@@ -49,9 +59,24 @@ class HealthReport(HealthFigures):
         json_schema_extra=_describe,
     )
 
+    protocol: Annotated[int, Ge(0), Le(MAX_PROTOCOL)] = 0
+    """The newest version of the protocol that the worker speaks. If it is later than the
+    coordinator's, figures of other names are passed over, and no mistake."""
     incarnation: Annotated[str, MinLen(1), MaxLen(64)]
     """UUID of the process start that reports; another one than the member's is refused. A
     secret of that process: it is not shown."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pass_over_later_figures(cls, value: object) -> object:
+        protocol = value.get("protocol") if isinstance(value, dict) else None
+        if not isinstance(value, dict) or not isinstance(protocol, int):
+            return value
+        if protocol <= OWN_PROTOCOLS.newest:
+            return value
+        known = _named(value, HealthReport)
+        course = known.get("course")
+        return {**known, "course": _named(course, CourseFigures)} if course else known
 
     @field_validator("*", mode="before")
     @classmethod

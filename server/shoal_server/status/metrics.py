@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from shoal_proto.errors import ShoalError
 from shoal_proto.health import gauges
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_server.serving.durations import Durations
 from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.serving.process_metrics import build_info, histogram, loop_lag

@@ -1,6 +1,5 @@
 """Pulls and pushes by shared memory, by sockets and by gRPC: the same bits, and the same care."""
 
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -13,8 +12,6 @@ from support.clusters.parameter_servers import ParameterServers
 from shoal_client.bulk import arena as client_arena
 from shoal_client.bulk import opening, way
 from shoal_client.parameters.dense import ParameterClient
-from shoal_proto import bulk_opening
-from shoal_proto.bulk_opening import SharedMemory
 from shoal_proto.errors import InvalidSpec, Unavailable
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
 from shoal_proto.v1.shards_pb2 import ParameterSpec
@@ -80,25 +77,6 @@ def test_every_way_gives_the_same_bits(servers: ParameterServers) -> None:
     by_grpc = trained(servers, "grpc")
     assert trained(servers, "auto") == by_grpc
     assert trained(servers, "tcp") == by_grpc
-
-
-def test_an_end_of_an_earlier_version_sums_up_what_it_shares(
-    servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its hello says nothing of leaving that out: then the other end checks, and is checked."""
-    asked: list[bool] = []
-
-    def greet(connected: socket.socket, key: bytes, arena_bytes: int, **_: bool) -> SharedMemory:
-        shared = bulk_opening.greet(connected, key, arena_bytes)
-        assert shared is not None
-        asked.append(shared.is_summed)
-        return shared
-
-    by_grpc = trained(servers, "grpc")
-    monkeypatch.setattr(opening, "greet", greet)
-    assert trained(servers, "auto") == by_grpc
-    assert asked
-    assert all(asked)
 
 
 def test_values_that_a_gradient_was_computed_on_follow_it(servers: ParameterServers) -> None:

@@ -14,7 +14,6 @@ from shoal_client.bulk.sending import PIECE_BYTES, Sending
 from shoal_client.shards.parts import Part, in_pieces
 from shoal_proto import bulk
 from shoal_proto.bulk import Frame, FrameReader, Kind
-from shoal_proto.bulk_opening import SharedMemory
 from shoal_proto.checksum import verify
 from shoal_proto.errors import Overloaded
 from shoal_proto.status import to_detail
@@ -80,7 +79,7 @@ def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> N
     with ours, theirs, mmap.mmap(-1, 3 * len(data)) as mapped:
         ours.setblocking(False)
         theirs.setblocking(False)
-        arena = Arena(SharedMemory(mapped, is_summed=False), len(data))
+        arena = Arena(mapped, len(data))
         Sending(ours, OPENING, parts(), arena).go_on()
         del arena
     assert told == [[], [0], [1]]
@@ -94,7 +93,7 @@ def test_a_place_is_filled_again_before_the_next_answer_is_taken() -> None:
     reader = FrameReader()
     with theirs, mmap.mmap(-1, 2 * len(data)) as mapped:
         theirs.setblocking(False)
-        arena = Arena(SharedMemory(mapped, is_summed=False), len(data))
+        arena = Arena(mapped, len(data))
         connection = Connection(ours, "the server", arena)
         for shard_id in range(2):
             reply = PushReply(outcome=PushOutcome(shard_id=shard_id))
@@ -113,7 +112,7 @@ def test_a_server_that_fails_a_call_and_hangs_up_is_heard_to_the_end() -> None:
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     parts = [Part(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(2)]
     ours, theirs = socket.socketpair()
-    shared = SharedMemory(mmap.mmap(-1, len(data)), is_summed=False)
+    shared = mmap.mmap(-1, len(data))
     connection = Connection(ours, "the server", Arena(shared, len(data)))
     with theirs:
         reply = PushReply(outcome=PushOutcome(shard_id=0))
@@ -134,7 +133,7 @@ def test_an_answer_is_looked_for_before_this_thread_sleeps(
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     part = [Part(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)]
     ours, theirs = socket.socketpair()
-    shared = SharedMemory(mmap.mmap(-1, 3 * len(data)), is_summed=False)
+    shared = mmap.mmap(-1, 3 * len(data))
     came: list[str] = []
 
     def answers(how: str) -> None:

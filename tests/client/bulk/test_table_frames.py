@@ -2,7 +2,7 @@
 
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -24,9 +24,7 @@ from shoal_proto.errors import (
     WrongEpoch,
 )
 from shoal_proto.status import from_detail
-from shoal_proto.tls.names import Caller
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.tables_pb2 import (
     FoundRows,
     Initialiser,
@@ -42,7 +40,6 @@ from shoal_proto.v1.tables_pb2 import (
     TablePushRequest,
     TableSpec,
 )
-from shoal_server.parameters.bulk.offers import Offers, Purpose
 
 DIM = 4
 TABLE = TableSpec(
@@ -296,29 +293,10 @@ def test_ids_of_another_shard_are_refused_for_their_item_alone(small: Small) -> 
     assert errors == {0: True, 1: False}
 
 
-def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(way, "connect", lambda *told: None)
-
-
-def earlier_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has no tables on its bulk connections, and would end them at the first frame."""
-    make = Offers.make
-
-    def without_tables(offers: Offers, purpose: Purpose, caller: Caller | None) -> OpenBulkReply:
-        offer = make(offers, purpose, caller)
-        offer.has_tables = False
-        return offer
-
-    monkeypatch.setattr(Offers, "make", without_tables)
-
-
-@pytest.mark.parametrize("refuse", [no_connection, earlier_server])
 def test_where_no_bulk_connection_can_be_had_rows_go_by_grpc(
-    small: Small,
-    monkeypatch: pytest.MonkeyPatch,
-    refuse: Callable[[pytest.MonkeyPatch], None],
+    small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse(monkeypatch)
+    monkeypatch.setattr(way, "connect", lambda *told: None)
     with closing(TableClient([small.servers.coordinator], lambda: small.token)) as client:
         client.fetch_map()
         rows = client.look_up({small.where: IDS})[small.where]

@@ -2,14 +2,8 @@
 
 import random
 
-from shoal_client.connection.back_off import (
-    FIRST_BACK_OFF_S,
-    MAX_BACK_OFF_S,
-    PROMPT_BACK_OFF_S,
-    PROMPT_S,
-    BackOff,
-)
 from shoal_client.connection.coordinators import chance
+from shoal_proto.back_off import FIRST_S, LONGEST_S, PROMPT_LONGEST_S, PROMPT_S, BackOff, doubled_s
 
 
 def test_a_new_leader_is_asked_for_promptly_and_an_absent_one_seldom() -> None:
@@ -17,22 +11,22 @@ def test_a_new_leader_is_asked_for_promptly_and_an_absent_one_seldom() -> None:
     back_off, waited_s, num_prompt = BackOff(), 0.0, 0
     while waited_s < PROMPT_S:
         pause_s = back_off.pause_s(chance())
-        assert 0 < pause_s <= PROMPT_BACK_OFF_S
+        assert 0 < pause_s <= PROMPT_LONGEST_S
         waited_s += pause_s
         num_prompt += 1
-    assert num_prompt <= 2 * PROMPT_S / PROMPT_BACK_OFF_S + 5
+    assert num_prompt <= 2 * PROMPT_S / PROMPT_LONGEST_S + 5
     later = [back_off.pause_s(chance()) for _ in range(20)]
-    assert min(later[10:]) >= MAX_BACK_OFF_S / 2
-    assert max(later) <= MAX_BACK_OFF_S
+    assert min(later[10:]) >= LONGEST_S / 2
+    assert max(later) <= LONGEST_S
 
 
 def test_after_a_success_the_next_failure_is_a_new_one() -> None:
     """However long the last search took."""
     back_off = BackOff()
-    while back_off.pause_s(chance()) < MAX_BACK_OFF_S / 2:
+    while back_off.pause_s(chance()) < LONGEST_S / 2:
         continue
     back_off.reset()
-    assert back_off.pause_s(chance()) <= FIRST_BACK_OFF_S
+    assert back_off.pause_s(chance()) <= FIRST_S
 
 
 def test_members_do_not_come_in_step() -> None:
@@ -53,3 +47,18 @@ def test_a_script_draws_what_it_seeded() -> None:
     before = random.getstate()
     BackOff().pause_s(chance())
     assert random.getstate() == before
+
+
+def test_pauses_grow_to_their_bound_and_begin_anew() -> None:
+    """Each is twice the last one; without a bound all are as long as the first."""
+    pauses = BackOff(1.0, 5.0)
+    assert [pauses.pause_s() for _ in range(4)] == [1.0, 2.0, 4.0, 5.0]
+    pauses.reset()
+    assert pauses.pause_s() == 1.0
+    constant = BackOff(0.001)
+    assert [constant.pause_s() for _ in range(2)] == [0.001, 0.001]
+
+
+def test_the_pause_after_any_number_of_failures_keeps_to_its_bound() -> None:
+    assert [doubled_s(0.5, 3.0, before) for before in range(4)] == [0.5, 1.0, 2.0, 3.0]
+    assert doubled_s(0.05, 5.0, 100_000) == 5.0

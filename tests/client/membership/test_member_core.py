@@ -10,7 +10,6 @@ from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_core import MemberCore
-from shoal_proto.digest import roster_digest
 from shoal_proto.errors import (
     CertificateRefused,
     DeadlineExceeded,
@@ -22,6 +21,7 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
 )
+from shoal_proto.rosters import roster_digest
 from shoal_proto.v1 import membership_pb2 as pb
 
 LIMITS = pb.Limits(
@@ -174,22 +174,6 @@ def test_a_roster_is_answered_with_its_digest() -> None:
     assert isinstance(answer, pb.AnswerRequest)
     assert (answer.generation, answer.digest) == (1, judge.digest)
     assert [peer.member_id for peer in answer.unreachable] == ["b"]
-
-
-def test_a_record_without_its_roster_gets_that_of_the_prepare() -> None:
-    member, shown = a_member(), roster(1, "a", "b")
-    member.hears(pb.Notice(prepare=pb.Prepare(roster=shown)))
-    record = pb.GenerationRecord(
-        roster=pb.Roster(generation=1), digest=roster_digest(shown), verdict=pb.VERDICT_COMMITTED
-    )
-    assert member.hears(pb.Notice(outcome=record)) == []
-    assert member.enters(above=0) == 1
-
-
-def test_a_record_of_another_roster_ends_the_stream() -> None:
-    """On a new one it comes whole."""
-    record = pb.GenerationRecord(digest="other", verdict=pb.VERDICT_COMMITTED)
-    assert a_member().hears(pb.Notice(outcome=record)) == ["Raise Unavailable"]
 
 
 def test_no_step_is_begun_past_an_offer_before_all_agreed_on_where_to_stop() -> None:

@@ -12,11 +12,11 @@ from support.clusters.coordinator_world import Served, entered, propose, served
 from support.processes.load import unhurried
 
 from shoal.data.sample_leases import Leases
-from shoal_client.connection import back_off
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import member_core
 from shoal_client.progress.clocks import Clock
 from shoal_client.progress.samples import Reserve, SampleLease, SampleRange, joined
+from shoal_proto import back_off
 from shoal_proto.errors import Fenced, MemberDrained, Unavailable
 from shoal_proto.v1 import clocks_pb2
 from shoal_proto.v1.identity_pb2 import Token
@@ -30,7 +30,7 @@ LONGER_THAN_ANY_LIMIT_S = 1.5 * LIMITS.join_s
 @pytest.fixture(autouse=True)
 def clients_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with limits of a minute: a roster may be answered for longer than a client rests."""
-    for name in ("PROMPT_BACK_OFF_S", "MAX_BACK_OFF_S"):
+    for name in ("PROMPT_LONGEST_S", "LONGEST_S"):
         monkeypatch.setattr(back_off, name, LIMITS.prepare_s / 8)
 
 

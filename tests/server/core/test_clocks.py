@@ -163,6 +163,7 @@ SAYINGS = st.lists(
 )
 
 
+@pytest.mark.long
 @given(sayings=SAYINGS)
 @settings(max_examples=400, deadline=None)
 def test_whatever_members_say_the_answers_are_those_of_the_plain_definition(

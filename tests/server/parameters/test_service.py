@@ -197,6 +197,7 @@ def error_of(outcome: PushOutcome) -> ShoalError:
     return from_detail(outcome.error)
 
 
+@pytest.mark.long
 async def test_a_64_mib_shard_travels(world: World) -> None:
     """No message limit stands in the way of a large shard, in either direction."""
     await create(world, HUGE)
@@ -360,6 +361,7 @@ async def test_bytes_that_are_no_message_are_refused(world: World, method: str) 
     assert (await pull(world, SMALL))[0] == 1
 
 
+@pytest.mark.long
 async def test_a_message_beyond_the_limit_ends_that_call_only(world: World) -> None:
     """A piece larger than a message may be is refused, and the server serves on."""
     await create(world, HUGE)

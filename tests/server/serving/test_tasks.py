@@ -1,11 +1,10 @@
-"""Tasks with an owner, answers of many calls, and pauses between attempts."""
+"""Tasks with an owner, and answers of many calls."""
 
 import asyncio
 
 import pytest
 import structlog
 
-from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import (
     SupervisedTasks,
     gather_bounded,
@@ -102,14 +101,3 @@ async def test_answers_of_many_calls() -> None:
     with pytest.raises(ValueError, match="-3"):
         await gather_settled(double(1), double(-3), double(-4))
     assert under_way == 0
-
-
-async def test_pauses_grow_to_their_bound_and_begin_anew() -> None:
-    """Doubled each time; without a bound they stay as they are."""
-    pauses = ExponentialBackOff(1.0, 5.0)
-    assert [pauses.next_s() for _ in range(4)] == [1.0, 2.0, 4.0, 5.0]
-    pauses.reset()
-    assert pauses.next_s() == 1.0
-    constant = ExponentialBackOff(0.001)
-    assert [constant.next_s() for _ in range(2)] == [0.001, 0.001]
-    await constant.pause()

@@ -129,6 +129,7 @@ async def test_what_is_no_token_lets_nobody_in(world: World, tmp_path: Path, val
         assert answer.headers["www-authenticate"].startswith("Bearer")
 
 
+@pytest.mark.long
 async def test_workers_report_without_a_token(world: World, tmp_path: Path) -> None:
     """They show the secret of their process; and probes need none."""
     async with serving(world, tmp_path) as served:
@@ -139,6 +140,7 @@ async def test_workers_report_without_a_token(world: World, tmp_path: Path) -> N
         assert (await served.http.get("/healthz")).status_code == 200
 
 
+@pytest.mark.long
 async def test_a_session_of_the_page(world: World, tmp_path: Path) -> None:
     """A cookie that scripts and other sites do not get, until it is ended."""
     async with serving(world, tmp_path) as served:
@@ -193,6 +195,7 @@ async def test_a_page_of_another_site_cannot_act(world: World, tmp_path: Path) -
         assert asked.calls == [("stop", "digits", "late")]
 
 
+@pytest.mark.long
 async def test_who_did_what_is_in_the_log(world: World, tmp_path: Path) -> None:
     """Those that were refused too; reading is not, and no token ever."""
     async with serving(world, tmp_path) as served:
@@ -214,6 +217,7 @@ async def test_who_did_what_is_in_the_log(world: World, tmp_path: Path) -> None:
         assert not [line for line in logs if tokens.PREFIX in str(line)]
 
 
+@pytest.mark.long
 async def test_a_token_that_is_taken_out_has_ended(world: World, tmp_path: Path) -> None:
     """And the sessions that began with it, without a restart."""
     async with serving(world, tmp_path) as served:

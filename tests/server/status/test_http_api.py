@@ -15,7 +15,8 @@ from support.clusters.status_world import World
 from shoal_proto.errors import Unavailable
 from shoal_proto.health import gauges
 from shoal_proto.incarnation import public_id
-from shoal_proto.terminal.printable import printable
+from shoal_proto.protocol import OWN_PROTOCOLS
+from shoal_proto.terminal import printable
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.health import EXAMPLE
 from shoal_server.status.views import FIGURES, AcceptedLossView, LostShardView, Readiness
@@ -206,6 +207,16 @@ async def test_a_report_out_of_range_names_field_value_and_rule(
     assert seen in body["seen"]
     assert expected in body["expected"]
     assert len(body["seen"]) < 200, "a long value is not sent back in full"
+
+
+async def test_figures_of_a_later_release_are_passed_over(http: httpx.AsyncClient) -> None:
+    """Its protocol tells that they are no mistake; the others count."""
+    course = {"num_steps": 7, "figure_of_a_later_release": 1}
+    later = {"figure_of_a_later_release": [1], "course": course}
+    report = {**REPORT, **later, "protocol": OWN_PROTOCOLS.newest + 1}
+    assert (await http.post(HEALTH, json=report)).status_code == 204
+    entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
+    assert entry["health"]["loss"] == REPORT["loss"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 60_000])

@@ -44,6 +44,7 @@ def kind_of(answer: bytes) -> tuple[int, str]:
     return int(head.split()[1]), json.loads(body)["kind"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "said", [b"", b"GET / HTTP/1.1\r\n", b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nx: y"]
 )
@@ -58,6 +59,7 @@ async def test_who_does_not_finish_a_request_is_told_and_hung_up_on(
         writer.close()
 
 
+@pytest.mark.long
 async def test_a_further_request_of_a_connection_has_the_same_time(world: World) -> None:
     async with serving(world, QUICK) as (server, _):
         reader, writer = await opened(server)
@@ -99,6 +101,7 @@ async def test_one_connection_too_many_is_refused_by_name(world: World) -> None:
                 assert (await http.get(f"{server.url}/healthz")).status_code == 200
 
 
+@pytest.mark.long
 async def test_as_many_live_pages_as_may_be_and_no_more(world: World) -> None:
     """Asked for at one moment: counted where it is decided."""
     limits = HttpLimits(live_pages=8, live_pages_per_peer=8)
@@ -128,6 +131,7 @@ async def test_one_peer_does_not_take_all_live_pages(world: World) -> None:
         assert "127.0.0.1" in refused.json()["what"]
 
 
+@pytest.mark.long
 async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
     """As soon as what the kernel takes is full, and with it the place that it had."""
     record = status_world.generation(3, [f"w{i}" for i in range(1000)])
@@ -142,6 +146,7 @@ async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
                 await asyncio.sleep(0)
 
 
+@pytest.mark.long
 async def test_a_page_of_another_site_is_not_served(world: World) -> None:
     """A name of an attacker's that leads here (DNS rebinding) is in the Host header."""
     async with (

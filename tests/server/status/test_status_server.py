@@ -43,6 +43,7 @@ async def test_an_address_of_another_machine_is_named(world: World) -> None:
             pytest.fail("it must not serve")
 
 
+@pytest.mark.long
 async def test_the_port_is_free_again_after_the_server(world: World) -> None:
     """A second server takes the same port at once, and the first one answers no more."""
     async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as first:
@@ -67,6 +68,7 @@ async def test_signals_are_left_to_the_process(world: World) -> None:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
 
+@pytest.mark.long
 async def test_open_pages_do_not_hold_up_the_end(world: World) -> None:
     """A live stream ends when the server does, well before any limit."""
     async with httpx.AsyncClient(trust_env=False) as http:

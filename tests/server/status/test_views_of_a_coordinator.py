@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import httpx
+import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, propose, served
 from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import awaited
@@ -60,6 +61,7 @@ async def test_members_that_train_are_shown_with_rank_and_generation() -> None:
         assert {"member_joined", "phase_running"} <= {event["kind"] for event in events}
 
 
+@pytest.mark.long
 async def test_a_member_that_waits_for_others_says_so() -> None:
     """One of two members: the job collects, and `why` names what is missing."""
     async with endpoint() as (world, http):

@@ -15,12 +15,19 @@ from shoal_proto.incarnation import new_incarnation
 from shoal_proto.secrets import digest_of
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.core.limits import Limits
-from shoal_server.etcd.api import Compare, KeyValueStore
+from shoal_server.etcd.api import Compare, Keyspace, KeyValueStore
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import bind, new_server
 
 FIELDS = {"strategy": "ddp", "schema": "s1"}
+
+
+def jobs_in(store: Keyspace, *leadership: Compare) -> DurableJobs:
+    """The writer of a coordinator that leads for as long as all of these hold."""
+    return DurableJobs(LeaderStore(store, lambda: leadership, lambda reason: None))
 
 
 @dataclass(kw_only=True)

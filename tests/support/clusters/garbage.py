@@ -1,13 +1,23 @@
 """What nobody should ever write into etcd, by what it is to be taken for."""
 
+import base64
 import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal_server.coordinator.persistence.stored_generations import record_to_json
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.roster import Generation, JobSpec
+from shoal_server.core.generations.roster import (
+    Generation,
+    JobSpec,
+    Record,
+    Roster,
+    RosterEntry,
+    Step,
+    Verdict,
+)
 from shoal_server.etcd import keys
 
 SHAPELESS: Mapping[str, bytes] = {
@@ -43,9 +53,25 @@ def good_member() -> dict[str, object]:
 
 def good_record(job: str) -> dict[str, object]:
     """The record of generation 1, as JSON types."""
-    entry = {"member_id": "w0", "incarnation": "0001", "state": "STATE_ACTION_INITIAL"}
-    roster = {"generation": "1", "entries": [entry], "source_member_id": "w0"}
-    return {"job": job, "roster": roster, "verdict": "VERDICT_COMMITTED", "digest": "d"}
+    roster = Roster(
+        generation=Generation(1),
+        entries=(RosterEntry(member_id="w0", incarnation="0001", rank=0),),
+        source_member_id="w0",
+        step=Step(0),
+        planned=False,
+        synchronous=True,
+        fields={},
+    )
+    decided = Record(
+        job=job,
+        roster=roster,
+        verdict=Verdict.COMMITTED,
+        reason="r",
+        digest="d",
+        decided_s=1.0,
+    )
+    record: dict[str, object] = json.loads(record_to_json(decided))
+    return record
 
 
 def as_json(value: object) -> bytes:
@@ -62,7 +88,8 @@ MEMBERS: Mapping[str, object] = {"incarnation": "", "pid": 10**30, "host": None,
 RECORDS: Mapping[str, object] = {
     "job": "another",
     "verdict": "VERDICT_UNSPECIFIED",
-    "roster": {"generation": "2", "entries": []},
+    "roster": {"generation": "2"},
+    "packed_roster": base64.b64encode(zlib.compress(b"\xff\xfe")).decode(),
     "decided_unix_s": "Infinity",
     "digest": 7,
 }

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from shoal.backends.process_group.interface import Group
 from shoal.data.batches import Batch, Loader, share
-from shoal.data.parts import put
 from shoal.layouts.base import LossFunction
 from shoal.membership.generation import Generation
 from shoal.session.micro_batches import MicroBatches, scaled
+from shoal.step_context import current, set_current
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.v1 import membership_pb2 as pb
@@ -138,7 +138,7 @@ def _take_parts(
 ) -> None:
     """As `for part in batch.parts(n)` goes over them in a session."""
     of_step = MicroBatches(strategy, batch, 1 << 30)
-    put(of_step)
+    set_current(replace(current(), parts=of_step))
     for part in batch.parts(manner.parts_of_session[batch.step % len(manner.parts_of_session)]):
         fraction = of_step.passing()
         with manner.computing():
@@ -146,7 +146,7 @@ def _take_parts(
                 part.inputs, part.targets, scaled(loss_function, fraction), batch.weight
             )
     of_step.check_complete()
-    put(None)
+    set_current(replace(current(), parts=None))
 
 
 def take_step_alone(

@@ -21,18 +21,20 @@ BEGIN, END = "<!-- torch-table: written by `make torch-table` -->", "<!-- /torch
 _NAMES = "|".join(sorted(map(re.escape, STRATEGIES), key=len, reverse=True))
 Counts = Mapping[str, Sequence[int]]
 """Numbers of passed and failed tests by strategy."""
+OTHER_NAMES = {"zero3": "fsdp"}
+"""Names of a strategy that has another one, under which its tests are counted."""
 
 
 def strategy_of(test: ElementTree.Element) -> str | None:
     """The strategy that a test's parameters name."""
     named = re.search(rf"\[(?:.*?[\[-])??({_NAMES})(?![a-z0-9])", test.get("name", ""))
-    return named[1] if named else None
+    return OTHER_NAMES.get(named[1], named[1]) if named else None
 
 
-def counts_of(report: Path) -> Counts:
-    """Counts in a report of pytest (`--junitxml`), without skipped tests."""
+def counts_of(*reports: Path) -> Counts:
+    """Counts in reports of pytest (`--junitxml`), without skipped tests."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for test in ElementTree.parse(report).iter("testcase"):
+    for test in (test for each in reports for test in ElementTree.parse(each).iter("testcase")):
         strategy = strategy_of(test)
         if strategy is not None and test.find("skipped") is None:
             failed = test.find("failure") is not None or test.find("error") is not None
@@ -44,9 +46,10 @@ def table(results: Mapping[str, Counts]) -> str:
     releases = sorted(results, key=lambda each: tuple(map(int, each.split("."))))
     lines = ["| strategy | " + " | ".join(f"torch {each}" for each in releases) + " |"]
     lines.append("|---|" + "---|" * len(releases))
-    for strategy in STRATEGIES:
+    for strategy in (each for each in STRATEGIES if each not in OTHER_NAMES):
         cells = [_cell(results[release].get(strategy)) for release in releases]
-        lines.append(f"| `{strategy}` | " + " | ".join(cells) + " |")
+        names = [strategy, *(other for other, name in OTHER_NAMES.items() if name == strategy)]
+        lines.append(f"| {', '.join(f'`{each}`' for each in names)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -63,12 +66,12 @@ def page_with(text: str, results: Mapping[str, Counts]) -> str:
     return f"{before}{BEGIN}\n{table(results)}\n{END}{rest.split(END)[1]}"
 
 
-def main(report: str) -> None:
+def main(*reports: str) -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[torch.__version__.split("+")[0]] = counts_of(Path(report))
+    results[torch.__version__.split("+")[0]] = counts_of(*map(Path, reports))
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page_with(PAGE.read_text(), results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

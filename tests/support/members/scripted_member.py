@@ -300,7 +300,7 @@ class ScriptedMember:
     def _attend(self) -> None:
         request = self.core.identity.attend_request(self.generation)
         # Its notices are looked at by tests: each with its roster.
-        request.keeps_prepare = False
+        request.fetches_rosters = False
         stream = MembershipStub(self._coordinators.channel()).Attend(request)
         self._stream = stream
         for notice in stream:

@@ -13,11 +13,9 @@ from support.sim.virtual_time import Clock, Process, Steps, Wait
 
 from shoal_proto.errors import Unavailable
 from shoal_server.coordinator.persistence import codec
-from shoal_server.coordinator.persistence.stored_chunks import (
-    StoredChunks,
-    chunks_in,
-    from_stored,
-    in_chunks,
+from shoal_server.coordinator.persistence.stored_generations import (
+    StoredGenerations,
+    stored_record,
 )
 from shoal_server.coordinator.persistence.stored_jobs import StoredJob, StoredJobs
 from shoal_server.core.generations.roster import Generation, JobSpec, Record
@@ -139,13 +137,12 @@ class SimEtcd:
                     written.append(record)
                     self.on_write(record)
 
-    def _record(self, operation: Put) -> Record:
-        stored = in_chunks(operation.value)
-        if stored is None:
-            return codec.record_from_json(operation.value)
-        job, number = stored.record.job, stored.record.roster.generation
-        found = _done(self._memory.range(keys.roster_chunks(job))).items
-        return from_stored(job, number, stored, chunks_in(job, found))
+    @staticmethod
+    def _record(operation: Put) -> Record:
+        job = operation.key.removeprefix(keys.JOBS).partition("/")[0]
+        number = keys.generation_number(job, operation.key)
+        assert number is not None
+        return stored_record(job, number, operation.value)
 
     def load(self, spec: JobSpec) -> StoredJob | None:
         """The job as it is now; None: there is none."""
@@ -160,7 +157,7 @@ class SimEtcd:
             assert not survey.strays, survey.strays
             return None
         if state.finished:
-            return StoredJob(state=state, records=(), members={}, chunks=StoredChunks(), leased=())
+            return StoredJob(state=state, records=(), members={}, generations=StoredGenerations())
         return await jobs.load(state)
 
     # --- what the test looks at ---
@@ -182,7 +179,7 @@ class SimEtcd:
 
 @dataclass(frozen=True)
 class SimConnection:
-    """`durable.Transactions`, for one process."""
+    """The part of a `Keyspace` that writes, for one process."""
 
     etcd: SimEtcd
     process: Process

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from support.sim.errors import RefusedCall, Unavailable
 from support.sim.etcd import SimEtcd, awaited
@@ -12,7 +13,7 @@ from support.sim.virtual_time import Box, Clock, Process, Steps, Wait
 
 from shoal_proto.errors import NotLeader
 from shoal_server.coordinator.persistence import codec
-from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
+from shoal_server.coordinator.persistence.stored_generations import StoredGenerations
 from shoal_server.core.driver.actions import (
     Action,
     CloseStream,
@@ -28,6 +29,8 @@ from shoal_server.core.generations.roster import JobSpec
 from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
+from shoal_server.etcd.api import Keyspace
+from shoal_server.etcd.leader_store import LeaderStore
 
 MAX_TICKS_AT_ONCE = 5
 MAY_BE_REFUSED = (events.Joined, events.Proposed, events.StepReported)
@@ -112,7 +115,7 @@ class Leader:
         self.process = Process(clock)
         self.release = release
         self.leads = False
-        self._lead(None, StoredChunks())
+        self._lead(None, StoredGenerations())
         self.connections: dict[Connection, None] = {}
         """Streams that it has not ended."""
         self.pending: dict[Box, None] = {}
@@ -134,9 +137,9 @@ class Leader:
         self._num_looked = 0
         self._ticks_at: tuple[float, int] = (-1.0, 0)
 
-    def _lead(self, job: Job | None, chunks: StoredChunks) -> None:
+    def _lead(self, job: Job | None, generations: StoredGenerations) -> None:
         now_s = self.clock.now_s
-        self._chunks = chunks
+        self._generations = generations
         self.job = job or Job(
             spec=self._spec, limits=self._limits, digest_of=codec.digest_of, phase_since_s=now_s
         )
@@ -147,7 +150,9 @@ class Leader:
         """Be elected; then load what is durable, and lead."""
         fence = self.etcd.elect(self)
         store = self.etcd.connected(self.process, self.release)
-        self._jobs = JobsOfRelease(store, lambda: fence)
+        # It reads nothing of the store.
+        keyspace = cast(Keyspace, store)
+        self._jobs = JobsOfRelease(LeaderStore(keyspace, lambda: fence, lambda reason: None))
         self._jobs.release = self.release
         self.process.start(self._begin())
 
@@ -156,9 +161,9 @@ class Leader:
         stored = self.etcd.load(self._spec)
         self._jobs.keep(self._spec.job, stored.state if stored is not None else None)
         if stored is None:
-            self._lead(None, StoredChunks())
+            self._lead(None, StoredGenerations())
         else:
-            self._lead(stored.begun(self._limits, self.clock.now_s), stored.chunks)
+            self._lead(stored.begun(self._limits, self.clock.now_s), stored.generations)
         self.leads = True
         self._plan()
 
@@ -298,7 +303,7 @@ class Leader:
 
     def _persist(self, write: JobWrite) -> Steps[None]:
         try:
-            yield from awaited(self._jobs.persist(write, self._chunks))
+            yield from awaited(self._jobs.persist(write, self._generations))
         except NotLeader:
             self.end()
         else:

@@ -1,8 +1,7 @@
-"""Releases of Shoal that meet in one job: what one of them says that another one does not know.
+"""Two releases of Shoal that meet in one job.
 
-All run the code of now. An earlier one says less: it writes no progress and no tally into a job's
-record, and its members are shown every roster whole. The next one says more, in every message, in
-each part of one, and in every record; what it wrote into a job's record is there for good.
+Both run the present code. The next release adds a field to every message, to each part of one, and
+to every record; the field that it wrote into a job's record must never get lost.
 """
 
 import json
@@ -27,24 +26,23 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class Release(Enum):
-    EARLIER = "earlier"
     NOW = "now"
     NEXT = "next"
 
 
 def uniform() -> Release:
-    """Of one process, where all are of one release."""
+    """The one release of all processes."""
     return Release.NOW
 
 
 def mixed(seed: int) -> Callable[[], Release]:
-    """Of one process after the other."""
+    """A draw of each process's release."""
     chance = random.Random(f"releases {seed}")
     return lambda: chance.choice(list(Release))
 
 
 def said(message: AnyMessage, by: Release) -> AnyMessage:
-    """The message as it arrives from a process of that release."""
+    """Message as it arrives from a process of that release."""
     if by is Release.NEXT:
         message = type(message).FromString(message.SerializeToString())
         _say_more(message)
@@ -64,7 +62,7 @@ def _say_more(message: Message) -> None:
 
 
 def written(operations: Sequence[Operation], by: Release) -> Sequence[Operation]:
-    """What a coordinator of that release writes, but for jobs' own records."""
+    """Operations as a coordinator of that release writes them, except jobs' own records."""
     if by is not Release.NEXT:
         return operations
     return [_marked(each) if isinstance(each, Put) else each for each in operations]
@@ -85,6 +83,4 @@ class JobsOfRelease(DurableJobs):
         write = super()._with_more(write)
         if write.state is None or self.release is Release.NOW:
             return write
-        if self.release is Release.EARLIER:
-            return replace(write, state=replace(write.state, progress=None, tally=None))
         return replace(write, state=replace(write.state, more={**write.state.more, **MARK}))

@@ -13,15 +13,15 @@ from support.sim.leader import Connection, Leader
 from support.sim.releases import Release, said
 from support.sim.virtual_time import FOREVER_S, Box, Clock, Process, Steps, Wait, sleep
 
-from shoal_client.connection.back_off import BackOff
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_core import MemberCore
+from shoal_client.membership.rosters import Rosters
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import DeadlineExceeded, RetryError, ShoalError, Unavailable
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.jobs.requests import event_of, joined
 from shoal_server.coordinator.persistence import codec
-from shoal_server.coordinator.persistence.codec import RosterForm
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 
@@ -39,6 +39,11 @@ class Network(Protocol):
     def open(self, leader: Leader | None, stream: Connection, event: events.Joined) -> None: ...
     def lose(self) -> bool: ...
     def release_of(self) -> Release: ...
+
+
+def never_fetched(digest: str, timeout_s: float) -> bytes:
+    """Here a notice leaves out only a roster that its stream has shown."""
+    raise AssertionError(f"roster {digest} is not known")
 
 
 class SimSession:
@@ -62,6 +67,7 @@ class SimSession:
         self._leader = self._stream_leader = network.find_leader()
         self._num_events = 0
         self._drain_wishes: list[str] = []
+        self._rosters = Rosters(never_fetched)
         self._shown = ""
         """The digest of the newest roster that this very stream has shown."""
 
@@ -219,9 +225,7 @@ class SimSession:
             admitted = pb.Admitted(limits=codec.limits_to_pb(self._network.limits))
             return ev.NoticeCame(notice=pb.Notice(reason="admitted", admitted=admitted))
         known = isinstance(notice, events.OutcomeNotice) and notice.record.digest == self._shown
-        known = known and self.release is not Release.EARLIER
-        form = RosterForm.LEFT_OUT if known else RosterForm.WHOLE
-        message = codec.notice_to_pb(notice, self._last_generation(), form)
+        message = codec.notice_to_pb(notice, self._last_generation(), with_roster=not known)
         if isinstance(notice, events.PrepareNotice):
             self._shown = notice.digest
         if isinstance(notice, events.OutcomeNotice):
@@ -231,7 +235,7 @@ class SimSession:
             refusal = codec.refusal_to_error(notice.refusal, self._last_generation())
         leader = self._stream_leader
         message = said(message, leader.release if leader is not None else self.release)
-        return ev.NoticeCame(notice=message, refusal=refusal)
+        return ev.NoticeCame(notice=self._rosters.complete(message, 0.0), refusal=refusal)
 
     def pass_drains(self) -> Steps[None]:
         """The thread that passes wishes to drain on."""

@@ -111,6 +111,7 @@ def from_torchruns_environment(report: Report) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_the_default_group_is_made_from_torchruns_environment() -> None:
     with Ranks() as ranks:
         rank = ranks.start(from_torchruns_environment)

@@ -59,7 +59,7 @@ def test_an_address_among_numbers_of_pairs_is_found_as_before(
 
 
 def test_a_store_does_not_keep_the_numbers_of_ten_thousand_peers() -> None:
-    store = AddressStore(seen := Seen(), 0, 10_000, is_compact=True)
+    store = AddressStore(seen := Seen(), 0, 10_000)
     store.set("group/0", address(10_000, 0))
     tracemalloc.start()
     for rank in range(50):
@@ -110,13 +110,12 @@ class Seen(Store):
         return False
 
 
-@pytest.mark.parametrize("is_compact", [True, False])
-def test_gloo_connects_by_them(is_compact: bool) -> None:
+def test_gloo_connects_by_them() -> None:
     """Five ranks in threads; what lies in the store is what they have announced."""
     seen, sums, alive = Seen(), [], []
 
     def rank_of(rank: int) -> None:
-        store = AddressStore(seen, rank, 5, is_compact=is_compact)
+        store = AddressStore(seen, rank, 5)
         options = gloo_options("127.0.0.1", timeout_s=60.0)
         group = ProcessGroupGloo(store, rank, 5, options)
         value = torch.tensor([float(rank)])
@@ -130,7 +129,7 @@ def test_gloo_connects_by_them(is_compact: bool) -> None:
     for thread in threads:
         thread.join()
     assert sums == [10.0] * 5
-    announced = [expand(value) if is_compact else value for value in seen.values.values()]
+    announced = [expand(value) for value in seen.values.values()]
     assert all(store.announced(b"\x7f\0\0\1") for _, store in alive)
     assert len(announced) == 5
     assert {len(value) for value in announced} == {len(announced[0])}

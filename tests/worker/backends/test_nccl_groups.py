@@ -45,6 +45,7 @@ from shoal_proto.errors import InvalidSpec
         ("TORCH_NCCL_DESYNC_DEBUG", "1"),
         ("NCCL_DESYNC_DEBUG", "1"),
         ("TORCH_NCCL_NAN_CHECK", "1"),
+        ("TORCH_NCCL_PROPAGATE_ERROR", "1"),
     ],
 )
 def test_what_an_image_exports_does_not_end_a_member_that_goes_on(name: str, value: str) -> None:
@@ -75,6 +76,37 @@ def test_blocking_waits_are_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(InvalidSpec, match=name) as refused:
         require_survival({name: value})
     assert refused.value.seen == f"{name}={value}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "on", "1 or 0"),
+        ("TORCH_NCCL_ENABLE_TIMING", "2", "1 or 0"),
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", " 1", "1 or 0"),
+        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "ten", "a whole number"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "none", "a whole number"),
+    ],
+)
+def test_what_torch_cannot_read_is_refused_by_name(name: str, value: str, expected: str) -> None:
+    """torch raises for it in each generation, in words that are those of a lost peer."""
+    with pytest.raises(InvalidSpec, match=name) as refused:
+        require_survival({name: value})
+    assert (refused.value.seen, refused.value.expected) == (f"{name}={value}", expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ENABLE_TIMING", "TORCH_FR_BUFFER_SIZE"]
+)
+@pytest.mark.parametrize("value", ["", " "])
+def test_a_variable_without_a_value_is_one_that_is_not_set(name: str, value: str) -> None:
+    environment = {
+        name: value,
+        "TORCH_NCCL_CUDA_EVENT_CACHE": "True",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "600s",
+    }
+    require_survival(environment)
+    assert name not in environment and environment["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "600s"
 
 
 # --- a cut ---

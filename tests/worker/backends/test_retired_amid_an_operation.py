@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 SCRIPT = """
     import ctypes
     import threading
@@ -36,6 +38,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.long
 def test_neither_the_trainer_nor_the_end_of_its_process_waits_for_it() -> None:
     """An interpreter that ends by itself: members that tests fork leave without freeing."""
     ended = subprocess.run(
@@ -45,6 +48,6 @@ def test_neither_the_trainer_nor_the_end_of_its_process_waits_for_it() -> None:
         timeout=60,
         check=False,
     )
-    assert ended.stdout.splitlines()[0] == "retired True False", ended.stderr
+    assert "retired True False" in ended.stdout.splitlines(), ended.stderr
     assert ended.returncode == 0, ended.stderr
     assert "groups_not_freed" in ended.stdout + ended.stderr

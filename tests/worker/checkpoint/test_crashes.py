@@ -21,6 +21,7 @@ from shoal.checkpoint.reading import everything, read
 from shoal.checkpoint.storage import newest
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("old", "new"), [(10, 20), (10, 10)], ids=["next to another", "in the place of another"]
 )

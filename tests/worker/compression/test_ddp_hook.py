@@ -21,6 +21,7 @@ def in_threads(world_size: int, body: Callable[..., Any], *arguments: Any) -> li
     return shoal.run_in_memory(body, world_size, *arguments)
 
 
+@pytest.mark.long
 def test_digits_are_learned_as_well_and_for_fewer_bytes() -> None:
     """In buckets that DDP orders anew behind the first step."""
     every = in_threads(2, bodies.train_digits, 100, 359)

@@ -178,8 +178,7 @@ def test_a_size_of_0_is_none_of_the_data_loaders_own() -> None:
         order_of(DataLoader(DATASET, 4), global_batch_size=0)
 
 
-def test_members_of_earlier_releases_are_told_what_they_know() -> None:
-    """Settings as those have them add nothing to what members compare."""
+def test_default_settings_add_no_field_to_the_proposal() -> None:
     order = order_of(DATASET, global_batch_size=4)
     assert set(fields_of(DATASET, order)) == {
         "global_batch",

@@ -478,6 +478,7 @@ def test_a_long_tmpdir_stands_in_no_batchs_way(tmp_path: Path, context: str) -> 
     assert not any(list(each.iterdir()) for each in left)
 
 
+@pytest.mark.long
 def test_a_drain_does_not_wait_for_a_batch_that_never_comes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(HANGS)

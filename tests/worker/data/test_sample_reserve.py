@@ -33,7 +33,6 @@ def test_more_is_asked_for_when_a_quarter_is_used_up() -> None:
 
 
 def test_a_coordinator_that_says_nothing_of_shares_is_asked_for_little() -> None:
-    """One of an earlier release refuses members that hold many ranges."""
     assert paced(100.0, share=0).lacking == 2 * STEP
 
 

@@ -61,6 +61,7 @@ def test_fit_equals_one_process_and_ranks_hold_parts():
             assert sum(rank[name][1][1] for rank in found) == found[0][name][1][2] + biases
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own_over_three_ranks():
     alone = keras_ranks.own_loop_alone()
     for weights in run_on_gloo(3, keras_ranks.own_loop):

@@ -62,6 +62,7 @@ def test_fit_goes_on_without_a_lost_member(
         check(each, "adamw")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [

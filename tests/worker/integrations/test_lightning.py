@@ -121,6 +121,7 @@ def test_a_session_goes_on_without_a_lost_member(
         assert distance(each["weights"]) <= TOLERANCE
 
 
+@pytest.mark.long
 def test_sigterm_drains_a_member(cluster: LocalCluster, tmp_path: Path) -> None:
     """As in any session, and not as Lightning would have it: the step is finished first."""
     gate = tmp_path / "gate"

@@ -58,6 +58,7 @@ def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> flo
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
+@pytest.mark.long
 def test_a_member_alone_trains_as_trainer_does(session: shoal.Session) -> None:
     """Tied weights, parts of steps, losses by token, a schedule, clipping and evaluation."""
     trainer = SessionTrainer(session, **inputs_of())

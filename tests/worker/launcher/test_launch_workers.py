@@ -320,6 +320,7 @@ def test_nobody_is_started_again_for_a_job_whose_state_is_lost(
     assert output.splitlines()[-1] == f"shoal run: {book.lost}"
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("phase", ["lost", "stopped", "failed"])
 def test_a_worker_that_was_killed_is_not_started_again_for_a_job_that_is_over(
     shoal_run: Run, book: ExitBook, phase: str
@@ -628,6 +629,7 @@ def test_a_halted_worker_that_is_not_lost_is_left_alone(shoal_run: Run, book: Ex
     assert "SIGKILL" not in output
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "stuck",
     ["show('up'); signal.pause()", "slot = joins(); deaf()", "deaf()"],
@@ -675,6 +677,7 @@ if member != "w-0":
     assert "SIGKILL" not in output
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("phase", ["lost", "stopped", "failed"])
 def test_a_launcher_ends_with_a_job_that_others_ended(
     shoal_run: Run, book: ExitBook, phase: str

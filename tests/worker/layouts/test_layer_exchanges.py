@@ -87,8 +87,7 @@ def test_what_is_kept_no_longer_counts_in_the_word_of_a_step() -> None:
 
 
 def test_ranks_are_compared_with_those_that_they_split_layers_with() -> None:
-    """Two groups, each with samples of its own, and one rank of an earlier version, which says
-    nothing."""
+    """Two groups, each with samples of its own, and one rank that splits no layers."""
     first = [after([0, 1], peers=(0, 1)).word() for _ in range(2)]
     second = [after([0, 2], peers=(2, 3)).word() for _ in range(2)]
     assert ranks_that_differ([*first, *second, 0]) == ()

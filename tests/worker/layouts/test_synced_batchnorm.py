@@ -12,8 +12,8 @@ from torch.optim import SGD
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader, Order
-from shoal.layouts import synced_batchnorm
-from shoal.layouts.synced_batchnorm import Members, sync_batchnorm
+from shoal.layouts.synced_batchnorm import sync_batchnorm
+from shoal.step_context import BatchNormMembers, StepContext, set_current
 from shoal.strategies import find_strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 
@@ -75,9 +75,10 @@ def trained(strategy_name: str, kind: str) -> dict[str, Tensor]:
     share_of_rank = entered(OfRank(), strategy)  # type: ignore[arg-type]
     for step in range(NUM_STEPS):
         batch = loader().synchronous(step, *share_of_rank)
-        synced_batchnorm.put(strategy.members(has_samples=bool(batch.indices)))
+        members = strategy.batchnorm_members(has_samples=bool(batch.indices))
+        set_current(StepContext(batchnorm=members))
         take_step(strategy, batch, nn.functional.mse_loss)
-        synced_batchnorm.put(None)
+        set_current(StepContext())
     weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
     strategy.close()
     return weights
@@ -110,11 +111,12 @@ def _gradients(sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     group = dist.group.WORLD
     assert group is not None
     rows = inputs[own] if sizes[rank] else inputs[:1]
-    synced_batchnorm.put(Members(group, has_samples=bool(sizes[rank])))
+    members = BatchNormMembers(group, has_samples=bool(sizes[rank]))
+    set_current(StepContext(batchnorm=members))
     outputs = layer(rows)
     counted = factors[own] if sizes[rank] else torch.zeros_like(rows)
     (outputs * counted).sum().backward()
-    synced_batchnorm.put(None)
+    set_current(StepContext())
     assert inputs.grad is not None
     assert world_size == len(sizes)
     return outputs.detach()[: sizes[rank]], inputs.grad

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.membership.collector import LongLivedObjects
+from shoal.session.distribution import LongLivedObjects
 
 
 class Loop:

@@ -155,6 +155,7 @@ def test_two_sigterms_at_once_are_one_wish() -> None:
         assert told_twice(process) == 143
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "unwinds",
     [
@@ -171,6 +172,7 @@ def test_a_second_sigterm_does_not_end_a_script_that_unwinds(unwinds: str) -> No
         assert told_twice(process, "unwinds") == 143
 
 
+@pytest.mark.long
 def test_a_handler_that_is_put_back_while_the_order_is_fresh_takes_the_next_one() -> None:
     """A script that handles the signal by itself behind its session goes on doing so."""
     later = "signal.signal(signal.SIGTERM, own); time.sleep(SAME_ORDER_S + 0.2); show('later')"
@@ -191,6 +193,7 @@ def test_a_second_sigterm_that_comes_later_ends_the_process(hangs: str) -> None:
         assert process.wait(30.0) == -signal.SIGTERM
 
 
+@pytest.mark.long
 def test_a_member_that_waits_to_be_admitted_leaves_when_it_is_told_to() -> None:
     """Nothing needs it yet. A repetition does not kill it on its way out."""
     with socket.socket() as taken:

@@ -1,13 +1,11 @@
 """The background reporter against a real status endpoint, and against none."""
 
-import json
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from shoal.membership import health as health_reports
 from shoal.membership.health import HealthReporter
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_proto.forks.openssl import NO_FORK
-from shoal_proto.health import FIRST_FIGURES, HealthFigures
+from shoal_proto.health import HealthFigures
 from shoal_proto.tls import files, identity
 from shoal_proto.tls.identity import in_folder
 from shoal_proto.tls.names import Role
@@ -105,6 +103,7 @@ def test_the_newest_wins_and_the_last_is_sent_on_close(board: Board) -> None:
     assert reports[1].samples_per_s == 10.0, "what was not said again stays"
 
 
+@pytest.mark.long
 def test_reports_go_on_at_the_interval(board: Board) -> None:
     """Later updates are sent without a close."""
     with endpoint(board) as server, reporter(server.url, 0.05) as health:
@@ -139,6 +138,7 @@ def test_training_is_not_held_up_by_a_silent_coordinator() -> None:
     assert closed_s - updated_s < unhurried(1.0)
 
 
+@pytest.mark.long
 def test_an_outage_is_counted_and_told_once(board: Board) -> None:
     """Many failures make one line in the log, recovery another, and reports go on by themselves."""
     with endpoint(board) as server:
@@ -241,32 +241,3 @@ def test_an_interval_of_nothing_is_refused() -> None:
     """The message names the value."""
     with pytest.raises(ValueError, match="interval_s is 0"):
         reporter("http://127.0.0.1:1", 0)
-
-
-def test_a_coordinator_of_release_0_1_0_is_told_what_it_knows() -> None:
-    """It refuses a report that says more, and is to show the member all the same."""
-    known = FIRST_FIGURES | {"incarnation"}
-    taken: list[dict[str, Any]] = []
-
-    class Old(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            report = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            if report.keys() <= known:
-                taken.append(report)
-            self.send_response(204 if report.keys() <= known else 422)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name
-            """Nothing on the test's screen."""
-
-    with HTTPServer(("127.0.0.1", 0), Old) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with reporter(f"http://127.0.0.1:{server.server_port}") as health:
-                health.update(HealthFigures(step=3, loss=0.5, generation=4, paused_s=0.1))
-        finally:
-            server.shutdown()
-            thread.join()
-    assert taken == [{"incarnation": INCARNATION, "step": 3, "loss": 0.5}]
-    assert (health.num_sent, health.num_failed) == (1, 0)

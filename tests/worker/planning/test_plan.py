@@ -30,12 +30,12 @@ from shoal.backends.process_group.collectives import Count, counts, reset_counts
 from shoal.layouts.base import World
 from shoal.layouts.replicated import ReplicatedLayout
 from shoal.layouts.sharded.layout import ShardedLayout
-from shoal.planning.figures import GroupFigures, Plan
-from shoal.planning.table import fold
+from shoal.planning.figures import GroupFigures, Plan, fold
 from shoal.strategies.base import Strategy
 from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2, Zero3
 from shoal.strategies.layout.zero1 import Zero1
 from shoal.strategies.synchronous.ddp import DDP
+from shoal.torch_private.fsdp import groups_of, state_of
 from shoal_proto.errors import InvalidSpec, UnknownStrategy, UnsupportedOptimizer
 
 SMALL_BUCKETS_MB = 0.0003
@@ -84,7 +84,7 @@ class Watch:
                 )
         for module in layout.module.modules():
             if isinstance(module, FSDPModule):
-                for group in module._get_fsdp_state()._fsdp_param_groups:
+                for group in groups_of(state_of(module)):
                     module.set_custom_reduce_scatter(Watched(group._reduce_scatter_comm, self))
 
     def _look_at_parameters(self) -> None:

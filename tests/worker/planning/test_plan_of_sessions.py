@@ -9,9 +9,8 @@ from torch import nn
 
 import shoal
 from shoal.backends.process_group.collectives import Count, counts, reset_counts
-from shoal.membership.step_messages import StepMessages
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.step_agreement import NUM_WORDS
+from shoal.strategies.synchronous.step_vote import NUM_WORDS
 from shoal_client.local.cluster import LocalCluster
 
 NUM_MEMBERS, BATCH, COUNTED_STEP = 2, 6, 2
@@ -73,7 +72,7 @@ def test_a_step_of_a_session_moves_what_the_plan_says(cluster: LocalCluster, nam
     # What a session's members tell each other of the step itself is not in the plan.
     for each in told:
         calls, num_bytes = each.get("all_reduce", Count(0, 0))
-        accord = NUM_MEMBERS * NUM_WORDS[StepMessages.PRESENT] * torch.int64.itemsize
+        accord = NUM_MEMBERS * NUM_WORDS * torch.int64.itemsize
         # Members with the same samples also say first into how many parts they cut them.
         messages = 2 if STRATEGIES[name]().shares_samples else 1
         each["all_reduce"] = Count(calls + messages, num_bytes + messages * accord)

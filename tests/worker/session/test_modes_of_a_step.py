@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import shoal
-from shoal.strategies.synchronous.script_position import Stopped
+from shoal.strategies.synchronous.script_position import StepStopped
 
 
 class Net(nn.Module):
@@ -35,7 +35,7 @@ def test_a_block_that_is_left_while_the_script_evaluates_leaves_no_mode_behind(
                 session.backward(mse_loss(trained(batch.inputs), batch.targets))
                 if batch.step == 1:
                     trained.eval()
-                    raise Stopped("as a lost member ends the block")
+                    raise StepStopped("as a lost member ends the block")
             assert step.committed == (batch.step != 1)
             assert trained.training
             assert not trained.get_submodule("frozen").training

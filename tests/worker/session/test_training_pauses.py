@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.session.training_pauses import TrainingPauses
+from shoal.session.step_reports import TrainingPauses
 
 
 def test_a_pause_is_what_comes_on_top_of_a_usual_step() -> None:

@@ -45,6 +45,37 @@ def test_a_live_state_says_what_else_there_was_at_its_start() -> None:
     assert own.elsewhere == {"optim.v/m"}
 
 
+def test_a_live_state_says_what_others_have_begun_to_keep_since() -> None:
+    """Regression: the first gradient of a layer came behind the last copy, its owner was lost, and
+    the others went on with a new state for it."""
+    started = state_shard(8, "model.w", "optim.w/m", "optim.w/v", elsewhere=("optim.v/m",))
+    peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
+    peer_checkpoints.start(started, ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
+    live = state_shard(9, "model.w", "optim.w/m", "optim.w/v")
+    peer_checkpoints.stop(lambda: live, stepped_by_others={"v", "late"})
+    (own,) = peer_checkpoints.held(ME)
+    assert own.elsewhere == {"optim.v/m", "optim.late/m", "optim.late/v"}
+    (own,) = peer_checkpoints.held(ME | OTHERS)
+    assert own.elsewhere == {"optim.v/m"}, "each of them tells of what it has"
+
+
+def test_of_an_optimizer_that_keeps_nothing_nothing_is_missed() -> None:
+    peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
+    peer_checkpoints.start(state_shard(8, "model.w"), ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
+    peer_checkpoints.stop(lambda: state_shard(9, "model.w"), stepped_by_others={"late"})
+    assert [own.elsewhere for own in peer_checkpoints.held(ME)] == [frozenset()]
+
+
+def test_what_an_update_has_taken_away_is_missed() -> None:
+    """A member whose update was cut short is there, and what it held behind the step is not."""
+    peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
+    peer_checkpoints.start(state_shard(0, "model.w"), ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
+    peer_checkpoints.stop_within_update(1, frozenset({"optim.w/m"}))
+    assert peer_checkpoints.held(ME | OTHERS) == [state_shard(1, elsewhere=("optim.w/m",))]
+    peer_checkpoints.start(state_shard(1, "model.w"), ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
+    assert peer_checkpoints.held(ME | OTHERS) == []
+
+
 def test_what_a_member_had_alone_outlives_a_joiner_that_is_lost_at_once() -> None:
     """Regression: the joiner took its part of the state with it. Copies make it superfluous."""
 

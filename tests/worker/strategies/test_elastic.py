@@ -77,6 +77,7 @@ def test_copies_that_are_cut_over_members_leave_no_trace(
         check_no_trace(schedule, run, TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more", [{}, pytest.param({"sequence": True}, marks=pytest.mark.long)], ids=str
 )
@@ -103,6 +104,7 @@ def test_split_layers_that_are_cut_over_members_leave_no_trace(
         check_no_trace(schedule, run, TOLERANCE)
 
 
+@pytest.mark.long
 def test_a_mesh_that_changes_its_shape_leaves_no_trace(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_survivors_go_back_to_the_last_meeting_and_train_its_round_again(
             assert len(generations) == 2
 
 
+@pytest.mark.long
 def test_a_planned_change_ends_the_round_where_the_generation_stops(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

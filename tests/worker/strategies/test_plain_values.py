@@ -187,6 +187,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     torch.set_default_dtype(before)
 
 
+@pytest.mark.sampled()
 @pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize("strategy", ALONE)
 def test_training_goes_on_from_a_checkpoint_with_the_very_values(

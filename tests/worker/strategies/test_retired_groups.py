@@ -70,6 +70,7 @@ def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: L
     assert retired.free_now(30)  # all of them are idle
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_generation_leaves_no_descriptor_and_no_thread(name: str) -> None:
     """Without Python's collector of what refers to itself, which nobody knows when it comes."""

@@ -14,8 +14,8 @@ from torch.optim import SGD, Optimizer
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader, Order
-from shoal.data.parts import put
 from shoal.session.micro_batches import MicroBatches, scaled
+from shoal.step_context import StepContext, set_current
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
 
@@ -98,7 +98,7 @@ def by_a_rank(made: Callable[[], SynchronousStrategy], passes: Sequence[int]) ->
         batch, num = loader().synchronous(step, *share), passes[step % len(passes)]
         strategy.begin_step()
         of_step = MicroBatches(strategy, batch, 1 << 30)
-        put(of_step)
+        set_current(StepContext(parts=of_step))
         for part in batch.parts(-num) if num < 0 else [batch] * num:
             fraction = of_step.passing() if num < 0 else 1.0
             weighed = scaled(cross_entropy, fraction)
@@ -107,7 +107,7 @@ def by_a_rank(made: Callable[[], SynchronousStrategy], passes: Sequence[int]) ->
                 clamp(optimizer)
         if num < 0:
             clamp(optimizer)
-        put(None)
+        set_current(StepContext())
         strategy.end_step(lambda: None)
     strategy.finish()
     weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}

@@ -25,8 +25,8 @@ import shoal
 from shoal import randomness
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader, Order
-from shoal.data.parts import put
 from shoal.session.micro_batches import MicroBatches
+from shoal.step_context import PresentSamples, StepContext, set_current
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 
@@ -128,13 +128,13 @@ def gradients_of_a_step(made: Callable[[], Strategy], parts: int) -> dict[str, b
     batch = run.loader().synchronous(1, *share)
     strategy.begin_step()
     of_step = MicroBatches(strategy, batch, 9)
-    put(of_step)
+    set_current(StepContext(parts=of_step))
     for part in batch.parts(parts):
         strategy.forward_backward(
             part.inputs, part.targets, lambda *given: run.loss(*given) / parts, batch.weight
         )
         of_step.passing()
-    put(None)
+    set_current(StepContext())
     with torch.no_grad():
         held = dict(strategy.module.named_parameters())
     found = {name: each.grad is not None for name, each in held.items() if "expert" in name}
@@ -239,16 +239,15 @@ def drawn_in_parts(num_parts: int, size: int) -> list[tuple[float, float]]:
     strategy: Any = shoal.LocalSGD()
     strategy._model = model
     randomness.seed_torch(1, 2, 3)
-    before = randomness.put(randomness.Place(seed=1, step=2, first=0, count=size))
     of_step = MicroBatches(strategy, batch, 9)
-    put(of_step)
+    samples = PresentSamples(seed=1, step=2, first=0, count=size)
+    set_current(StepContext(samples=samples, parts=of_step))
     found = []
     for _ in batch.parts(num_parts):
         keyed = torch.rand((), generator=randomness.sample_generator())
         found.append((float(torch.rand(())), float(keyed)))
         of_step.passing()
-    put(None)
-    randomness.put(before)
+    set_current(StepContext())
     return found
 
 

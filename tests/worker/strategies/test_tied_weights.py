@@ -211,6 +211,7 @@ def test_a_tied_gpt_survives_kills_joins_and_a_drain(
         assert finished["weights"]["lm_head.weight"] == finished["weights"]["wte.weight"]
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_read_by_plain_torch_and_by_another_strategy(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_rendezvous_that_meets_its_peers(join: Join, wire: Wire) -> None:
         assert {third.next_rendezvous().world_size, coming.result().world_size} == {2}
 
 
+@pytest.mark.long
 def test_one_that_comes_back_is_a_member_again(join: Join, wire: Wire) -> None:
     """A node that gave up joins anew when it is asked to."""
     node = join(**options(wire, last_call_timeout="0.2"))

@@ -82,7 +82,7 @@ def test_what_a_tcp_store_has_beyond(join: Join) -> None:
         lambda: info.store.queue_push("queue", b"1"),
         lambda: info.store.queue_pop("queue"),
         lambda: info.store.queue_len("queue"),
-        info.store.list_keys,
+        *([info.store.list_keys] if hasattr(dist.Store, "list_keys") else []),  # from torch 2.11 on
     ):
         with pytest.raises(NotImplementedError):
             use()

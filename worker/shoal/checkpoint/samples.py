@@ -117,8 +117,8 @@ def check_samples(
 ) -> None:
     """Raise InvalidSpec unless the state read from `path` stands amid these samples.
 
-    What tells nothing of them (earlier versions of Shoal, plain torch) cannot be compared, and
-    neither can a run whose script takes its batches from elsewhere: `samples` is empty then.
+    A checkpoint that does not say (plain torch wrote it) cannot be compared, and neither can a run
+    whose script takes its batches from elsewhere: `samples` is empty then.
     """
     written: Any = state_shard.values.get(SAMPLES)
     if not isinstance(written, dict):

@@ -3,8 +3,7 @@
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed it, and warns of the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from shoal.torch_private.c10d import all_gather_single
 
 
 class Traffic:
@@ -70,7 +69,7 @@ class Wire:
         """Row p of what is received is rank p's own."""
         self.traffic.sent_bytes += own.nbytes * (self.world_size - 1)
         return _begun(
-            _all_gather(received.view(-1), own.view(-1), group=self._group, async_op=True)
+            all_gather_single(received.view(-1), own.view(-1), group=self._group, async_op=True)
         )
 
 

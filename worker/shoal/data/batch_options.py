@@ -149,7 +149,6 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
         "epochs": str(order.num_epochs),
         "shuffle": str(order.shuffle).lower(),
     }
-    # Not told where they are as in earlier releases, whose members know nothing of them.
     if order.drop_last:
         told["drop_last"] = "true"
     if order.rule > 1:

@@ -1,43 +1,24 @@
 """Cutting a member's share of a batch into micro-batches."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
+from shoal import step_context
+from shoal.step_context import PartsOfStep
 from shoal_proto.errors import InvalidSpec
 
 
-class PartsOfStep(Protocol):
-    """What a step under way knows of how its batch is cut."""
-
-    def parts(self, batch: Any, num_parts: int) -> Iterator[Any]:
-        """See `Batch.parts`."""
-
-
-class _Here(threading.local):
-    """By thread: members may be threads of one process."""
-
-    step: PartsOfStep | None = None
-
-
-_here = _Here()
-
-
-def put(step: PartsOfStep | None) -> None:
-    """Which step is under way on this thread, if one is."""
-    _here.step = step
-
-
 def of_step() -> PartsOfStep:
-    """That of the step under way; raises InvalidSpec where none is."""
-    if _here.step is None:
+    """The parts of the open step; raises InvalidSpec if none is open."""
+    found = step_context.current().parts
+    if found is None:
         raise InvalidSpec(
             "batch.parts outside a step",
             expected="with session.step(): for part in batch.parts(4): ...",
         )
-    return _here.step
+    return found
 
 
 def cut(values: Any, start: int, stop: int, size: int) -> Any:

@@ -102,7 +102,6 @@ class SampleReserve:
     def beyond_share(self, share: int, num_held: int) -> list[SampleRange]:
         """What to give back, the newest of it: it leaves the reserve. `share`: of all that it
         holds, which is `num_held`, so much leaves the others theirs; 0: that is not known."""
-        # A coordinator of an earlier release says nothing of shares, and allows few ranges.
         self._share = share or self._least
         surplus = min(num_held - self._share, self.num_ready)
         return self._taken_from_the_end(surplus - surplus % self.step_samples) if share else []

@@ -1,7 +1,6 @@
 """Share sizes: with how many members a share has one sample, which BatchNorm cannot normalise."""
 
 import math
-import threading
 from collections.abc import Sequence
 
 import structlog
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shoal import randomness
+from shoal import step_context
 from shoal.data.batches import Order
 from shoal.torch_private.watching import before_calls
 
@@ -47,9 +46,9 @@ class ShareSizes:
 
     def look_at_sizes(self, size: Sequence[int]) -> None:
         """A layer is about to normalise by the batch what has these sizes."""
-        place = randomness.present()
+        samples = step_context.current().samples
         values = size[0] * math.prod(size[2:])
-        if not self._needs_two and place is not None and values == place.count:
+        if not self._needs_two and samples is not None and values == samples.count:
             self._needs_two = True
             self._warn()
 
@@ -88,20 +87,6 @@ def remedies_of_one_sample(*, syncs_batchnorm: bool) -> str:
     )
 
 
-class _Here(threading.local):
-    """By thread: members may be threads of one process."""
-
-    shares: ShareSizes | None = None
-
-
-_here = _Here()
-
-
-def put(shares: ShareSizes | None) -> None:
-    """From here on this thread's passes are looked at for these; None: they are not."""
-    _here.shares = shares
-
-
 def _look(size: Sequence[int]) -> None:
-    if not torch.compiler.is_compiling() and _here.shares is not None:
-        _here.shares.look_at_sizes(size)
+    if not torch.compiler.is_compiling() and (sizes := step_context.current().sizes) is not None:
+        sizes.look_at_sizes(size)

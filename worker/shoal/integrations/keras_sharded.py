@@ -13,11 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.torch_private.c10d import all_gather_single, reduce_scatter_single
 from shoal_proto.errors import UnsupportedOptimizer
-
-# torch before 2.13 has these under their old names only.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _ELEMENTWISE = (
     keras.optimizers.SGD,
@@ -68,13 +65,13 @@ class _Sharded:
         packed = torch.cat([_rows(gradient, ranks) for _, gradient in pairs], 1)
         packed *= self._shoal_weight(packed.device)
         own = packed.new_empty(packed.shape[1])
-        _reduce_scatter(own, packed.flatten())
+        reduce_scatter_single(own, packed.flatten())
         for (whole, _), part in zip(pairs, parts, strict=True):
             # The user may have set the weights since.
             part.value.copy_(_rows(whole.value, ranks)[rank])
         super().apply(torch.split(own, [part.value.numel() for part in parts]), parts)  # type: ignore[misc]
         updated = torch.empty_like(packed)
-        _all_gather(updated.view(-1), torch.cat([part.value for part in parts]))
+        all_gather_single(updated.view(-1), torch.cat([part.value for part in parts]))
         start = 0
         for (whole, _), part in zip(pairs, parts, strict=True):
             width = part.value.numel()

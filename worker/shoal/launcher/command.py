@@ -13,7 +13,6 @@ from shoal.launcher.launcher import Launcher
 from shoal.launcher.run_config import RunConfig, threads_per_worker
 from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.connection.admission import ADMISSION_VARIABLE, admission_s
-from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import chance
 from shoal_client.host.reports import check_reachable
 from shoal_client.host.stop_orders import StopOrders
@@ -21,9 +20,10 @@ from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import Unavailable
 from shoal_proto.secrets import job_secret
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.tls import identity
 from shoal_proto.tls.options import LauncherTls
 

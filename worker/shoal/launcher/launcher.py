@@ -43,7 +43,7 @@ from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
 from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
-from shoal_proto.terminal.printable import printable
+from shoal_proto.terminal import printable
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
 

@@ -7,6 +7,7 @@ from shoal_client.host.output_tail import OutputTail
 from shoal_client.liveness.beat_board import Ending
 from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Process, how_it_ended
+from shoal_proto.back_off import doubled_s
 from shoal_proto.secrets import drawn
 
 DRAINED = 128 + signal.SIGTERM
@@ -114,7 +115,7 @@ class WorkerSlot:
         if not self.exits[-1].may_pass:
             return 0.0
         before = sum(each.may_pass for each in self.exits[:-1])
-        return min(PASSING_PAUSE_S * 2.0**before, MAX_PASSING_PAUSE_S)
+        return doubled_s(PASSING_PAUSE_S, MAX_PASSING_PAUSE_S, before)
 
 
 def describe(code: int) -> str:

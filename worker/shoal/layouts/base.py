@@ -10,7 +10,7 @@ It is dropped as a whole when the group is. Errors of a collective are the group
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -283,6 +283,12 @@ class Layout(ABC):
     def idle(self) -> Sequence[str]:
         """Trained parameters to which the step's passes have given no gradient on this rank, where
         all ranks have to compute with the same ones. Names."""
+        return ()
+
+    @property
+    def stepped_by_others(self) -> Collection[str]:
+        """Parameters that are whole on this rank, and that the optimizer of another one alone has
+        stepped in this generation. Names."""
         return ()
 
     def synchronised(self) -> bool:

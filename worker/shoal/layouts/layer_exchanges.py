@@ -162,11 +162,15 @@ class LayerExchanges:
         return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | found
 
     def finish(self, group: dist.ProcessGroup) -> None:
-        """Collective, of all ranks: passes end here outside of a step. Raises as `compare`."""
+        """Collective, of all ranks: passes end here outside of a step. Raises as `check_told`."""
         if self._names:
             self.note(PASSES_END)
-            words = [int(word) for word in gather(str(self.word()).encode(), group)]
-            compare(self, words, group)
+            told = self.told()
+            own = json.dumps([self.word(), told and vars(told)]).encode()
+            words, found = zip(*map(json.loads, gather(own, group)), strict=True)
+            if ranks_that_differ(words):
+                let_all_hear(group)
+            check_told(words, [each and Told(**each) for each in found])
 
     def told(self) -> Told | None:
         """What the others may compare with theirs; None: there is nothing."""
@@ -203,23 +207,18 @@ class LayerExchanges:
         return where[:MAX_WORD_CHARS]
 
 
-def compare(
-    exchanges: LayerExchanges,
-    words: Sequence[int],
-    group: dist.ProcessGroup,
-    members: Sequence[str] = (),
+def check_told(
+    words: Sequence[int], told: Sequence[Told | None], members: Sequence[str] = ()
 ) -> None:
-    """Return if ranks that split layers with each other have met for the same ones, after the
-    `LayerExchanges.word` of each rank. Collective where they have not: raises InvalidSpec, on all
-    ranks. `members`: their names, by rank."""
-    ranks = ranks_that_differ(words)
-    if not ranks:
-        return
-    told = exchanges.told()
-    said = gather(json.dumps(told and vars(told)).encode(), group)
-    let_all_hear(group)
+    """Return if ranks that split layers with each other have met for the same ones, by the
+    `LayerExchanges.word` and `LayerExchanges.told` of each rank. Raises InvalidSpec if they have
+    not. `members`: names by rank."""
     names = members or [f"rank {rank}" for rank in range(len(words))]
-    by_name = {names[rank]: Told(**json.loads(said[rank])) for rank in ranks}
+    by_name = {
+        names[rank]: each for rank in ranks_that_differ(words) if (each := told[rank]) is not None
+    }
+    if not by_name:
+        return
     found = difference(by_name)
     counts = {name: f"{each.count - 1} meetings for layers" for name, each in by_name.items()}
     raise different_layers(in_words(counts if found is None else found))
@@ -228,7 +227,7 @@ def compare(
 def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
     """Ranks that split layers with each other and have not met for the same ones, after what
     `LayerExchanges.word` says of each rank; those of one such group."""
-    if words.count(words[0]) == len(words):
+    if all(word == words[0] for word in words):
         return ()
     groups: dict[int, list[int]] = {}
     for rank, word in enumerate(words):

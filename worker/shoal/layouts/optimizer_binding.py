@@ -283,6 +283,12 @@ class OptimizerBinding:
         """Names of all tensors of the state that this rank was filled from."""
         return frozenset(self._known)
 
+    @property
+    def begun(self) -> frozenset[str]:
+        """Names of all tensors of the optimizer's state that this rank has collected so far: those
+        behind a committed step, whatever an update has made of them since."""
+        return frozenset(OPTIM + each for each in self._outlines)
+
     def writes(self, name: str) -> bool:
         """Whether this rank writes its shard of this name into a checkpoint."""
         if name.startswith(MODEL):

@@ -3,7 +3,7 @@
 Gradients are averaged by torch's DistributedDataParallel while backward runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,8 @@ class Zero1Layout(ReplicatedLayout):
         ]
         self._places = [(parameter, parameter.detach()) for parameter in trained.values()]
         self._owned = {name: p for name, p in trained.items() if self._owner[name] == rank}
-        self._others = [p for name, p in trained.items() if self._owner[name] != rank]
+        self._others = {name: p for name, p in trained.items() if self._owner[name] != rank}
+        self._stepped_by_others: set[str] = set()
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -221,7 +222,12 @@ class Zero1Layout(ReplicatedLayout):
 
     def reduce(self) -> None:
         super().reduce()
+        self._stepped_by_others |= {n for n, p in self._others.items() if p.grad is not None}
         self._forget_gradients_of_others()
+
+    @property
+    def stepped_by_others(self) -> Collection[str]:
+        return self._stepped_by_others
 
     def stepped(self) -> None:
         super().stepped()
@@ -236,7 +242,7 @@ class Zero1Layout(ReplicatedLayout):
             wait_abortable(work, self.world.group)
 
     def _forget_gradients_of_others(self) -> None:
-        for parameter in self._others:
+        for parameter in self._others.values():
             parameter.grad = None
 
 

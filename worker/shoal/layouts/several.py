@@ -1,6 +1,6 @@
 """Several models, each laid out by itself, and passes that train some of them only."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -146,6 +146,11 @@ class SeveralLayouts(Layout):
 
     def idle(self) -> Sequence[str]:
         return [f"{name}.{each}" for name, own in self.layouts.items() for each in own.idle()]
+
+    @property
+    def stepped_by_others(self) -> Collection[str]:
+        layouts = self.layouts.items()
+        return [f"{name}.{each}" for name, own in layouts for each in own.stepped_by_others]
 
     def synchronised(self) -> bool:
         return all(each.synchronised() for each in self._active)

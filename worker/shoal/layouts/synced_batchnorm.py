@@ -6,47 +6,17 @@ around that mean, which are put together as Chan et al. 1979 do; and in backward
 gradients depend on. A member's loss weighs as much as its share does, and so do these sums.
 """
 
-import threading
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal import step_context
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.step_context import BatchNormMembers
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.tensors import in_backward
-
-
-@dataclass(frozen=True)
-class Members:
-    """Those whose samples are normalised together."""
-
-    group: dist.ProcessGroup
-    has_samples: bool
-    """Whether what this one computes with are samples of its own: without a share it has one that
-    does not count."""
-
-
-class _Here(threading.local):
-    """By thread: members may be threads of one process."""
-
-    members: Members | None = None
-
-
-_here = _Here()
-
-
-def put(members: Members | None) -> None:
-    """From here on this thread's passes are normalised with these; None: each by itself."""
-    _here.members = members
-
-
-def part(*, has_samples: bool) -> None:
-    """From here on passes are of a part of the samples."""
-    if _here.members is not None:
-        _here.members = replace(_here.members, has_samples=has_samples)
 
 
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
@@ -80,7 +50,7 @@ class _Normalise(torch.autograd.Function):
         values: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        how: tuple[float, Members],
+        how: tuple[float, BatchNormMembers],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(normalised values, mean, biased variance, number of values in each channel)."""
         eps, members = how
@@ -99,7 +69,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         centred, weight, scale, count = context.saved_tensors
-        members: Members = context.members
+        members: BatchNormMembers = context.members
         outer = gradients[0].to(centred.dtype)
         dims = _dims(centred)
         own = torch.stack([outer.sum(dims), (outer * centred).sum(dims)]).double()
@@ -118,7 +88,7 @@ class _Normalise(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _statistics(values: Tensor, members: Members) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(values: Tensor, members: BatchNormMembers) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance of each channel over all members' samples, and of how many."""
     dims, channels = _dims(values), values.shape[1]
     num = values.numel() // channels if members.has_samples else 0
@@ -163,9 +133,11 @@ def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own na
     return found
 
 
-def _members_of(module: Any) -> Members | None:
-    # A backward pass may run on another thread than the forward pass that it computes again.
-    members = _here.members or (module.__dict__.get("_members") if in_backward() else None)
+def _members_of(module: Any) -> BatchNormMembers | None:
+    members = step_context.current().batchnorm
+    if members is None and in_backward():
+        # It may run on another thread than the forward pass that it computes again.
+        members = module.__dict__.get("_members")
     module.__dict__["_members"] = members
     return members
 

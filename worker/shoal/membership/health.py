@@ -19,12 +19,13 @@ import httpcore
 import structlog
 
 from shoal.membership.health_connection import CoordinatorHttp
-from shoal_proto.health import FIRST_FIGURES, CourseFigures, HealthFigures, max_lengths
+from shoal_proto.health import CourseFigures, HealthFigures, max_lengths
+from shoal_proto.protocol import OWN_PROTOCOLS
 
 log = structlog.get_logger(__name__)
 
 REQUEST_WITHIN_S = 2.0
-UNPROCESSABLE, NOT_FOUND = 422, 404
+NOT_FOUND = 404
 _LIMITS = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_WITHIN_S)
 _MAX_LENGTHS = max_lengths()
 _NOT_SENT = (
@@ -61,14 +62,15 @@ class HealthReporter:
             f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}/health"
         )
         self._interval_s = interval_s
-        self._fields: dict[str, Any] = {"incarnation": incarnation}
+        self._fields: dict[str, Any] = {
+            "incarnation": incarnation,
+            "protocol": OWN_PROTOCOLS.newest,
+        }
         self._pending = False
         self._closed = False
         self._num_sent = 0
         self._num_failed = 0
         self._outage = False
-        self._in_few_words = False
-        """Whether the coordinator is of a release that knows the first figures alone."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(
             target=self._run, args=(CoordinatorHttp(),), name="shoal-health", daemon=True
@@ -136,17 +138,10 @@ class HealthReporter:
             self._pending = False
             return dict(self._fields)
 
-    def _known(self, report: dict[str, Any]) -> dict[str, Any]:
-        """What of the report the coordinator takes."""
-        if not self._in_few_words:
-            return report
-        known = FIRST_FIGURES | {"incarnation"}
-        return {name: value for name, value in report.items() if name in known}
-
     def _posted(
         self, connections: CoordinatorHttp, url: str, report: dict[str, Any]
     ) -> httpcore.Response:
-        content = json.dumps(self._known(report)).encode()
+        content = json.dumps(report).encode()
         return connections.post(url.rstrip("/") + self._path, content, _LIMITS)
 
     def _send(self, connections: CoordinatorHttp, report: dict[str, Any]) -> None:
@@ -155,9 +150,6 @@ class HealthReporter:
             return
         try:
             response = self._posted(connections, url, report)
-            if response.status == UNPROCESSABLE and not self._in_few_words:
-                self._in_few_words = True
-                response = self._posted(connections, url, report)
             said = response.content.decode("utf-8", "replace")
             problem = "" if response.status < 300 else f"HTTP {response.status} {said}"
             # The last report of a member that has left, or whose job has ended.

@@ -13,7 +13,6 @@ import structlog
 import torch
 
 from shoal.backends.choice import check_reconfigures
-from shoal.membership.step_messages import StepMessages
 from shoal_client.connection.admission import ADMISSION_S, ADMISSION_VARIABLE, admission_s
 from shoal_client.connection.reach import CHOICES
 from shoal_client.liveness.beat_board import BeatSlot
@@ -170,7 +169,6 @@ class JoinConfig:
                 torch_version=torch.__version__,
                 shoal_version=shoal_version(),
                 launch_digest=self.secrets.launch_digest,
-                step_messages=StepMessages.PRESENT,
             ),
             job_secret=self.secrets.job,
             admission_s=self.launcher.admission_s,

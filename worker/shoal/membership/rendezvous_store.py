@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 
-from shoal.membership.host_values import MIN_KEYS, HostValues
 from shoal.torch_private.c10d import Store
 from shoal_client.connection.coordinators import Coordinators, Method
+from shoal_client.membership.host_files import HostFiles
 from shoal_proto.errors import DeadlineExceeded, GenerationBroken
 from shoal_proto.packing.packed_values import unpack
 from shoal_proto.v1 import rendezvous_pb2 as pb
@@ -27,6 +27,10 @@ Value = str | bytes | Sequence[int]
 _GRACE_S = 1.0
 CALL_S = 300.0
 """The longest that one call waits for a key."""
+MIN_SHARED_KEYS = 64
+"""Fewer keys at a time are read by each rank itself; more by one rank for all of its host."""
+HOST_WAIT_S = 10.0
+"""For another rank that reads: it waits for the slowest of all. Then this rank reads too."""
 
 
 class RendezvousStore(Store):
@@ -48,7 +52,9 @@ class RendezvousStore(Store):
         keys are set once."""
         super().__init__()
         self._ended = threading.Event()
-        self._host = HostValues(shared_directory, self._ended) if shared_directory else None
+        self._host: HostFiles | None = None
+        if shared_directory is not None:
+            self._host = HostFiles(shared_directory / "values", self._ended, HOST_WAIT_S)
         self._coordinators = coordinators
         self._token = token
         self._timeout_s = timeout_s
@@ -150,10 +156,10 @@ class RendezvousStore(Store):
         self._call(_set, pb.StoreSetRequest(token=self._token, pairs=stored, append=append))
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> Sequence[bytes]:
-        if self._host is None or len(keys) < MIN_KEYS:
+        if self._host is None or len(keys) < MIN_SHARED_KEYS:
             reply = self._asked(keys, timeout_s)
         else:
-            asked = (self._token.job, str(self._token.generation), *keys)
+            asked = "\0".join((self._token.job, str(self._token.generation), *keys))
             reply = pb.StoreReply.FromString(
                 self._host.get(asked, lambda: self._asked(keys, timeout_s).SerializeToString())
             )

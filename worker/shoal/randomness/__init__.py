@@ -1,60 +1,41 @@
 """Randomness that does not depend on who trains: drawn from seed, step and sample.
 
 What comes out of a running generator depends on what was drawn before it, and so on how a batch is
-cut. What is computed from the place of a sample does not: one process, any number of ranks,
-micro-batches and a step that is done once more get the same.
+cut. What is computed from the position of a sample does not: one process, any number of ranks,
+micro-batches and a step that is taken again get the same.
 
     key_dropout(model)                                       # once, see shoal.randomness.dropout
     with at(seed=7, step=41, first=96, count=32):            # each step: samples 96 to 127 of it
         with part(0, 8): ...                                 # a micro-batch: samples 96 to 103
 
-What a place is set for is everything its samples go through, backward included: activation
-checkpointing computes forward passes again there.
+The samples are set for their forward and backward passes: activation checkpointing computes forward
+passes again within the latter.
 
 Functions called by the user's code (`F.dropout`, `torch.rand`) draw from torch's generators:
 `seed_torch` makes them the same when a step is redone.
 """
 
 import hashlib
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from types import TracebackType
 
 import torch
 
+from shoal.step_context import PresentSamples, current, set_current
+
 _LONG = 0xFFFFFFFFFFFFFFFF
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Which samples are computed on."""
-
-    seed: int
-    step: int
-    first: int
-    """Position in the global batch of the first of them; the others follow it."""
-    count: int
-
-
-class _Here(threading.local):
-    """By thread: ranks may be threads of one process."""
-
-    place: Place | None = None
-
-
-_here = _Here()
 
 
 class _At:
     # A pipeline goes through some in each pass, and a generator takes several times as long.
 
-    def __init__(self, place: Place | None) -> None:
-        self._place = place
+    def __init__(self, samples: PresentSamples | None) -> None:
+        self._samples = samples
 
     def __enter__(self) -> None:
-        self._before = put(self._place)
+        self._before = put(self._samples)
 
     def __exit__(
         self,
@@ -66,26 +47,26 @@ class _At:
 
 
 def at(*, seed: int, step: int, first: int, count: int) -> AbstractContextManager[None]:
-    """What is computed within is on samples `first` to `first + count - 1` of the global batch."""
-    return _At(Place(seed=seed, step=step, first=first, count=count))
+    """Within, samples `first` to `first + count - 1` of the global batch are computed on."""
+    return _At(PresentSamples(seed=seed, step=step, first=first, count=count))
 
 
 def part(start: int, stop: int) -> AbstractContextManager[None]:
-    """Within, only the samples [start, stop) of those of the present place; nothing if it has none.
+    """Within, only [start, stop) of the present samples are computed on; no effect without any.
 
     For micro-batches, also those that a training script cuts itself.
     """
-    place = _here.place
-    if place is None:
+    whole = present()
+    if whole is None:
         return _At(None)
-    first, count = place.first + start, stop - start
-    return _At(Place(seed=place.seed, step=place.step, first=first, count=count))
+    return _At(replace(whole, first=whole.first + start, count=stop - start))
 
 
-def put(place: Place | None) -> Place | None:
-    """Set this thread's place until further notice; returns the one before."""
-    before, _here.place = _here.place, place
-    return before
+def put(samples: PresentSamples | None) -> PresentSamples | None:
+    """Set the samples that this thread computes on, until further notice; returns those before."""
+    context = current()
+    set_current(replace(context, samples=samples))
+    return context.samples
 
 
 def mix(*numbers: int) -> int:
@@ -131,19 +112,19 @@ def restore_generators(states: Sequence[torch.Tensor]) -> None:
 
 
 def sample_generator(index: int = 0, name: str = "") -> torch.Generator:
-    """A generator on the CPU for the sample of this index among those of the present place.
+    """A generator on the CPU for the sample of this index among the present ones.
 
-    The same for the same sample in the same step, whoever computes it; `name` keeps several uses
-    apart. Without a place it is that of sample `index` of step 0.
+    The same for the same sample in the same step, whichever member computes it; `name` keeps
+    several uses apart. Outside of a step it is the generator of sample `index` of step 0.
     """
-    place = _here.place or Place(seed=0, step=0, first=0, count=1)
-    key = mix(place.seed, place.step, digest(name), place.first + index)
+    samples = present() or PresentSamples(seed=0, step=0, first=0, count=1)
+    key = mix(samples.seed, samples.step, digest(name), samples.first + index)
     return torch.Generator().manual_seed(key)
 
 
-def present() -> Place | None:
-    """This thread's place."""
-    return _here.place
+def present() -> PresentSamples | None:
+    """The samples that this thread computes on; None outside of a step."""
+    return current().samples
 
 
 def digest(name: str) -> int:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.randomness import Place, digest, mix, present
+from shoal.randomness import digest, mix, present
+from shoal.step_context import PresentSamples
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.tensors import in_backward
 
@@ -116,7 +117,7 @@ class _Layer:
 
     def __init__(self, key: int) -> None:
         self.key = key
-        self.place: Place | None = None
+        self.place: PresentSamples | None = None
         self._calls = 0
         self._again = 0
         number = next(_numbers)
@@ -133,14 +134,14 @@ class _Layer:
         # A copy is a layer of its own, of the same key.
         self.__init__(key)  # type: ignore[misc]
 
-    def present_place(self) -> Place | None:
+    def present_place(self) -> PresentSamples | None:
         # A backward pass may run on another thread than the forward pass that it computes again.
         return present() or (self.place if in_backward() else None)
 
-    def next_key(self, place: Place) -> int:
+    def next_key(self, place: PresentSamples) -> int:
         return mix(place.seed, place.step, self.key, self.next_call(place))
 
-    def next_call(self, place: Place) -> int:
+    def next_call(self, place: PresentSamples) -> int:
         """0 for the first call at a place, 1 for the second ..."""
         if in_backward():
             # Forward passes that are computed again come in the order of the first time.

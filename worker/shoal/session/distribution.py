@@ -1,5 +1,6 @@
 """What a session trains: the model and optimizer that were distributed, and what goes with them."""
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from shoal.layouts.synced_batchnorm import (
     sync_batchnorm,
     unsync_batchnorm,
 )
-from shoal.membership.collector import LongLivedObjects
 from shoal.membership.join_config import MAX_MEMBERS
 from shoal.membership.validators import ValidatorSet
 from shoal.model.devices import device_of, devices_of
@@ -80,6 +80,34 @@ class Options:
     sync_batchnorm: bool
     in_step: Callable[[], bool]
     """Whether a step of the session is open."""
+
+
+class LongLivedObjects:
+    """The objects of one session's process that Python's collector of circles leaves alone.
+
+    A full collection goes through all objects that it knows of: some 300,000 with torch imported,
+    which takes 0.2 s. It comes when many new ones have been made, and bringing a generation up
+    makes many: so it came while all members waited for one another. What lives before the first
+    generation lives for as long as the session does, and need not be gone through.
+    """
+
+    def __init__(self) -> None:
+        self._is_frozen = False
+
+    def freeze(self) -> None:
+        """Leave alone from here on all that lives now. No effect if the script or another session
+        of the process has done so, or if the collector is off."""
+        if gc.isenabled() and not gc.get_freeze_count():
+            # What the script has just thrown away would stay until the session's end.
+            gc.collect(1)
+            gc.freeze()
+            self._is_frozen = True
+
+    def release(self) -> None:
+        """Give all of it back to the collector. May be called twice."""
+        if self._is_frozen:
+            gc.unfreeze()
+        self._is_frozen = False
 
 
 class Distribution:
@@ -173,7 +201,7 @@ class Distribution:
         given = references(model.parameters())
         self._controller.details.listings |= listings_of(model, optimizer)
         distributed = chosen.distribute(model, optimizer)
-        self.fields |= {"strategy": chosen.name, "torch": torch.__version__, **chosen.proposal()}
+        self.fields |= {"strategy": chosen.name, "torch": torch.__version__, **chosen.fields()}
         if options.validators.names:
             self.fields["validators"] = options.validators.names
         if syncs:

@@ -25,6 +25,7 @@ from shoal_proto.errors import (
     BringUpFailed,
     GenerationBroken,
     InvalidSpec,
+    MalformedMessage,
     MemberDrained,
     RejoinError,
     RetryError,
@@ -292,9 +293,12 @@ class ElasticController:
             return False
         if isinstance(error, GenerationBroken):
             return True
-        return isinstance(error, RuntimeError) and (
-            self.membership.is_broken(self.generation.number) or self.strategy.is_failure(error)
-        )
+        if isinstance(error, RuntimeError):
+            is_broken = self.membership.is_broken(self.generation.number)
+            return is_broken or self.strategy.is_failure(error)
+        # Whatever finds that values make no sense, a script's own check of its loss among others.
+        finds = isinstance(error, Exception) and not isinstance(error, ShoalError)
+        return (finds or isinstance(error, MalformedMessage)) and self.strategy.has_leftovers()
 
     def recover(self, error: BaseException) -> None:
         """A peer was lost in the generation: go back to the last committed step.

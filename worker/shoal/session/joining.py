@@ -12,7 +12,7 @@ from shoal.membership.validators import Validator
 from shoal.session.session import Session
 from shoal.tracking.tracker import Tracker
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.terminal.printable import printable_event
+from shoal_proto.terminal import printable_event
 from shoal_proto.tls import identity
 from shoal_proto.tls.files import TlsFiles, TlsIdentity
 from shoal_proto.tls.identity import from_environment

@@ -13,11 +13,11 @@ from torch.autograd.graph import Node
 from shoal import randomness
 from shoal.data.batches import Batch, share
 from shoal.data.parts import cut, has_all_rows, rows_of_fewer
-from shoal.layouts import synced_batchnorm
 from shoal.layouts.base import LossFunction
 from shoal.layouts.buffers import BuffersAside
 from shoal.layouts.gathered_rows import is_gather
 from shoal.model.other_parameters import nodes_from, nodes_of
+from shoal.step_context import StepContext, current, set_current
 from shoal.strategies.base import Strategy
 from shoal.torch_private.tensors import counted_targets, plain_sums
 from shoal_proto.errors import InvalidSpec
@@ -127,6 +127,16 @@ def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
             )
 
 
+def _in_part(whole: StepContext, start: int, stop: int, *, has_samples: bool) -> StepContext:
+    """The present context, for samples [start, stop) of those of the `whole` share."""
+    samples, batchnorm = whole.samples, whole.batchnorm
+    if samples is not None:
+        samples = replace(samples, first=samples.first + start, count=stop - start)
+    if batchnorm is not None:
+        batchnorm = replace(batchnorm, has_samples=has_samples)
+    return replace(current(), samples=samples, batchnorm=batchnorm)
+
+
 class MicroBatches:
     """How one step's batch is cut, and which part is passed through at this moment."""
 
@@ -158,7 +168,7 @@ class MicroBatches:
         num_parts = as_index("the number of parts", num_parts)
         self._check(batch, num_parts)
         self._num_parts = num_parts
-        place = randomness.present()
+        whole = current()
         size = max(batch.num_samples, 1)
         states = randomness.generator_states() if batch.num_samples < num_parts else None
         for index in range(num_parts):
@@ -181,16 +191,12 @@ class MicroBatches:
             )
             self._num_begun += 1
             self._strategy.begin_part(index, num_parts)
-            if place is not None:
-                first = place.first + rows[0]
-                randomness.put(replace(place, first=first, count=rows[1] - rows[0]))
-            synced_batchnorm.part(has_samples=stop > start)
+            set_current(_in_part(whole, *rows, has_samples=stop > start))
             yield self._part
         self._check_passed()
         self._restore()
         self._part = None
-        randomness.put(place)
-        synced_batchnorm.part(has_samples=bool(batch.indices))
+        set_current(replace(current(), samples=whole.samples, batchnorm=whole.batchnorm))
 
     def stand_in(self) -> None:
         """What passes change in the model's buffers from here on is of no sample of the step: it is

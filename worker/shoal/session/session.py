@@ -1,8 +1,8 @@
 """A member of a job as a training script sees it."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.backends.network.own_gpu import LocalPlace, own_gpu_used
+from shoal.backends.process_group.interface import LONGEST_S
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batch_options import BatchOptions, LoadingOptions
 from shoal.data.batches import Batch, Dataset
@@ -33,7 +34,6 @@ from shoal.session.distribution import Chosen, Distribution, How, Models, Optimi
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
 from shoal.session.leaving import Leaving
-from shoal.session.own_pause import PAUSE_S, ScriptPause
 from shoal.session.publishing import Series
 from shoal.session.shared_calls import Reduction, SharedCalls, Value, present, stop
 from shoal.session.step import Step, Steps
@@ -45,10 +45,48 @@ from shoal.tracking.scalars import Scalar
 from shoal.tracking.tracker import Tracker
 from shoal.weights.series import SeriesOptions
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_number
 
 S = TypeVar("S", bound=Stateful)
 M = TypeVar("M", bound=nn.Module)
 Given = TypeVar("Given", bound=Optimizers)
+
+
+PAUSE_S = 1800.0
+"""Limit of a pause that states none."""
+
+
+class ScriptPause:
+    """The script's pause, of which a session has one at a time: the member does something of its
+    own, for which the others wait."""
+
+    def __init__(self, controller: ElasticController) -> None:
+        self._controller = controller
+        self.is_on = False
+
+    def also(self, reason: str, limit_s: float) -> AbstractContextManager[None]:
+        """Pause as `hold`, unless the script has done so already."""
+        return nullcontext() if self.is_on else self.hold(reason, limit_s)
+
+    @contextmanager
+    def hold(self, reason: str, limit_s: float) -> Iterator[None]:
+        """See `Session.pause`."""
+        if not reason.strip():
+            raise InvalidSpec("a pause needs a reason", expected='session.pause("validation")')
+        limit_s = as_number("limit_s", limit_s)
+        if not 0 < limit_s <= LONGEST_S:
+            raise InvalidSpec(
+                "limit_s is out of range", seen=f"{limit_s:g}", expected=f"up to {LONGEST_S:g} s"
+            )
+        if self.is_on:
+            raise InvalidSpec("pauses do not nest", seen=f"pause({reason!r}) within a pause")
+        self.is_on = True
+        self._controller.pause(reason, limit_s)
+        try:
+            yield
+        finally:
+            self.is_on = False
+            self._controller.resume()
 
 
 class Session:

@@ -13,9 +13,8 @@ from torch import Tensor
 from shoal.backends.abortable.last_word import let_all_hear
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.membership.generation import Generation
-from shoal.membership.step_messages import refuse_earlier
 from shoal.session.elastic_controller import ElasticController
-from shoal.state.resharding import gather
+from shoal.state.resharding import gather, gather_if_different
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import GenerationBroken, InvalidSpec, JobFinished
 from shoal_proto.numbers_given import plain_number
@@ -50,7 +49,6 @@ class SharedCalls:
         """
         strategy = self._strategy(call)
         position = strategy.position
-        refuse_earlier(position.form, call)
         self._controller.call.check_end(call, strategy.step)
         # Until it returns nobody is taken in whose script would be elsewhere.
         self._controller.call.is_under_way = True
@@ -64,7 +62,6 @@ class SharedCalls:
                 generation = self._controller.stand(self._fields)
                 self._controller.call.check_end(call, strategy.step)
                 group = strategy.group
-                refuse_earlier(position.form, call)
                 position.stands(call, is_call=True)
                 try:
                     self._check_call(call, generation, group)
@@ -134,13 +131,13 @@ class SharedCalls:
         return strategy
 
     def _check_call(self, call: str, generation: Generation, group: dist.ProcessGroup) -> None:
-        calls = [word.decode() for word in gather(call.encode(), group)]
-        if len(set(calls)) > 1:
+        calls = gather_if_different(call.encode(), group)
+        if calls is not None:
             let_all_hear(group)
-            names = [entry.member_id for entry in generation.entries]
+            said = zip(generation.entries, calls, strict=True)
             raise InvalidSpec(
                 "the members do different things between two steps",
-                seen="; ".join(f"{name}: {word}" for name, word in zip(names, calls, strict=True)),
+                seen="; ".join(f"{each.member_id}: {word.decode()}" for each, word in said),
                 expected="the same calls in the same order on every member",
             )
 
@@ -154,7 +151,6 @@ def stop(controller: ElasticController, reason: str, *, has_batches: bool, in_st
             seen=f"strategy {strategy.name}",
             expected="session.batches of a synchronous strategy; otherwise `shoal stop JOB`",
         )
-    refuse_earlier(strategy.position.form, "session.stop")
     strategy.position.stop(strategy.step + int(in_step), reason[:MAX_REASON_CHARS])
 
 

@@ -6,31 +6,38 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal import randomness
-from shoal.data import parts, share_sizes
 from shoal.data.batches import Batch
-from shoal.layouts import script_gathers, synced_batchnorm
 from shoal.layouts.base import LossFunction
 from shoal.layouts.gathered_rows import UNKNOWN, RowGathers, Share
 from shoal.membership.draining import Drained
-from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.session.batch_sources import BatchSource
 from shoal.session.distribution import Distribution
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.micro_batches import MicroBatches, scaled
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
+from shoal.step_context import (
+    NO_STEP,
+    BatchNormMembers,
+    PresentSamples,
+    StepContext,
+    current,
+    set_current,
+)
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.script_position import Stopped
+from shoal.strategies.synchronous.script_position import StepStopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.strategies.torch_errors import StepState, refusal_of
 from shoal.torch_private.amp import scale_of
+from shoal.torch_private.watching import before_calls
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_number
 
@@ -91,27 +98,24 @@ class Step:
         self.guard.open()
         batch = self.batch
         self.micro_batches = MicroBatches(strategy, batch, int(self._fields.get("global_batch", 1)))
-        parts.put(self.micro_batches)
-        if batch is not None and strategy.synchronous:
-            self._draw_by_sample(batch)
+        gathers = self._is_uneven and strategy.synchronous and not strategy.gathers_lack()
+        set_current(
+            StepContext(
+                samples=self._samples(batch) if strategy.synchronous else None,
+                batchnorm=self._batchnorm(strategy, batch),
+                check_gather=self._check_own_gather if gathers else None,
+                sizes=self._controller.details.shares,
+                parts=self.micro_batches,
+                guard=self.guard,
+            )
+        )
         if batch is not None and batch.is_stand_in:
             self.micro_batches.stand_in()
-        if self._is_uneven and strategy.synchronous and not strategy.gathers_lack():
-            script_gathers.put(self._check_own_gather)
-        share_sizes.put(self._controller.details.shares)
-        if self._is_synced and isinstance(strategy, SynchronousStrategy):
-            has_samples = batch is None or bool(batch.indices)
-            synced_batchnorm.put(strategy.members(has_samples=has_samples))
 
     def _close(self) -> None:
-        """Nothing of the step is set any more, however far `_open` came."""
+        """Take back what `_open` has set, however far that came."""
         self.is_open = False
-        self.guard.close()
-        parts.put(None)
-        share_sizes.put(None)
-        script_gathers.put(None)
-        randomness.put(None)
-        synced_batchnorm.put(None)
+        set_current(NO_STEP)
         if self._rows is not None:
             self._rows.close()
 
@@ -144,11 +148,6 @@ class Step:
         return self._source.batch if self._source is not None else None
 
     @property
-    def _is_synced(self) -> bool:
-        """Whether some layers normalise the samples of all members."""
-        return "sync_batchnorm" in self._fields
-
-    @property
     def _is_uneven(self) -> bool:
         """Whether the members' shares of the batch are of different sizes."""
         batch = self.batch
@@ -173,11 +172,7 @@ class Step:
         return found
 
     def _check_own_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        strategy = self._controller.strategy
-        assert isinstance(strategy, SynchronousStrategy), "where members gather"
-        # Members that tell of a step in the earlier form gather without a word before.
-        if strategy.position.form is not StepMessages.EARLIER:
-            self._gathers().check_own(outputs, tensor)
+        self._gathers().check_own(outputs, tensor)
 
     def _gathers(self) -> RowGathers:
         """Raises InvalidSpec under a strategy where rows cannot be gathered."""
@@ -192,7 +187,6 @@ class Step:
                     " as a whole: ddp, zero1, zero2, fsdp, hsdp, tensor, fsdp-tensor, or hybrid"
                     " with one stage",
                 )
-            refuse_earlier(strategy.position.form, "session.gather")
             batch = self.batch
             self._rows = RowGathers(
                 strategy.group,
@@ -206,16 +200,20 @@ class Step:
             )
         return self._rows
 
-    def _draw_by_sample(self, batch: Batch) -> None:
-        """Let what is drawn at random in this step depend on its samples, not on who is there; for
-        a stand-in the same is drawn as for the sample that it repeats, the first."""
+    def _samples(self, batch: Batch | None) -> PresentSamples | None:
+        """The batch's samples, on which random numbers depend from here on, and not on the members;
+        a stand-in draws as the sample that it repeats, the first."""
+        if batch is None:
+            return None
         seed, first = int(self._fields["seed"]), 0 if batch.is_stand_in else batch.first
         randomness.seed_torch(seed, batch.step, first)
-        randomness.put(
-            randomness.Place(
-                seed=seed, step=batch.step, first=first, count=max(batch.num_samples, 1)
-            )
-        )
+        count = max(batch.num_samples, 1)
+        return PresentSamples(seed=seed, step=batch.step, first=first, count=count)
+
+    def _batchnorm(self, strategy: Strategy, batch: Batch | None) -> BatchNormMembers | None:
+        if "sync_batchnorm" not in self._fields or not isinstance(strategy, SynchronousStrategy):
+            return None
+        return strategy.batchnorm_members(has_samples=batch is None or bool(batch.indices))
 
     def _commit(self) -> None:
         controller, source = self._controller, self._source
@@ -240,7 +238,7 @@ class Step:
         strategy = self._controller.strategy
         if strategy.redoes(error):
             return True
-        if isinstance(error, Stopped) and isinstance(strategy, SynchronousStrategy):
+        if isinstance(error, StepStopped) and isinstance(strategy, SynchronousStrategy):
             strategy.withdraw_step()
             return True
         if self._controller.is_break(error):
@@ -269,6 +267,22 @@ class Step:
         )
 
 
+def _look_at_gather(
+    tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False
+) -> None:
+    """Check the script's own `torch.distributed.all_gather`, if the members' shares are of unequal
+    sizes.
+
+    If ranks hand in tensors of other sizes than the others expect, Gloo ends a process, or waits
+    until the limit of a collective, in each generation anew. So in such a step members first tell
+    each other what they hand in. `torch.distributed.nn.all_gather`, and the layers that scripts for
+    SimCLR and CLIP have, go through this call too.
+    """
+    # Shoal's own calls name a group.
+    if group is None and (check := current().check_gather) is not None:
+        check(tensor_list, tensor)
+
+
 class Steps:
     """Each call here is documented where a script calls it, in `Session`."""
 
@@ -278,7 +292,7 @@ class Steps:
         self._newest: Step | None = None
         self._generators: Sequence[Tensor] = ()
         """States of torch's generators before the first step, which begins them anew."""
-        script_gathers.watch()
+        before_calls(dist, "all_gather", _look_at_gather)
 
     def release(self) -> None:
         """The session is over: close a step that is open still, and let torch draw numbers as if

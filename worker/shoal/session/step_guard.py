@@ -9,9 +9,9 @@ drops the gradients behind what was its optimizer.step(), so that the session st
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from shoal.model.other_parameters import OtherParameters, References, nodes_of
 from shoal.model.script_attributes import ScriptModes
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters, are_same
 from shoal.state.registered.objects import RegisteredState
+from shoal.step_context import current, set_current
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.modules import watch_wrapping
@@ -125,14 +126,9 @@ class StepGuard:
             raise self._refusal("other parameters in param_groups")
 
     def open(self) -> None:
-        """A step of the session begins on this thread."""
+        """A step of the session begins."""
         self._emptied.clear()
         self.modes.note()
-        _here.guard = self
-
-    def close(self) -> None:
-        """The step is over, however it ended."""
-        _here.guard = None
 
     def release(self) -> None:
         """The session is over: the optimizer is the script's again. May be called twice."""
@@ -169,7 +165,7 @@ class StepGuard:
 
     def _set_commits(self, commits: bool) -> None:
         self._commits = commits
-        _here.committing = self if commits else None
+        set_current(replace(current(), committing=self if commits else None))
 
     def _set_clips(self, clips: bool) -> None:
         self._clips = clips
@@ -316,19 +312,20 @@ class StepGuard:
 
 
 def _look_at_clipping(parameters: Sequence[Tensor], max_norm: float) -> None:
-    guard = _here.committing or _here.guard
-    if guard is not None:
+    context = current()
+    guard = context.committing or context.guard
+    if isinstance(guard, StepGuard):
         guard.look_at_clipping(parameters, max_norm)
 
 
 def _look_at_scaling_down(weight: Tensor) -> None:
-    if _here.guard is not None:
-        _here.guard.look_at_scaling_down(weight)
+    if (guard := _guard()) is not None:
+        guard.look_at_scaling_down(weight)
 
 
 def _look_at_wrapping(module: nn.Module) -> None:
     """Raise InvalidSpec for a wrapper that brings together what the session does already."""
-    guard = _here.guard
+    guard = _guard()
     if isinstance(module, ModuleProxy) or (guard is not None and guard.trains(module)):
         raise InvalidSpec(
             "the distributed model in a DistributedDataParallel of the script's own",
@@ -346,16 +343,10 @@ def _with_gradient(optimizer: Optimizer) -> Iterator[Tensor]:
     return (each for group in groups for each in group["params"] if each.grad is not None)
 
 
-class _Here(threading.local):
-    """By thread: members may be threads of one process."""
-
-    guard: StepGuard | None = None
-    """Whose step is open."""
-    committing: StepGuard | None = None
-    """Whose optimizers the session steps at the moment."""
-
-
-_here = _Here()
+def _guard() -> StepGuard | None:
+    """The guard of the session whose step is open on this thread."""
+    found = current().guard
+    return found if isinstance(found, StepGuard) else None
 
 
 def _watch_scalers() -> None:
@@ -391,8 +382,8 @@ def _held_by(optimizer: Optimizer) -> Iterator[Tensor]:
 def _told(plain: Callable[..., Any], parameters: Callable[..., Iterable[Tensor]]) -> Any:
     @functools.wraps(plain)
     def watched(self: Any, set_to_none: bool = True) -> Any:
-        if _here.guard is not None:
-            _here.guard.emptying(parameters(self), to_none=set_to_none)
+        if (guard := _guard()) is not None:
+            guard.emptying(parameters(self), to_none=set_to_none)
         return plain(self, set_to_none)
 
     setattr(watched, _MARK, True)
@@ -403,7 +394,7 @@ def _watched(scale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(scale)
     def watched(self: Any, outputs: Any) -> Any:
         scaled = scale(self, outputs)
-        guard = _here.guard
+        guard = _guard()
         if guard is not None and self.is_enabled():
             guard.watch(scaled, self)
         return scaled
@@ -415,8 +406,8 @@ def _watched(scale: Callable[..., Any]) -> Callable[..., Any]:
 def _left_to_session(plain: Callable[..., Any], call: str) -> Callable[..., Any]:
     @functools.wraps(plain)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _here.guard is not None:
-            _here.guard.refuse(self, call)
+        if (guard := _guard()) is not None:
+            guard.refuse(self, call)
         return plain(self, *args, **kwargs)
 
     setattr(watched, _MARK, True)

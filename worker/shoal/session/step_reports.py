@@ -2,14 +2,16 @@
 
 import os
 import time
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import structlog
 from torch import Tensor
 
 from shoal.membership.health import HealthReporter
 from shoal.session.elastic_controller import ElasticController
-from shoal.session.training_pauses import TrainingPauses
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.health import CourseFigures, HealthFigures
@@ -27,6 +29,53 @@ def check_entered(reports: "StepReports | None", call: str) -> None:
             f"{call} outside a session",
             seen="a session whose `with` block was not entered, or is left",
             expected="with shoal.join(...) as session: ..., and the call in it",
+        )
+
+
+USUAL_OF = 16
+"""The newest steps that say how long a step usually takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPause:
+    """The time between the last step of one generation and the first of the next, and the steps
+    that are taken again."""
+
+    generation: int
+    paused_s: float
+    """From commit to commit, less what a step usually takes."""
+    lost_steps: int
+    """Steps that had been committed, and are taken again."""
+
+    def __str__(self) -> str:
+        steps = "step" if self.lost_steps == 1 else "steps"
+        return f"paused {self.paused_s:.2f} s; {self.lost_steps} {steps} lost"
+
+
+class TrainingPauses:
+    """Finds training pauses by the commits of steps; times are of a clock that never jumps."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._step = 0
+        self._committed_s = 0.0
+        self._gaps_s: deque[float] = deque(maxlen=USUAL_OF)
+
+    def committed(self, generation: int, step: int, now_s: float) -> TrainingPause | None:
+        """Note that `step` is committed in that generation. Returns the pause, if it is the first
+        step there and not the first of all."""
+        before, last_step, gap_s = self._generation, self._step, now_s - self._committed_s
+        self._generation, self._step, self._committed_s = generation, step, now_s
+        if before == 0:
+            return None
+        if generation == before:
+            self._gaps_s.append(gap_s)
+            return None
+        usual_s = median(self._gaps_s) if self._gaps_s else 0.0
+        return TrainingPause(
+            generation=generation,
+            paused_s=max(0.0, gap_s - usual_s),
+            lost_steps=max(0, last_step + 1 - step),
         )
 
 

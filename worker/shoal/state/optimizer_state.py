@@ -116,17 +116,9 @@ def plain_setting(
 
 
 def put_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    """Take over the settings of the optimizer's groups from a state's values.
-
-    Of lists and tuples the script's own kind counts: release 0.1.0 tells them not apart.
-    """
+    """Take over the settings of the optimizer's groups from a state's values."""
     for group, settings in zip(optimizer.param_groups, settings_of(values), strict=False):
-        for key, value in settings.items():
-            if key == "params":
-                continue
-            kind = type(group.get(key))
-            is_sequence = type(value) in (list, tuple)
-            group[key] = kind(value) if is_sequence and kind in (list, tuple) else value
+        group.update((key, value) for key, value in settings.items() if key != "params")
 
 
 def settings_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:

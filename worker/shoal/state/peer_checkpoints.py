@@ -7,7 +7,7 @@ import structlog
 import torch.distributed as dist
 
 from shoal.state.peer_copies import LaterGroup, PeerCopies
-from shoal.state.shards import StateShard
+from shoal.state.shards import OPTIM, StateShard
 from shoal_proto.errors import InvalidSpec, RefusedError
 from shoal_proto.numbers_given import as_index
 
@@ -22,6 +22,8 @@ class PeerCheckpoints:
 
     The live state is worth something to others only together with what the rest of that
     generation held, and it must be known what all that is: the names are learnt with each copy.
+    An optimizer may begin to keep more behind it: with the first gradient of a layer, or another
+    hyperparameter.
     """
 
     def __init__(self, *, copies: int, every_steps: int) -> None:
@@ -40,15 +42,24 @@ class PeerCheckpoints:
         self._alone: StateShard | None = None
         """All that there was when this member was the only one: nobody else has a copy of it."""
         self._names: frozenset[str] = frozenset()
+        self._since: frozenset[str] = frozenset()
+        """Names that have come to the live state since, with those that only others had."""
+        self._half: StateShard | None = None
+        """The names of what an update that was cut short has taken away."""
         self._members: frozenset[str] = frozenset()
         self._uncopied = False
 
-    def held(self, members: frozenset[str]) -> list[StateShard]:
-        """All that this member could give to the others of a generation of these members."""
+    def held(self, keeping: frozenset[str]) -> list[StateShard]:
+        """All that this member could give to the others of a generation in which these members have
+        still what they held behind the newest step."""
         held = list(self._copies.held()) if self._copies is not None else []
         live = self._live
-        if live is not None and (self._names or self._members <= members):
-            held.append(replace(live, elsewhere=self._names - live.shards.keys()))
+        if live is not None and (self._names or self._members <= keeping):
+            # Whoever has it still tells of it.
+            since = frozenset() if self._members <= keeping else self._since
+            held.append(replace(live, elsewhere=(self._names | since) - live.shards.keys()))
+        if self._half is not None:
+            held.append(self._half)
         if self._alone is not None:
             held.append(self._alone)
         return held
@@ -87,7 +98,7 @@ class PeerCheckpoints:
             if num_copies
             else None
         )
-        self._live = None
+        self._live = self._half = None
         # Until the first copy is complete, nobody else has what a member holds; but members that
         # stand still wait for their next step first of all.
         self._uncopied = bool(state_shard.step)
@@ -136,22 +147,47 @@ class PeerCheckpoints:
         if copies is not None:
             copies.close()
 
-    def stop(self, collect: Callable[[], StateShard] | None) -> None:
-        """The generation is over; `collect` gives this member's part of its state, if it is whole.
-        One that is refused is not kept."""
+    def stop(
+        self, collect: Callable[[], StateShard], *, stepped_by_others: Collection[str] = ()
+    ) -> None:
+        """The generation is over; `collect` gives this member's part of its state, which is whole.
+        One that is refused is not kept. `stepped_by_others`: see `Layout`."""
         live: StateShard | None = None
         try:
-            live = collect() if collect is not None else None
+            live = collect()
         except RefusedError as error:
             log.warning("state_not_kept", reason=str(error))
         self._live = live
+        self._end_copies()
+        if live is not None:
+            if len(self._members) == 1:
+                self._names = frozenset(live.shards)
+            self._since = self._begun_by_others(live, stepped_by_others)
+
+    def stop_within_update(self, step: int, names: frozenset[str]) -> None:
+        """The generation is over, and this member's part of the state behind so many steps with it:
+        that had these names."""
+        self._live = None
+        if names:
+            self._half = StateShard(step=step, shards={}, elsewhere=names)
+        self._end_copies()
+
+    def _end_copies(self) -> None:
         copies = self._copies
         if copies is not None:
             copies.close()
             if copies.complete_step:
                 self._names = copies.names
-        if live is not None and len(self._members) == 1:
-            self._names = frozenset(live.shards)
+
+    def _begun_by_others(
+        self, live: StateShard, stepped_by_others: Collection[str]
+    ) -> frozenset[str]:
+        """What others keep of parameters that they alone have stepped, and that had no state when
+        names were learnt: the same as is kept of any other parameter."""
+        known = [each for each in self._names | live.shards.keys() if each.startswith(OPTIM)]
+        places = [each.removeprefix(OPTIM).rpartition("/") for each in known]
+        new = set(stepped_by_others) - {parameter for parameter, _, _ in places}
+        return frozenset(f"{OPTIM}{parameter}/{key}" for parameter in new for _, _, key in places)
 
     def close(self) -> None:
         """Let go of everything.

@@ -85,20 +85,6 @@ def put_together(values: Json, tensors: Mapping[str, Tensor]) -> Any:
         ) from error
 
 
-def without_marks(values: Json) -> Json:
-    """The values as release 0.1.0 reads them, to which a tuple is a list. Raises ValueError for
-    what it knows no notation for."""
-    if isinstance(values, list):
-        return [without_marks(each) for each in values]
-    if not isinstance(values, dict):
-        return values
-    if len(values) == 1 and (mark := next(iter(values))).startswith(_MARK):
-        if mark != _MARK + "tuple":
-            raise ValueError(mark)
-        return without_marks(values[mark])
-    return {key: without_marks(each) for key, each in values.items()}
-
-
 class _Apart:
     def __init__(
         self,

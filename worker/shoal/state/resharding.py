@@ -7,6 +7,7 @@ everybody holds everything), then bytes from rank to rank. Nothing is unpickled.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ ROUNDS_IN_FLIGHT = 2
 # Every part starts at a multiple of this in its bucket, so that any dtype can be viewed there.
 _ALIGNMENT_BYTES = 16
 _LENGTH_BYTES = 8
+_DIGEST_BYTES = 16
 
 
 def reshard(
@@ -122,6 +124,14 @@ def gather(word: bytes, group: dist.ProcessGroup) -> list[bytes]:
         rests = _gather(word[FIRST_BYTES - _LENGTH_BYTES :], rest_bytes, group)
         begun = [first + rest for first, rest in zip(begun, rests, strict=True)]
     return [each[:length] for each, length in zip(begun, lengths, strict=True)]
+
+
+def gather_if_different(word: bytes, group: dist.ProcessGroup) -> list[bytes] | None:
+    """What each rank says, by rank, as `gather`; None if all say the same, of which only a digest
+    was sent."""
+    digest = blake2b(word, digest_size=_DIGEST_BYTES).digest()
+    digests = _gather(digest, _DIGEST_BYTES, group)
+    return None if len(set(digests)) == 1 else gather(word, group)
 
 
 def _gather(word: bytes, padded_bytes: int, group: dist.ProcessGroup) -> list[bytes]:

@@ -33,17 +33,14 @@ FAN_OUT = 2
 _ALIGNMENT_BYTES = 16
 
 
-def send(
-    state: State, receivers: Sequence[int], group: dist.ProcessGroup, *, direct: bool = False
-) -> None:
-    """Give `state` to the members of these ranks, who call `receive` at the same time. `direct`, on
-    all of them alike: each is sent it by this one, as members of release 0.1.0 expect it."""
+def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Give `state` to the members of these ranks, which call `receive` at the same time."""
     entries = [
         [name, name_of(tensor.dtype), list(tensor.shape)] for name, tensor in state.tensors.items()
     ]
     manifest = json.dumps({"step": state.step, "values": state.values, "tensors": entries})
     text = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
-    branch = _Branch(group.rank(), receivers, group, direct=direct)
+    branch = _Branch(group.rank(), receivers, group)
     branch.pass_on(torch.tensor([text.numel()]))
     branch.pass_on(text)
     tensors = list(state.tensors.values())
@@ -60,12 +57,10 @@ def send(
         branch.pass_on(packed)
 
 
-def receive(
-    source: int, receivers: Sequence[int], group: dist.ProcessGroup, *, direct: bool = False
-) -> State:
-    """The state that the member of rank `source` sends to these, of whom this rank is one."""
+def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> State:
+    """The state that the member of rank `source` sends to these, of which this rank is one."""
     length = torch.zeros(1, dtype=torch.int64)
-    branch = _Branch(source, receivers, group, direct=direct)
+    branch = _Branch(source, receivers, group)
     branch.pass_on(length)
     num_bytes = int(length)
     if not 0 < num_bytes <= MAX_MANIFEST_BYTES:
@@ -90,17 +85,14 @@ def receive(
 
 
 class _Branch:
-    """This rank's place in the tree that a state goes through: the source, then the receivers by
-    rank, each of whom has the next ones below it."""
+    """This rank's position in the tree along which a state is sent: the source, then the receivers
+    by rank, each of which has the next ones below it."""
 
-    def __init__(
-        self, source: int, receivers: Sequence[int], group: dist.ProcessGroup, *, direct: bool
-    ) -> None:
+    def __init__(self, source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
         order = [source, *sorted(receivers)]
         place = order.index(group.rank())
-        fan_out = max(len(receivers), 1) if direct else FAN_OUT
-        self._parent = order[(place - 1) // fan_out] if place else None
-        self._children = order[fan_out * place + 1 : fan_out * (place + 1) + 1]
+        self._parent = order[(place - 1) // FAN_OUT] if place else None
+        self._children = order[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1]
         self._p2p = AbortableP2P(group, torch.device("cpu"))
 
     def pass_on(self, tensor: Tensor) -> None:

@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.data.batches import Order
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.membership.generation import Context, Generation
-from shoal.membership.step_messages import FIELD, StepMessages
 from shoal.state.registered.objects import RegisteredState
 from shoal.weights.pieces import HeldWeights
 from shoal_proto.errors import InvalidSpec, ShoalError
@@ -66,9 +65,6 @@ class Strategy(ABC):
     """Whether it takes all members to put the model together."""
     carries: ClassVar[bool] = False
     """Whether what a script registers is committed with its steps; see `carry`."""
-    meets_earlier: ClassVar[bool] = False
-    """Synchronous strategies: whether members of release 0.1.0 may take part, whom others then tell
-    of a step in the earlier form."""
     initialises: ClassVar[bool] = False
     """Whether `distribute` takes a model on the meta device, whose weights one member makes; others
     are given it with its weights in memory."""
@@ -195,13 +191,6 @@ class Strategy(ABC):
         "schema" and "optimizer" digests at least. The session adds strategy, synchronous, torch,
         global_batch, dataset and seed.
         """
-
-    def proposal(self) -> dict[str, str]:
-        """`fields`, and in which form members tell each other of a step, where those of release
-        0.1.0, who say nothing of it, are to be refused by name and not waited for."""
-        refuses = self.synchronous and not self.meets_earlier
-        form = {FIELD: str(int(StepMessages.PRESENT))} if refuses else {}
-        return {**form, **self.fields()}
 
     def refuses(self, world_size: int) -> str:
         """Why the model cannot be trained by so many members: what is expected. Empty: it can.
@@ -374,6 +363,11 @@ class Strategy(ABC):
 
     def loads(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
         """The trainer waits for a batch to be loaded, or has it. Free to call."""
+
+    def has_leftovers(self) -> bool:
+        """True if the values that members computed together may be what an aborted collective left:
+        where an abort ends it well, the trainer goes on with half of a result."""
+        return False
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether the error tells that a peer failed to answer, rather than the user's own code.

@@ -19,6 +19,12 @@ from torch.distributed import distributed_c10d as _c10d
 # Public at run time; the types of `torch.distributed` do not have them.
 __all__ = ["GradBucket", "HashStore", "ProcessGroupGloo", "Store", "TCPStore"]
 
+all_gather_single: Any = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into_tensor
+reduce_scatter_single: Any = (
+    getattr(_c10d, "reduce_scatter_single", None) or _c10d.reduce_scatter_tensor
+)
+"""torch 2.13 renamed these two, and warns of the old names."""
+
 bucket_assignment = _compute_bucket_assignment_by_size
 """How DDP cuts parameters into buckets."""
 pg_config_info = _c10d._World.pg_config_info

@@ -24,11 +24,11 @@ from shoal_proto.errors import (
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.coordinator.jobs.streams import Encoder, NamedChunks, NoticeStream
+from shoal_server.coordinator.jobs.streams import Encoder, NewestRosters, NoticeStream
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.records import Records
-from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
+from shoal_server.coordinator.persistence.stored_generations import StoredGenerations
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.driver.actions import (
@@ -85,20 +85,20 @@ class JobActor:
         records: Sequence[Record] = (),
         *,
         read_records: Callable[[], Awaitable[Sequence[Record]]] | None = None,
-        stored_chunks: StoredChunks | None = None,
+        generations: StoredGenerations | None = None,
     ) -> None:
-        """`read_records` gets records that are read when they are asked for. `stored_chunks`: of
-        the rosters that lie in etcd already."""
+        """`read_records` gets records that are read when they are asked for. `generations`: those
+        that lie in etcd already."""
         self.job = job
         self.inherited_generation = job.last_generation
         """The newest that another leader formed; 0 if this one has seen the whole job."""
         self.records = Records(job.spec.job, records, read_records)
         self._dependencies = dependencies
         self._driver: JobDriver[NoticeStream, Call] = JobDriver(job, dependencies.clock())
-        self.chunks = NamedChunks(job.spec.job)
-        """Of the rosters that members are told by digest."""
-        self._stored_chunks = stored_chunks or StoredChunks()
-        self._encoder = Encoder(job, self.chunks)
+        self.rosters = NewestRosters(job.spec.job)
+        """Rosters that members get by digest."""
+        self._generations = generations or StoredGenerations()
+        self._encoder = Encoder(job, self.rosters)
         self._actions: deque[Action[NoticeStream, Call]] = deque()
         """What is still to be done; filled while one of them is being done, too."""
         self._is_doing = False
@@ -169,15 +169,13 @@ class JobActor:
         member_id: str,
         incarnation: str,
         *,
-        keeps_prepare: bool = False,
-        takes_chunks: bool = False,
+        fetches_rosters: bool = False,
     ) -> NoticeStream:
         """A stream for the member's notices, in place of any it had."""
         stream = NoticeStream(
             member_id=member_id,
             incarnation=incarnation,
-            keeps_prepare=keeps_prepare,
-            takes_chunks=takes_chunks,
+            fetches_rosters=fetches_rosters,
         )
         with self._whole():
             self._do(self._driver.open(stream, self._dependencies.clock()))
@@ -360,7 +358,7 @@ class JobActor:
 
     async def _persist(self, write: JobWrite) -> None:
         try:
-            await self._dependencies.jobs.persist(self._with_result(write), self._stored_chunks)
+            await self._dependencies.jobs.persist(self._with_result(write), self._generations)
         except Exception as error:  # noqa: BLE001 - told to all who wait
             self._do(self._driver.fail(self._failure(error)))
         else:
@@ -370,7 +368,7 @@ class JobActor:
         """With the end of a job goes what came of it, as far as it is known by then: should this
         leader die at once, the next one has heard of no loss."""
         state = write.state
-        if state is None or not state.finished or state.tally is None or state.tally.result:
+        if state is None or not state.finished or state.tally.result:
             return write
         tally = replace(state.tally, result=self._dependencies.result_of(write.job))
         return replace(write, state=replace(state, tally=tally))

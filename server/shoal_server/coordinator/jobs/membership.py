@@ -82,8 +82,7 @@ class MembershipService(MembershipServicer):
             stream = actor.open(
                 token.member_id,
                 token.incarnation,
-                keeps_prepare=request.keeps_prepare,
-                takes_chunks=request.takes_chunks,
+                fetches_rosters=request.fetches_rosters,
             )
             try:
                 with tracing.span("Membership/Attend", token):
@@ -154,7 +153,7 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
-        # Earlier releases send the incarnation itself.
+        # A member that asks for its own drain names itself by its incarnation.
         process = request.public_id or (request.incarnation and public_id(request.incarnation))
         who = asker(known_caller(context), request.job_secret, is_itself=bool(request.incarnation))
         actor = await self._operations.drain(
@@ -181,11 +180,11 @@ class MembershipService(MembershipServicer):
         actor = self._registry.find(request.job)
         return await actor.record(request.generation, min(request.wait_s, self._call_wait_s))
 
-    # Encoded, since many hosts lack the same.
-    async def GetRosterChunks(  # type: ignore[override]
-        self, request: pb.GetRosterChunksRequest, context: Context
+    # Encoded, since many hosts ask for the same roster.
+    async def GetRoster(  # type: ignore[override]
+        self, request: pb.GetRosterRequest, context: Context
     ) -> bytes:
-        return self._registry.find(request.job).chunks.answer(request.digests)
+        return self._registry.find(request.job).rosters.answer(request.digest)
 
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.JobStanding:
         return _standing(self._registry.find(request.job))

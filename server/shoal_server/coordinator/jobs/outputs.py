@@ -21,7 +21,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.secrets import digest_of, proves
-from shoal_proto.terminal.plain_lines import plain_lines
+from shoal_proto.terminal import plain_lines
 from shoal_proto.v1 import outputs_pb2 as pb
 from shoal_proto.v1.outputs_pb2_grpc import OutputsServicer
 from shoal_server.coordinator.jobs.job_actor import JobActor

@@ -46,7 +46,7 @@ def check_launcher(
     if digest:
         believed = proves(report.launch_secret, digest)
     else:
-        # A release before 0.2 started it, or nobody did. Those know no TLS.
+        # No launcher of Shoal started it.
         believed = caller is None or caller.role is Role.OPERATOR
     if not believed:
         raise AccessDenied(

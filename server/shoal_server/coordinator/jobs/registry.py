@@ -12,6 +12,7 @@ import structlog
 from shoal_proto.errors import (
     AccessDenied,
     JobQuarantined,
+    NotLeader,
     Overloaded,
     RetryError,
     ShoalError,
@@ -20,12 +21,14 @@ from shoal_proto.errors import (
 )
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.jobs.job_actor import JobActor, JobDependencies
-from shoal_server.coordinator.jobs.known_leader import KnownLeader
 from shoal_server.coordinator.jobs.proofs import check_member
-from shoal_server.coordinator.persistence import codec, record_size
+from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused
 from shoal_server.coordinator.persistence.quarantine import Quarantine
-from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
+from shoal_server.coordinator.persistence.stored_generations import (
+    StoredGenerations,
+    size_problem,
+)
 from shoal_server.coordinator.persistence.stored_jobs import READS_AT_ONCE, StoredJob
 from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.driver.job_write import StateRecord
@@ -56,6 +59,37 @@ def steady_unix_clock() -> Callable[[], float]:
     """Unix seconds that never jump: the wall clock at the start, the monotonic one from there."""
     offset_s = time.time() - time.monotonic()
     return lambda: offset_s + time.monotonic()
+
+
+class KnownLeader:
+    """The other coordinator that leads, as far as this one knows: for callers of the wrong one."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        """host:port; empty while no other coordinator is known to lead."""
+        self.why_nobody = "nobody leads yet: etcd has not answered"
+        """Where none is known: why."""
+        self.num_changes = 0
+        """How often another coordinator was seen to lead than the one before, this one included."""
+        self._newest = ""
+
+    def note(self, address: str) -> None:
+        """That one leads, whichever it is; empty: nobody does."""
+        if address and self._newest and address != self._newest:
+            self.num_changes += 1
+        self._newest = address or self._newest
+
+    def __str__(self) -> str:
+        return f"the coordinator at {self.address} leads" if self.address else self.why_nobody
+
+    def not_leader(self) -> NotLeader:
+        """What a caller is told."""
+        return NotLeader(
+            "this coordinator does not lead",
+            seen=str(self),
+            expected=f"a call to {self.address}" if self.address else "a leader to be elected",
+            details={"leader": self.address},
+        )
 
 
 class Registry:
@@ -115,7 +149,7 @@ class Registry:
 
     def _add_finished(self, state: StateRecord, now_s: float) -> JobActor:
         read = partial(self._dependencies.stored.records, state.spec.job)
-        job = StoredJob(state=state, records=(), members={}, chunks=StoredChunks(), leased=())
+        job = StoredJob(state=state, records=(), members={}, generations=StoredGenerations())
         return self._add(
             JobActor(job.begun(self.limits, now_s), self._dependencies, read_records=read), state
         )
@@ -126,10 +160,9 @@ class Registry:
             self._add_finished(state, self._dependencies.clock())
 
     async def _read(self, name: str) -> StoredJob | None:
-        """The job, with its members' keys taken from under any lease; None for one quarantined."""
+        """The job; None if it is quarantined."""
         try:
             stored = await self._dependencies.stored.load(self._unread[name])
-            await self._dependencies.jobs.apply_all(stored.leased)
             await self._prepare(name)
         except (RetryError, AccessDenied):
             raise
@@ -147,18 +180,14 @@ class Registry:
             return None
         self._unread.pop(name, None)
         return self._add(
-            JobActor(job, self._dependencies, stored.records, stored_chunks=stored.chunks),
+            JobActor(job, self._dependencies, stored.records, generations=stored.generations),
             stored.state,
         )
 
     async def _read_on(self) -> None:
         """Read what nobody is there of: interrupted jobs, then what there is of finished ones."""
         await gather_bounded(self._read_late, list(self._unread), READ_ON_AT_ONCE)
-        finished = [
-            state.spec.job
-            for state in self._finished
-            if state.tally is None or not state.tally.is_cleared
-        ]
+        finished = [state.spec.job for state in self._finished if not state.tally.is_cleared]
         await gather_bounded(self._fill, finished, READ_ON_AT_ONCE)
         self._finished = []
 
@@ -286,7 +315,7 @@ class Registry:
                 spec=spec,
                 limits=self.limits,
                 digest_of=codec.digest_of,
-                size_problem=record_size.size_problem,
+                size_problem=size_problem,
                 phase_since_s=self._dependencies.clock(),
             )
             self._add(JobActor(job, self._dependencies))

@@ -1,15 +1,14 @@
 """Notices on their way to members. What many are told is encoded once."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 
+from shoal_proto import rosters
 from shoal_proto.errors import UnknownGeneration
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.persistence import codec
-from shoal_server.coordinator.persistence.codec import RosterForm
 from shoal_server.core.generations.roster import Roster
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import Notice, OutcomeNotice, PrepareNotice
@@ -18,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 MAX_NOTICES = 1000
 MAX_ROSTERS = 4
-"""Whose chunks are at hand: what trains, what is tried, and what a slow member still asks for."""
+"""Rosters at hand: what trains, what is tried, and what a slow member still asks for."""
 
 
 @dataclass(kw_only=True)
@@ -27,10 +26,8 @@ class NoticeStream:
 
     member_id: str
     incarnation: str
-    takes_chunks: bool = False
-    """Whether the member gets the members of a large roster by their digests."""
-    keeps_prepare: bool = False
-    """Whether the member puts back the roster of its Prepare where an Outcome has none."""
+    fetches_rosters: bool = False
+    """The member gets a roster that a notice leaves out by its digest."""
     notices: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
     ended: bool = False
     _shown: str = ""
@@ -40,21 +37,24 @@ class NoticeStream:
         if self.ended:
             return
         try:
-            self.notices.put_nowait(encoder.encoded(notice, self._form(notice)))
+            left_out = self.fetches_rosters and self._may_lack(notice)
+            self.notices.put_nowait(encoder.encoded(notice, with_roster=not left_out))
         except asyncio.QueueFull:
             # It attends again and is told the state as it is then.
             log.warning("stream_overflowed", member=self.member_id)
             self.end()
             return
-        if self.keeps_prepare and isinstance(notice, PrepareNotice):
+        if isinstance(notice, PrepareNotice):
             self._shown = notice.digest
 
-    def _form(self, notice: Notice) -> RosterForm:
-        if isinstance(notice, OutcomeNotice) and notice.record.digest == self._shown:
-            return RosterForm.LEFT_OUT
-        roster = _roster_of(notice)
-        by_digest = self.takes_chunks and roster is not None and codec.is_large(roster)
-        return RosterForm.HEAD if by_digest else RosterForm.WHOLE
+    def _may_lack(self, notice: Notice) -> bool:
+        """True if the roster is large, or was shown on this stream before."""
+        found = _roster_of(notice)
+        if found is None:
+            return False
+        digest, roster = found
+        is_known = isinstance(notice, OutcomeNotice) and digest == self._shown
+        return is_known or len(roster.entries) > rosters.LARGE_ENTRIES
 
     def end(self) -> None:
         """Let the reader take what is queued, then stop."""
@@ -65,72 +65,70 @@ class NoticeStream:
             self.notices.put_nowait(None)
 
 
-def _roster_of(notice: Notice) -> Roster | None:
+def _roster_of(notice: Notice) -> tuple[str, Roster] | None:
+    """The roster that the notice is about, by its digest."""
     match notice:
         case PrepareNotice():
-            return notice.roster
+            return notice.digest, notice.roster
         case OutcomeNotice():
-            return notice.record.roster
+            return notice.record.digest, notice.record.roster
     return None
 
 
 class Encoder:
     """Encodes a notice at its first use; all members that are told the same share the bytes."""
 
-    def __init__(self, job: Job, chunks: "NamedChunks") -> None:
-        """`chunks`: where those are to be had that a notice names."""
+    def __init__(self, job: Job, rosters: "NewestRosters") -> None:
+        """`rosters`: where members get those that a notice leaves out."""
         self._job = job
-        self._chunks = chunks
+        self._rosters = rosters
         # The core tells all members one after the other, each of them the very same object.
-        self._newest: dict[RosterForm, tuple[Notice, bytes]] = {}
+        self._newest: dict[bool, tuple[Notice, bytes]] = {}
 
-    def encoded(self, notice: Notice, form: RosterForm) -> bytes:
-        newest = self._newest.get(form)
+    def encoded(self, notice: Notice, *, with_roster: bool) -> bytes:
+        newest = self._newest.get(with_roster)
         if newest is not None and newest[0] is notice:
             return newest[1]
-        if form is RosterForm.HEAD and (roster := _roster_of(notice)) is not None:
-            self._chunks.name(roster)
-        message = codec.notice_to_pb(notice, self._job.last_generation, form)
+        if not with_roster and (found := _roster_of(notice)) is not None:
+            self._rosters.keep(*found)
+        generation = self._job.last_generation
+        message = codec.notice_to_pb(notice, generation, with_roster=with_roster)
         data = message.SerializeToString()
-        self._newest[form] = (notice, data)
+        self._newest[with_roster] = (notice, data)
         return data
 
 
-class NamedChunks:
-    """The chunks of a job's newest rosters, for the members that were told their digests."""
+class NewestRosters:
+    """A job's newest rosters by their digests, for the members whose notices leave them out."""
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._rosters: dict[int, Mapping[bytes, bytes]] = {}
-        """By generation, the newest last."""
-        self._answer: tuple[tuple[bytes, ...], bytes] = ((), b"")
+        self._rosters: dict[str, Roster] = {}
+        """The newest last."""
+        self._answers: dict[str, bytes] = {}
 
-    def name(self, roster: Roster) -> None:
-        """Members are told the digests of this one."""
-        self._rosters.pop(roster.generation, None)
-        self._rosters[roster.generation] = codec.cut_of(roster).chunks
+    def keep(self, digest: str, roster: Roster) -> None:
+        self._rosters.pop(digest, None)
+        self._rosters[digest] = roster
         while len(self._rosters) > MAX_ROSTERS:
-            del self._rosters[next(iter(self._rosters))]
+            oldest = next(iter(self._rosters))
+            del self._rosters[oldest]
+            self._answers.pop(oldest, None)
 
-    def answer(self, digests: Sequence[bytes]) -> bytes:
-        """An encoded RosterChunks; hosts that lack the same chunks share the bytes.
+    def answer(self, digest: str) -> bytes:
+        """An encoded PackedRoster. Raises UnknownGeneration for a roster that is over."""
+        if digest not in self._answers:
+            if digest not in self._rosters:
+                raise self._unknown(digest)
+            packed = rosters.pack(codec.roster_to_pb(self._rosters[digest]))
+            self._answers[digest] = pb.PackedRoster(roster=packed).SerializeToString()
+        return self._answers[digest]
 
-        Raises UnknownGeneration for chunks of a roster that is over.
-        """
-        asked = tuple(digests)
-        if self._answer[0] != asked:
-            reply = pb.RosterChunks(chunks=[self._chunk(each) for each in asked])
-            self._answer = (asked, reply.SerializeToString())
-        return self._answer[1]
-
-    def _chunk(self, digest: bytes) -> bytes:
-        for chunks in self._rosters.values():
-            if (chunk := chunks.get(digest)) is not None:
-                return chunk
-        newest = ", ".join(map(str, self._rosters)) or "none"
-        raise UnknownGeneration(
-            f"job {self._job} has no chunk {digest.hex()[:16]} of a roster",
-            seen=f"a digest that the rosters of generations {newest} do not name",
+    def _unknown(self, digest: str) -> UnknownGeneration:
+        newest = ", ".join(str(each.generation) for each in self._rosters.values()) or "none"
+        return UnknownGeneration(
+            f"job {self._job} has no roster {digest[:16]}",
+            seen=f"another digest than the rosters of generations {newest} have",
             expected="a digest that a notice named just now",
             fix="Attend again: notices that need an answer are sent again.",
         )

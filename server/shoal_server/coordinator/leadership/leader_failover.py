@@ -21,12 +21,12 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls.channels import open_aio_channel
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.leader_key import Leader, end_term
-from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.listening import split_address
 
 log = structlog.get_logger(__name__)
@@ -41,7 +41,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.use_local_subchannel_pool
 async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
     """End the leader's term as soon as its process is gone. Cancel it when another leads."""
     known = False
-    pauses = ExponentialBackOff(FIRST_BACK_OFF_S, MAX_BACK_OFF_S)
+    pauses = BackOff(FIRST_BACK_OFF_S, MAX_BACK_OFF_S)
     while True:
         if await answered_until_broken(leader.address):
             known = True
@@ -49,7 +49,7 @@ async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
         if known and await refuses(leader.address):
             log.warning("leader_gone", leader=leader.address, reason="it refuses connections")
             break
-        await pauses.pause()
+        await asyncio.sleep(pauses.pause_s())
     try:
         await end_term(store, leader)
     except ShoalError as error:

@@ -1,21 +1,14 @@
 """The core's types as messages and as records in etcd, and back."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from enum import Enum
-
-from google.protobuf.json_format import MessageToDict, ParseDict
 
 from shoal_proto import errors, secrets
-from shoal_proto.digest import roster_digest
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.incarnation import public_id
-from shoal_proto.names import is_name
-from shoal_proto.packing import roster_chunks
 from shoal_proto.packing.listings import PackedListing
-from shoal_proto.packing.roster_chunks import CutRoster, cut
+from shoal_proto.rosters import roster_digest
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.core.generations.roster import (
@@ -33,7 +26,7 @@ from shoal_server.core.generations.roster import (
 )
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.etcd.json_fields import MAX_COUNT, Fields, Unreadable, check_format, taken_apart
+from shoal_server.etcd.json_fields import Fields, Unreadable
 
 MAX_PORT = 65535
 
@@ -81,35 +74,12 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
-    return pb.Limits(
-        **{each.name: getattr(limits, each.name) for each in pb.Limits.DESCRIPTOR.fields}
-    )
-
-
-class RosterForm(Enum):
-    """How a message names the members of a generation."""
-
-    WHOLE = "whole"
-    HEAD = "head"
-    """By the digests of chunks, which are to be had elsewhere."""
-    LEFT_OUT = "left out"
-    """Not at all: only the number of the generation."""
-
-
-def is_large(roster: Roster) -> bool:
-    """Whether it is kept and told in chunks."""
-    return len(roster.entries) > roster_chunks.CHUNK_ENTRIES
+    """The limits as members are told them: fields, and what follows from them."""
+    names = [each.name for each in pb.Limits.DESCRIPTOR.fields if hasattr(limits, each.name)]
+    return pb.Limits(**{name: getattr(limits, name) for name in names})
 
 
 _newest_roster: list[tuple[Roster, pb.Roster]] = []
-_newest_cut: list[tuple[Roster, CutRoster]] = []
-
-
-def cut_of(roster: Roster) -> CutRoster:
-    """The roster in chunks, which are shared: do not change them."""
-    if not _newest_cut or _newest_cut[0][0] is not roster:
-        _newest_cut[:] = [(roster, cut(roster_to_pb(roster)))]
-    return _newest_cut[0][1]
 
 
 def roster_to_pb(roster: Roster) -> pb.Roster:
@@ -142,7 +112,6 @@ def _roster_to_pb(roster: Roster) -> pb.Roster:
         planned=roster.planned,
         synchronous=roster.synchronous,
         fields=roster.fields,
-        step_messages=roster.step_messages,
     )
 
 
@@ -169,7 +138,6 @@ def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Roster
         planned=roster.planned,
         synchronous=roster.synchronous,
         fields=dict(roster.fields),
-        step_messages=roster.step_messages,
     )
 
 
@@ -177,9 +145,8 @@ def digest_of(roster: Roster) -> str:
     return roster_digest(roster_to_pb(roster))
 
 
-def record_to_pb(record: Record, form: RosterForm = RosterForm.WHOLE) -> pb.GenerationRecord:
-    """Whatever is left out of its roster, a record has the number of its generation."""
-    roster = record.roster
+def record_to_pb(record: Record, *, with_roster: bool = True) -> pb.GenerationRecord:
+    """The record as a message; without its roster it still has the number of its generation."""
     conflicts = [
         pb.Conflict(
             field=c.field,
@@ -189,8 +156,7 @@ def record_to_pb(record: Record, form: RosterForm = RosterForm.WHOLE) -> pb.Gene
     ]
     return pb.GenerationRecord(
         job=record.job,
-        roster=_in_form(roster, form),
-        head=cut_of(roster).head if form is RosterForm.HEAD else None,
+        roster=_shown(record.roster, with_roster),
         verdict=_VERDICT_TO_PB[record.verdict],
         reason=record.reason,
         digest=record.digest,
@@ -199,36 +165,8 @@ def record_to_pb(record: Record, form: RosterForm = RosterForm.WHOLE) -> pb.Gene
     )
 
 
-def _in_form(roster: Roster, form: RosterForm) -> pb.Roster:
-    if form is RosterForm.WHOLE:
-        return roster_to_pb(roster)
-    return pb.Roster(generation=roster.generation)
-
-
-def stored_record(job: str, number: int, data: bytes) -> Record:
-    """The decided record that lies at the key of that generation of the job. Raises Unreadable."""
-    with taken_apart():
-        record = record_from_json(data)
-    return checked_record(job, number, record)
-
-
-def checked_record(job: str, number: int, record: Record) -> Record:
-    """The record, which lay at the key of that generation of the job. Raises Unreadable."""
-    if record.job != job or record.roster.generation != number:
-        raise Unreadable(
-            f"a record of generation {record.roster.generation} of job {record.job[:128]!r};"
-            f" expected generation {number} of {job!r}"
-        )
-    entries = record.roster.entries
-    if sorted(e.rank for e in entries) != list(range(len(entries))):
-        raise Unreadable(f"ranks that are not 0 to {len(entries) - 1}")
-    if len({e.member_id for e in entries}) < len(entries) or not all(
-        is_name(e.member_id) and e.incarnation for e in entries
-    ):
-        raise Unreadable("members without a name or incarnation, or twice the same")
-    if not math.isfinite(record.decided_s) or record.roster.step > MAX_COUNT:
-        raise Unreadable(f"decided at {record.decided_s}, at step {record.roster.step}")
-    return record
+def _shown(roster: Roster, with_roster: bool) -> pb.Roster:
+    return roster_to_pb(roster) if with_roster else pb.Roster(generation=roster.generation)
 
 
 def record_from_pb(record: pb.GenerationRecord, incarnations: Mapping[str, str]) -> Record:
@@ -245,32 +183,6 @@ def record_from_pb(record: pb.GenerationRecord, incarnations: Mapping[str, str])
         decided_s=record.decided_unix_s,
         conflicts=conflicts,
     )
-
-
-def record_to_json(record: Record) -> bytes:
-    """The record as it lies in etcd: JSON, so that a person can read it with etcdctl.
-
-    Beside the message, which members see, are the incarnations, which they do not.
-    """
-    value = MessageToDict(record_to_pb(record), preserving_proto_field_name=True)
-    incarnations = {entry.member_id: entry.incarnation for entry in record.roster.entries}
-    return json.dumps({**value, "incarnations": incarnations}).encode()
-
-
-def record_from_json(data: bytes) -> Record:
-    """What `record_to_json` wrote, in an earlier release too. Raises whatever the bytes give rise
-    to: see `stored_record`."""
-    value = json.loads(data)
-    check_format(value)
-    message = ParseDict(value, pb.GenerationRecord(), ignore_unknown_fields=True)
-    incarnations = value.get("incarnations")
-    if incarnations is None:
-        # Earlier releases kept each with its entry.
-        entries = value.get("roster", {}).get("entries", ())
-        incarnations = {entry["member_id"]: entry["incarnation"] for entry in entries}
-    if not all(isinstance(each, str) for each in incarnations.values()):
-        raise Unreadable("incarnations that are no strings")
-    return record_from_pb(message, incarnations)
 
 
 def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
@@ -290,7 +202,6 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
         num_devices=value.count("num_devices", 0),
         probe_port=value.count("probe_port", 0, most=MAX_PORT),
         launch_digest=value.text("launch_digest", ""),
-        step_messages=value.count("step_messages", 0),
     )
     incarnation = value.text("incarnation")
     if not incarnation:
@@ -315,25 +226,16 @@ def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
     return error
 
 
-def notice_to_pb(
-    notice: events.Notice, generation: int, form: RosterForm = RosterForm.WHOLE
-) -> pb.Notice:
-    """`generation` is the job's newest, for the details of a refusal.
-
-    An outcome of which the roster is left out is meant for a member that holds it already.
-    """
+def notice_to_pb(notice: events.Notice, generation: int, *, with_roster: bool = True) -> pb.Notice:
+    """The notice as a message. `generation`: the job's newest, for the details of a refusal."""
     message = pb.Notice(reason=notice.reason)
     match notice:
         case events.PrepareNotice():
             message.prepare.CopyFrom(
-                pb.Prepare(
-                    roster=_in_form(notice.roster, form),
-                    digest=notice.digest,
-                    head=cut_of(notice.roster).head if form is RosterForm.HEAD else None,
-                )
+                pb.Prepare(roster=_shown(notice.roster, with_roster), digest=notice.digest)
             )
         case events.OutcomeNotice():
-            message.outcome.CopyFrom(record_to_pb(notice.record, form))
+            message.outcome.CopyFrom(record_to_pb(notice.record, with_roster=with_roster))
         case events.StopAtNotice():
             message.stop_at.CopyFrom(pb.StopAt(generation=notice.generation, step=notice.step))
         case events.BreakNotice():

@@ -1,36 +1,36 @@
-"""What the coordinator writes to etcd, each write fenced by its own leadership.
+"""Durable writes of jobs: each compares the leader's key, by its `LeaderStore`.
 
-A job's writes compare the revision of the job's own record, too: it is as this coordinator read it
+A job's writes also compare the revision of the job's own record: it is as this coordinator read it
 or wrote it last. So nothing is decided upon what somebody else has written since, and a write of
-unknown outcome that arrives late, behind its repetition, changes nothing.
+unknown outcome that arrives late, after its repetition, changes nothing.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import structlog
 
 from shoal_proto.errors import AccessDenied, InternalError, NotLeader, RetryError
-from shoal_server.coordinator.persistence import codec, stored_chunks
-from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
+from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence.stored_generations import (
+    StoredGenerations,
+    record_to_json,
+)
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.core.driver.job_write import JobWrite, StateRecord
 from shoal_server.core.membership.member import Member
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
-    Compare,
     Delete,
     Get,
     KeyValue,
     Operation,
     Put,
     Revision,
-    TransactionResult,
-    holds,
     unchanged_since,
 )
+from shoal_server.etcd.leader_store import LeaderStore
 
 log = structlog.get_logger(__name__)
 
@@ -39,23 +39,11 @@ MAX_TRANSACTION = 100  # etcd takes 128 operations by default
 MAX_TRANSACTION_BYTES = 1024 * 1024  # and 1.5 MiB
 
 
-class Transactions(Protocol):
-    """The one thing that is asked of the store here."""
-
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult: ...
-
-
 class DurableJobs:
-    """Writes jobs. `leadership` gives what must hold for this coordinator to lead."""
+    """Writer of jobs' records and members."""
 
-    def __init__(self, store: Transactions, leadership: Callable[[], Sequence[Compare]]) -> None:
+    def __init__(self, store: LeaderStore) -> None:
         self._store = store
-        self._leadership = leadership
         self._more: dict[str, Mapping[str, object]] = {}
         self._revisions: dict[str, Revision] = {}
         """Of jobs' own records, as they were read or written last."""
@@ -89,29 +77,28 @@ class DurableJobs:
         """
         while True:
             try:
-                result = await self._store.transact(self._leadership(), operations)
+                await self._store.transact((), operations)
             except RetryError as error:
                 if error.details.get("outcome") != "unknown":
                     raise
-                continue
-            self._require(result)
-            return
+            else:
+                return
 
     async def apply_all(self, operations: Sequence[Operation]) -> None:
         """Make the operations durable, in order, in as many transactions as that takes."""
         for batch in _batches(operations):
             await self.apply(batch)
 
-    async def persist(self, write: JobWrite, chunks: StoredChunks) -> None:
-        """Make a job's write durable. `chunks`: those of it that etcd holds, which is noted.
+    async def persist(self, write: JobWrite, generations: StoredGenerations) -> None:
+        """Make a job's write durable. `generations`: the job's in etcd, which is noted.
 
         Takes as long as it takes: while etcd is away, or denies access, changes wait, and training
         goes on. Raises NotLeader once another coordinator leads, InternalError if somebody else
         wrote the job's own record, and what etcd refuses it with.
         """
-        await self._until_written(write.job, operations_of(self._with_more(write), chunks))
+        await self._until_written(write.job, operations_of(self._with_more(write)))
         if write.record is not None:
-            await self._until_written(write.job, chunks.decided(write.record))
+            await self._until_written(write.job, generations.decided(write.record))
 
     def _with_more(self, write: JobWrite) -> JobWrite:
         more = self._more.get(write.job)
@@ -136,11 +123,10 @@ class DurableJobs:
         key = keys.job_state(job)
         own = next((o.value for o in operations if isinstance(o, Put) and o.key == key), None)
         while True:
-            leadership, known = self._leadership(), self._revisions.get(job, Revision(0))
-            compares = [*leadership, unchanged_since(key, known)]
-            looks = [Get(each.key) for each in compares]
+            known = self._revisions.get(job, Revision(0))
+            is_known = unchanged_since(key, known)
             try:
-                result = await self._store.transact(compares, operations, looks)
+                result = await self._store.transact([is_known], operations, [Get(key)])
             except RetryError as error:
                 if error.details.get("outcome") != "unknown":
                     raise
@@ -149,29 +135,13 @@ class DurableJobs:
             break
         revision = result.revision
         if not result.succeeded:
-            *leads, found = (items[0] if items else None for items in result.reads)
-            if not all(holds(c, i) for c, i in zip(leadership, leads, strict=True)):
-                raise _not_leader()
+            found = next(iter(result.reads[0]), None)
             if found is None or found.value != own or job not in self._unsure:
                 raise _changed(job, found, known)
             revision = found.mod_revision  # the write of unknown outcome had arrived
         if own is not None:
             self._revisions[job] = revision
             self._unsure.discard(job)
-
-    @staticmethod
-    def _require(result: TransactionResult) -> None:
-        if not result.succeeded:
-            raise _not_leader()
-
-
-def _not_leader() -> NotLeader:
-    return NotLeader(
-        "this coordinator no longer leads",
-        seen="another leader's key in etcd",
-        expected="its own",
-        fix="Ask another coordinator.",
-    )
 
 
 def _changed(job: str, found: KeyValue | None, known: Revision) -> InternalError:
@@ -185,17 +155,15 @@ def _changed(job: str, found: KeyValue | None, known: Revision) -> InternalError
     )
 
 
-def operations_of(write: JobWrite, chunks: StoredChunks) -> list[Operation]:
-    """What is put and deleted, in order."""
+def operations_of(write: JobWrite) -> list[Operation]:
+    """Puts and deletes of the write, in order."""
     operations = [_member(write.job, name, member) for name, member in write.members.items()]
-    if write.record is not None:
-        operations += chunks.missing(write.record)
     if write.state is not None:
         operations.append(Put(keys.job_state(write.job), state_to_json(write.state)))
     if write.record is not None:
         # It stands last and so is written only once all before it are.
         key = keys.generation(write.job, write.record.roster.generation)
-        operations.append(Put(key, stored_chunks.to_stored(write.record).value))
+        operations.append(Put(key, record_to_json(write.record)))
     return operations
 
 

@@ -12,22 +12,17 @@ import structlog
 
 from shoal_proto.errors import JobQuarantined, RetryError, ShoalError
 from shoal_proto.names import is_name
-from shoal_proto.v1 import membership_pb2 as pb
-from shoal_server.coordinator.persistence import codec, record_size
+from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.coordinator.persistence.records import MAX_ENTRIES, MAX_RECORDS
-from shoal_server.coordinator.persistence.stored_chunks import (
-    StoredChunks,
-    digests_in,
-    digests_of,
-    from_stored,
-    in_chunks,
+from shoal_server.coordinator.persistence.stored_generations import (
+    StoredGenerations,
+    size_problem,
+    stored_record,
 )
 from shoal_server.coordinator.persistence.stored_json import named_under, state_from_json
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import (
-    NO_GENERATION,
     Generation,
     MemberInfo,
     Record,
@@ -38,7 +33,7 @@ from shoal_server.core.job.restore import Saved, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.member import Member, Wait
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import NO_LEASE, Get, Keyspace, KeyValue, Put
+from shoal_server.etcd.api import Get, Keyspace, KeyValue
 from shoal_server.etcd.json_fields import Unreadable
 from shoal_server.serving.tasks import gather_bounded
 
@@ -46,7 +41,6 @@ log = structlog.get_logger(__name__)
 
 READS_AT_ONCE = 32
 STATES_A_READ = 64
-CHUNKS_A_READ = 8
 SHOWN_KEY = 200
 """Characters of a key in the log."""
 RECORDS_A_READ = 8
@@ -75,10 +69,8 @@ class StoredJob:
     state: StateRecord
     records: Sequence[Record]
     members: Mapping[str, tuple[str, MemberInfo]]
-    chunks: StoredChunks
-    """Of the rosters in the records."""
-    leased: Sequence[Put]
-    """Keys of members that are under leases, as a release before this one wrote them; anew."""
+    generations: StoredGenerations
+    """All that etcd has, those in `records` and older ones."""
 
     def begun(self, limits: Limits, now_s: float) -> Job:
         """The job as a leader takes it up that serves from now on."""
@@ -101,7 +93,7 @@ class StoredJob:
             members=members,
             finished=self.state.finished,
             reason=self.state.reason,
-            progress=self.state.progress or _taken_to_have_run(committed),
+            progress=self.state.progress,
             lost=self.state.lost,
             stopping=self.state.stopping,
             failed=self.state.failed,
@@ -114,15 +106,9 @@ class StoredJob:
             saved,
             limits=limits,
             digest_of=codec.digest_of,
-            size_problem=record_size.size_problem,
+            size_problem=size_problem,
             now_s=now_s,
         )
-
-
-def _taken_to_have_run(committed: Sequence[Record]) -> Progress:
-    """Of a job whose record does not tell: what was agreed is taken to have trained."""
-    numbers = [r.roster.generation for r in committed if r.roster.synchronous]
-    return Progress(trained_in=max(numbers, default=NO_GENERATION))
 
 
 class StoredJobs:
@@ -183,10 +169,8 @@ class StoredJobs:
         """An unfinished job with its newest records and its members. Raises JobQuarantined."""
         job = state.spec.job
         reading = _Reading()
-        found, in_rosters, _ = await asyncio.gather(
-            self._store.range(keys.members(job)),
-            self._store.keys(keys.roster_chunks(job)),
-            self._read_newest(job, reading),
+        found, _ = await asyncio.gather(
+            self._store.range(keys.members(job)), self._read_newest(job, reading)
         )
         members = {}
         for item in found.items:
@@ -198,13 +182,11 @@ class StoredJobs:
                 members[name] = codec.member_from_json(item.value)
             except Unreadable as error:
                 raise unreadable(job, item.key, error) from error
-        leased = [Put(item.key, item.value) for item in found.items if item.lease != NO_LEASE]
         return StoredJob(
             state=state,
             records=reading.records[::-1],
             members=members,
-            chunks=_stored_chunks(digests_in(job, in_rosters), reading),
-            leased=leased,
+            generations=StoredGenerations(reading.records[::-1], reading.older),
         )
 
     async def records(self, job: str) -> list[Record]:
@@ -237,27 +219,9 @@ class StoredJobs:
             if item is None:
                 continue
             try:
-                data = _found(item).value
-                stored = in_chunks(data)
-                if stored is None:
-                    reading.records.append(codec.stored_record(job, number, data))
-                    continue
-                reading.large.append((number, stored))
-                if _enough(reading.records):
-                    continue
-                await self._read_chunks(job, digests_of(stored), reading)
-                reading.records.append(from_stored(job, number, stored, reading.chunks))
+                reading.records.append(stored_record(job, number, _found(item).value))
             except (Unreadable, ShoalError) as error:
                 raise unreadable(job, key, error) from error
-
-    async def _read_chunks(self, job: str, digests: Sequence[bytes], reading: "_Reading") -> None:
-        names = {
-            keys.roster_chunk(job, digest): digest
-            for digest in digests
-            if digest not in reading.chunks
-        }
-        for key, item in (await self._read(list(names), CHUNKS_A_READ)).items():
-            reading.chunks[names[key]] = _found(item).value
 
     async def _read(self, names: Sequence[str], at_once: int) -> dict[str, KeyValue | ShoalError]:
         """The keys that are there, or what keeps one from being read."""
@@ -286,21 +250,8 @@ class _Reading:
     """What was read of one job's records so far, the newest first."""
 
     records: list[Record] = field(default_factory=list)
-    large: list[tuple[int, pb.StoredGeneration]] = field(default_factory=list)
-    """Those in chunks, by number."""
-    chunks: dict[bytes, bytes] = field(default_factory=dict)
     older: list[int] = field(default_factory=list)
     """Numbers of those that are not read."""
-
-
-def _stored_chunks(present: Sequence[bytes], reading: _Reading) -> StoredChunks:
-    large = dict(reading.large)
-    whole = [
-        (record.roster.generation, record.verdict is Verdict.COMMITTED)
-        for record in reading.records
-        if record.roster.generation not in large
-    ]
-    return StoredChunks(present, large.items(), whole=whole, older=reading.older)
 
 
 def _job_of_member(key: str) -> str:

@@ -14,46 +14,39 @@ MAX_MEMBERS = 2**31 - 1
 
 def state_to_json(record: StateRecord) -> bytes:
     """A job's own key."""
-    bounds = asdict(record.spec)
-    # Beside them: an earlier release keeps of the bounds what it knows alone.
-    secret_digest = bounds.pop("secret_digest")
     value: dict[str, object] = {
-        "spec": bounds,
+        "spec": asdict(record.spec),
         "last_generation": record.last_generation,
         "finished": record.finished,
         "reason": record.reason,
+        "trained_in": record.progress.trained_in,
+        "reached_step": record.progress.reached,
+        "begun_unix_s": record.tally.begun_s,
+        "num_breaks": record.tally.num_breaks,
     }
-    if record.progress is not None:
-        value["trained_in"] = record.progress.trained_in
-        value["reached_step"] = record.progress.reached
     if record.lost is not None:
         value["lost"] = record.lost
     if record.stopping:
         value["stopping"] = record.stopping
-    if record.tally is not None:
-        value["begun_unix_s"] = record.tally.begun_s
-        value["num_breaks"] = record.tally.num_breaks
-        if record.tally.idle_s:
-            value["idle_s"] = record.tally.idle_s
-        if record.tally.result is not None:
-            value["result"] = _result_to_json(record.tally.result)
-        if record.tally.is_cleared:
-            value["cleared"] = True
+    if record.tally.idle_s:
+        value["idle_s"] = record.tally.idle_s
+    if record.tally.result is not None:
+        value["result"] = _result_to_json(record.tally.result)
+    if record.tally.is_cleared:
+        value["cleared"] = True
     if record.ended_s:
         value["ended_unix_s"] = record.ended_s
     if record.failed:
         value["failed"] = True
     if record.done:
         value["done"] = list(record.done)
-    if secret_digest:
-        value["secret_digest"] = secret_digest
     return json.dumps({**record.more, **value}).encode()
 
 
 def state_from_json(job: str, data: bytes) -> StateRecord:
     """The record of that job. Raises Unreadable."""
     fields = Fields.parsed(data)
-    spec = replace(spec_from(fields.object("spec")), secret_digest=fields.text("secret_digest", ""))
+    spec = spec_from(fields.object("spec"))
     if spec.job != job:
         raise Unreadable(f"spec.job is {spec.job[:MAX_NAME_LENGTH]!r}; expected {job!r}")
     if problem := spec.problem():
@@ -65,14 +58,12 @@ def state_from_json(job: str, data: bytes) -> StateRecord:
         reason=fields.text("reason", ""),
         progress=Progress(
             trained_in=Generation(fields.count("trained_in")),
-            reached=Step(fields.count("reached_step", 0)),
-        )
-        if fields.has("trained_in")
-        else None,
+            reached=Step(fields.count("reached_step")),
+        ),
         lost=fields.text("lost") if fields.has("lost") else None,
         stopping=fields.text("stopping", ""),
         failed=fields.has("failed") and fields.flag("failed"),
-        tally=_tally(fields) if fields.has("begun_unix_s") else None,
+        tally=_tally(fields),
         ended_s=fields.seconds("ended_unix_s"),
         done=fields.texts("done") if fields.has("done") else (),
     )
@@ -82,7 +73,7 @@ def state_from_json(job: str, data: bytes) -> StateRecord:
 def _tally(fields: Fields) -> Tally:
     return Tally(
         begun_s=fields.seconds("begun_unix_s"),
-        num_breaks=fields.count("num_breaks", 0),
+        num_breaks=fields.count("num_breaks"),
         idle_s=fields.seconds("idle_s"),
         result=_result(fields.object("result")) if fields.has("result") else None,
         is_cleared=fields.has("cleared") and fields.flag("cleared"),
@@ -115,6 +106,7 @@ def spec_from(bounds: Fields) -> JobSpec:
         max_members=bounds.count("max_members", most=MAX_MEMBERS),
         desired_members=bounds.count("desired_members", most=MAX_MEMBERS),
         last_call_s=bounds.seconds("last_call_s"),
+        secret_digest=bounds.text("secret_digest"),
     )
 
 

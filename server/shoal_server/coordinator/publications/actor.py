@@ -7,7 +7,9 @@ from typing import Any
 
 import structlog
 
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import InternalError, InvalidSpec, RetryError, ShoalError
+from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.coordinator.publications import messages
 from shoal_server.coordinator.publications.layouts import MergedLayouts
 from shoal_server.coordinator.publications.stored_series import SeriesWriter
@@ -35,7 +37,6 @@ from shoal_server.core.publications.protocol import (
 from shoal_server.core.publications.readers import ReaderReport
 from shoal_server.core.publications.records import Segment
 from shoal_server.core.publications.series import Series
-from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
@@ -70,13 +71,15 @@ class SeriesActor:
         self._calls: dict[Call, asyncio.Future[Answer]] = {}
         self._changed = asyncio.Event()
         self.num_watchers = 0
+        self._view: pb.SeriesView | None = None
 
     async def ask(self, event: Callable[[Call], Event]) -> Answer:
         """The answer to a request. Raises what it is refused with, and NotLeader when the term
         ends."""
         self.check_lives()
         call: Call = object()
-        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
         try:
             self.submit(event(call))
             return await answer
@@ -120,8 +123,17 @@ class SeriesActor:
         """True if nobody asks anything of it, and nothing is in progress."""
         return self.series.is_idle and not self._calls and not self.num_watchers
 
+    def view_for_readers(self) -> pb.SeriesView:
+        """The series as all that watch it are shown it, made once for each change."""
+        if self._view is None:
+            self._view = messages.view_of(
+                self.series, self._stores.addresses, self._clock(), only_serving=True
+            )
+        return self._view
+
     def notify(self) -> None:
         """Let those that watch look again."""
+        self._view = None
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -207,29 +219,29 @@ class SeriesActor:
     async def _verified(self, segments: list[Segment]) -> tuple[Segment, ...] | int:
         """The segments with the holders that answer that they have them; else a rank whose segment
         nobody has."""
-        pauses = ExponentialBackOff(VERIFY_PAUSE_S)
+        pauses = BackOff(VERIFY_PAUSE_S)
         for attempt in range(VERIFY_ATTEMPTS):
             found = verified(segments, await self._stores.held(self.series.name, segments))
             if not isinstance(found, int) or attempt == VERIFY_ATTEMPTS - 1:
                 break
-            await pauses.pause()
+            await asyncio.sleep(pauses.pause_s())
         return found
 
     async def _kept(self, layout: bytes) -> bytes:
-        pauses = ExponentialBackOff(VERIFY_PAUSE_S)
+        pauses = BackOff(VERIFY_PAUSE_S)
         while True:
             try:
                 return await self.writer.keep_layout(layout)
             except RetryError as error:
                 log.warning("layout_not_kept", series=self.series.name, reason=str(error))
-            await pauses.pause()
+            await asyncio.sleep(pauses.pause_s())
 
     async def care(self) -> None:
         """Look after leases and limits, and after the servers that hold the versions."""
         self.submit(TimePassed())
         versions = list(self.series.versions.values())
-        if not versions:
-            return
+        if not versions or not self._stores.mirror.is_in_sync:
+            return  # which servers are gone is not known
         name, now_s = self.series.name, self._clock
         self.holders.see(self._stores.present, versions, now_s())
         for server, asked, answer in await self._stores.ask(name, self.holders.questions(versions)):

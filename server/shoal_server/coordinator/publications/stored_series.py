@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import InternalError, RetryError, ShoalError, VersionGone
 from shoal_server.core.publications.protocol import Write
 from shoal_server.core.publications.records import StoredSeries, Version
@@ -18,7 +19,6 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put, Revision, unchanged_since
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import series as records
-from shoal_server.serving.backoff import ExponentialBackOff
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +75,7 @@ class SeriesWriter:
 
     async def _written(self, head: Put, operations: Sequence[Operation]) -> Revision | None:
         """The revision of the write; None if another one has written the head."""
-        pauses = ExponentialBackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         condition = unchanged_since(head.key, self._revision)
         while True:
             try:
@@ -83,7 +83,7 @@ class SeriesWriter:
                 return result.revision if result.succeeded else await self._made_before(head)
             except RetryError as error:
                 log.warning("series_not_written", series=self._name, reason=str(error))
-            await pauses.pause()
+            await asyncio.sleep(pauses.pause_s())
 
     async def _made_before(self, head: Put) -> Revision | None:
         """The revision at which an earlier attempt was made; None if none was."""

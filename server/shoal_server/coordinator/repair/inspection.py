@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shoal_proto.errors import ShoalError
-from shoal_server.coordinator.persistence import codec, earlier_runs, stored_chunks
+from shoal_server.coordinator.persistence import codec, earlier_runs
+from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.samples import stored_ledger
 from shoal_server.etcd import keys
@@ -126,7 +127,7 @@ def _read_samples(job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
 def _read_generation(job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
     number = keys.generation_number(job, item.key)
     assert number is not None, "by its kind"
-    stored_chunks.read(job, number, item.value, stored_chunks.chunks_in(job, items))
+    stored_record(job, number, item.value)
 
 
 _READ: Mapping[RecordKind, Callable[[str, KeyValue, Sequence[KeyValue]], object]] = {

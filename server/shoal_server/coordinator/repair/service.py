@@ -14,7 +14,7 @@ from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1 import repair_pb2 as pb
 from shoal_proto.v1.repair_pb2_grpc import RepairsServicer
 from shoal_server.coordinator.jobs.registry import Registry
-from shoal_server.coordinator.persistence import stored_chunks
+from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.repair import inspection, mending
 from shoal_server.coordinator.repair.inspection import Broken, RecordKind
@@ -134,14 +134,13 @@ class RepairService(RepairsServicer):
 def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[Record]]:
     """The numbers of all that have a record, and those records that can be read."""
     numbers, records = [], []
-    chunks = stored_chunks.chunks_in(job, items)
     for item in items:
         number = keys.generation_number(job, item.key)
         if number is None:
             continue
         numbers.append(number)
         try:
-            records.append(stored_chunks.read(job, number, item.value, chunks))
+            records.append(stored_record(job, number, item.value))
         except Unreadable as error:
             log.info("record_unreadable", key=item.key, reason=str(error))
     return numbers, records

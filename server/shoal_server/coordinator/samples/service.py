@@ -252,8 +252,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     async def hand_over(self) -> None:
         """Write all books whole and forget them: call it when stepping down.
 
-        The successor may be of an earlier release, which reads no deltas. Where another coordinator
-        leads already the write fails by itself and nothing is harmed.
+        The successor then reads one value for each job. If another coordinator leads already, the
+        write fails by itself and nothing is harmed.
         """
         try:
             async with asyncio.timeout(HAND_OVER_WITHIN_S):

@@ -3,7 +3,7 @@
 The base lies at the job's key of samples and names its deltas by a token of its own; these lie
 beside it, numbered from 0. A new base takes the place of the old one and of all its deltas in one
 transaction, so that whoever reads both at once always finds the books as of one write. Deltas of
-another base, which a release before this one or a restored snapshot may leave, are not looked at.
+another base, which a restored snapshot of etcd may leave, are not looked at.
 
 A base is written over the one that was read or written before it, a delta where there is none of
 its number. Who opens books writes a base first, so that nothing is appended to them that another

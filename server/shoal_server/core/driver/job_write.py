@@ -18,16 +18,14 @@ class StateRecord:
     last_generation: Generation
     finished: bool
     reason: str
-    progress: Progress | None = None
-    """None: written by a release that did not keep it."""
+    progress: Progress = field(default_factory=Progress)
     lost: str | None = None
     """Of a job whose state is lost: where it was looked for."""
     stopping: str = ""
     """Of a job that was stopped, or is to be: why."""
     failed: bool = False
     """Of a job that is over: all its members were gone, and none came back."""
-    tally: Tally | None = None
-    """None: written by a release that did not keep it."""
+    tally: Tally = field(default_factory=Tally)
     ended_s: float = 0.0
     """When it was over; 0: it is not, or that is not known."""
     done: tuple[str, ...] = ()
@@ -41,7 +39,7 @@ class StateRecord:
     def may_go_on(self) -> bool:
         """Whether its members may still want what is kept of it: one that failed, was stopped or is
         lost may be joined again."""
-        if self.tally is not None and self.tally.is_cleared:
+        if self.tally.is_cleared:
             return False
         return not self.finished or self.failed or bool(self.stopping) or self.lost is not None
 

@@ -71,8 +71,6 @@ class MemberInfo:
     """Devices of that kind on its host; 0: not stated."""
     probe_port: int = 0
     """Where peers find out whether they reach it; 0: nowhere."""
-    step_messages: int = 0
-    """The newest form of the messages of a step that it knows; 0: that of release 0.1.0, as 1."""
     launch_digest: str = field(default="", repr=False)
     """Of the secret by which its launcher reports on it; empty: it stated none."""
 
@@ -95,7 +93,7 @@ class Proposal:
     stateless: bool = False
     """The script keeps its own state: no step is committed here that could be lost."""
     optional_fields: Mapping[str, str] = field(default_factory=dict)
-    """Every one must be the same for all who state it: members of earlier releases do not."""
+    """Each must be the same for all members that state it: a release may add fields."""
     listings: Mapping[str, Listing] = field(default_factory=dict, repr=False)
     """By field: what its value is a digest of. Not compared."""
 
@@ -121,8 +119,6 @@ class Roster:
     planned: bool
     synchronous: bool
     fields: Mapping[str, str]
-    step_messages: int = 0
-    """The newest form of the messages of a step that all members know; 0: not stated."""
 
     @property
     def member_ids(self) -> tuple[str, ...]:
@@ -252,7 +248,6 @@ def draw_up(
         planned=running is not None,
         synchronous=source.proposal.synchronous,
         fields=dict(source.proposal.fields),
-        step_messages=min(max(c.info.step_messages, 1) for c in candidates),
     )
 
 

@@ -1,12 +1,12 @@
 """Who comes, comes back or is away: what each process that has a member's name is told."""
 
-from shoal_server.core.generations.incarnations import is_older
+from uuid import UUID
+
 from shoal_server.core.generations.ranges import device_problem
 from shoal_server.core.generations.roster import NO_GENERATION, Generation
-from shoal_server.core.job.drains import Drains
+from shoal_server.core.job.endings import Drains, Removal
 from shoal_server.core.job.job_state import JobState
-from shoal_server.core.job.pause_keeper import PauseKeeper
-from shoal_server.core.job.removal import Removal
+from shoal_server.core.job.running import PauseKeeper
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     Admit,
@@ -170,3 +170,21 @@ class Arrivals:
         left_out = not member.is_in(running) and not member.is_in(attempt)
         over = NO_GENERATION < generation <= self._state.last_generation
         return over and (generation > newest or left_out) and self._state.attempt_is_synchronous
+
+
+def is_older(incarnation: str, than: str) -> bool:
+    """True if the process start `incarnation` was certainly before `than`.
+
+    UUIDs of version 7 (RFC 9562) begin with the time at which they were made, so that a call of the
+    older process that arrives late cannot push the newer one out.
+    """
+    first, second = _version_7(incarnation), _version_7(than)
+    return first is not None and second is not None and first < second
+
+
+def _version_7(text: str) -> UUID | None:
+    try:
+        value = UUID(text)
+    except ValueError:
+        return None
+    return value if value.version == 7 else None

@@ -15,10 +15,8 @@ from shoal_server.core.generations.roster import (
     Verdict,
     draw_up,
 )
-from shoal_server.core.job.drains import Drains
-from shoal_server.core.job.endings import Endings
+from shoal_server.core.job.endings import Drains, Endings, Removal
 from shoal_server.core.job.job_state import JobState
-from shoal_server.core.job.removal import Removal
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     Answered,

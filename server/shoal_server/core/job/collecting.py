@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from shoal_server.core.generations.conflicts import find_conflicts
 from shoal_server.core.generations.roster import Conflict, Proposal
-from shoal_server.core.job.deadlines import passed
-from shoal_server.core.job.drains import Drains
-from shoal_server.core.job.job_state import JobState
+from shoal_server.core.job.endings import Drains
+from shoal_server.core.job.job_state import JobState, passed
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import Refused, StandbyNotice, WaitingNotice
 from shoal_server.core.membership.member import Member, names_of

@@ -1,10 +1,28 @@
-"""How an attempt or a running generation ends: one record or one word for all who are in it."""
+"""How an attempt, a generation, a membership and the job end."""
 
+from shoal_proto.back_off import doubled_s
+from shoal_server.core.generations.conflicts import in_short
+from shoal_server.core.generations.progress import Progress, Result
 from shoal_server.core.generations.roster import Conflict, Generation, Roster, Verdict
-from shoal_server.core.job.job_state import JobState
-from shoal_server.core.membership.events import BreakNotice, OutcomeNotice, Write
+from shoal_server.core.job.job_state import End, JobState, passed
+from shoal_server.core.membership import refusals
+from shoal_server.core.membership.events import (
+    BreakNotice,
+    ClosingNotice,
+    DrainAsked,
+    DrainNotice,
+    Expel,
+    Finish,
+    OutcomeNotice,
+    Refusal,
+    RefusalKind,
+    Refused,
+    RefusedNotice,
+    Save,
+    Write,
+)
 from shoal_server.core.membership.member import Member
-from shoal_server.core.membership.phases import Phase, Trigger
+from shoal_server.core.membership.phases import OVER, Phase, Trigger
 
 FIRST_BACK_OFF_S = 0.05
 MAX_BACK_OFF_S = 5.0
@@ -51,9 +69,10 @@ class Endings:
             # one that runs, they have trained in it since.
             self._state.table.settle(newcomers, settled=False)
         self._state.previous = self._state.running or self._state.previous
-        back_off_s = min(FIRST_BACK_OFF_S * 2 ** (self._state.tries.failures - 1), MAX_BACK_OFF_S)
+        failures = self._state.tries.failures
+        back_off_s = doubled_s(FIRST_BACK_OFF_S, MAX_BACK_OFF_S, failures - 1)
         # One loss is news, not a failure to agree: the survivors need not wait to try again.
-        again_s = now_s + (back_off_s if self._state.tries.failures > 1 else 0.0)
+        again_s = now_s + (back_off_s if failures > 1 else 0.0)
         self._state.deadlines.deadline_s = None if self._state.end.completing else again_s
 
     def break_off(self, lost: tuple[str, ...], reason: str, now_s: float) -> None:
@@ -100,3 +119,318 @@ class Endings:
             self.abort(reason, now_s)
         if running is not None and member.is_in(running) and left >= running.generation:
             self.break_off((), reason, now_s)
+
+
+class Removal:
+    """Takes members out, and with each whatever it was needed for."""
+
+    def __init__(self, state: JobState, endings: Endings) -> None:
+        self._state = state
+        self._endings = endings
+
+    def remove(
+        self,
+        member: Member,
+        reason: str,
+        now_s: float,
+        *,
+        completed: bool = False,
+        refusal: Refusal | None = None,
+        cause: str = "",
+        lost: bool = True,
+    ) -> None:
+        """Take a member out, and with it whatever it was needed for.
+
+        `cause`: the reason in a word or two; `lost`: whether it went without leave.
+        """
+        self._state.tries.changes.gone(member.member_id, cause or reason, lost=lost)
+        has_work = not self._state.table.has_finished(member)
+        trained = member.is_in(self._state.running) and has_work
+        attempted = member.is_in(self._state.attempt) and has_work
+        reason = f"{member.member_id}: {reason}"
+        self._state.table.remove(member, refusal)
+        self._state.do(
+            Expel(member_id=member.member_id, incarnation=member.incarnation, reason=reason)
+        )
+        self._state.log("member_completed" if completed else "member_removed", reason, member)
+        if not self._state.table.candidates:
+            self._state.deadlines.first_proposal_s = None
+        if not self._state.members and self._state.table.finished:
+            # Whoever comes now begins with nobody: it is the whole minimum that it needs.
+            self._state.table.finished.clear()
+            self._state.do(Save())
+        if self._state.end.completing:
+            roster = self._state.running or self._state.attempt
+            if (trained or attempted) and not completed and roster is not None:
+                self._endings.tell_broken(roster, (member.member_id,), reason, now_s)
+            if self._state.agreement is not None:
+                self._state.agreement.forget(member.member_id)
+            if not self._state.members and self._state.end.lost is None:
+                self.end(Trigger.COMPLETED, self._state.stage.reason, now_s)
+            return
+        if attempted:
+            self._endings.abort(reason, now_s)
+        if trained and self._state.running is not None:
+            self._endings.break_off((member.member_id,), reason, now_s)
+        if self._state.end.stopping and not self._state.members:
+            self.end(Trigger.STOPPED, self._state.end.stopping, now_s)
+
+    def refuse(self, member: Member, refusal: Refusal, now_s: float) -> None:
+        self._state.tell(member, RefusedNotice(reason=refusal.what, refusal=refusal))
+        told = f"{member.member_id} was refused: {refusal.what}"
+        self._state.log("member_refused", told, member)
+        # Who was too late may join again, and so is fenced like any that was lost.
+        lasting = refusal if refusal.kind != RefusalKind.TIMEOUT else None
+        reason = f"refused: {refusal.what}"
+        self.remove(member, reason, now_s, refusal=lasting, cause=refusal.what)
+
+    def abort_conflicting(self, conflicts: tuple[Conflict, ...], now_s: float) -> None:
+        """Nobody in conflict trains; members that train, or keep the job, are not to blame."""
+        roster, conflicts = self._state.attempt, in_short(conflicts)
+        assert roster is not None
+        at_fault = self._state.at_fault(self._state.members_of(roster))
+        reason = "members differ in " + "; ".join(str(c) for c in conflicts)
+        self._endings.abort(reason, now_s, conflicts)
+        for member in at_fault:
+            self.refuse(member, refusals.conflict(self._state.spec.job, conflicts), now_s)
+
+    def lose_state(self, seen: str, now_s: float) -> None:
+        """End the job: what it had come to is gone, and it must not begin anew unasked."""
+        self._state.end.lost = refusals.state_lost(self._state.spec.job, self._state.progress, seen)
+        self._endings.abort(self._state.end.lost.what, now_s)
+        self._state.to(Trigger.STATE_LOST, self._state.end.lost.what, now_s)
+        self._state.end.completing = True
+        self._state.deadlines.stop()
+        self._state.do(Finish(reason=self._state.stage.reason))
+        for member in list(self._state.members.values()):
+            self.refuse(member, self._state.end.lost, now_s)
+
+    def finish(self, member: Member, why: str, now_s: float) -> None:
+        """Wait for the member no more: it has done its work. With the last one the job completes.
+
+        Others train on, and form further generations without it if they have to.
+        """
+        table, agreement = self._state.table, self._state.agreement
+        trained = self._state.running or self._state.previous
+        if trained is None:
+            is_last = all(m is member for m in table.candidates.values())
+        elif not member.is_in(trained):
+            return
+        elif table.has_finished(member):
+            # It said so before. If all did, an earlier leader may not have come to complete the
+            # job; a member that was lost since has not.
+            is_last = table.finished.issuperset(trained.ranks)
+        else:
+            table.finish(member)
+            is_last = not table.trainers(trained)
+            self._state.do(Save())
+            reason = f"{member.member_id} has done its work" + (f": {why}" if why else "")
+            self._state.log("member_finished", reason, member)
+            member.waits("nothing: its work is done", now_s)
+            if agreement is not None and member.member_id in agreement.unready:
+                self._endings.abort(reason, now_s)
+            elif agreement is not None:
+                agreement.forget(member.member_id)
+        if is_last and not self._state.end.completing:
+            self.complete(member, why, now_s)
+
+    def complete(self, leaver: Member, why: str, now_s: float) -> None:
+        """Nobody else needs to join. Who trains finishes; an attempt to change is called off."""
+        self._state.end.completing = True
+        reason = f"{leaver.member_id} completed its work" + (f": {why}" if why else "")
+        self._state.log("job_completing", reason)
+        if self._state.agreement is not None and (
+            self._state.running or self._state.stage.phase is Phase.PREPARE
+        ):
+            self._state.agreement.stop_at = None  # who has steps left goes on with them
+            self._endings.abort(reason, now_s)
+            if self._state.running is not None:
+                self._state.to(Trigger.INTACT, reason, now_s)
+        self._state.deadlines.deadline_s, self._state.stage.reason = None, reason
+        # Who trained before finishes by itself, in a generation or (asynchronous) between two.
+        trained = self._state.running or self._state.previous
+        newcomers = [m for m in self._state.members.values() if not m.is_in(trained)]
+        for member in [m for m in newcomers if m is not leaver]:
+            self.refuse(member, refusals.finished(self._state.spec.job, reason), now_s)
+        for member in self._state.members.values():
+            self._state.tell(member, ClosingNotice(reason=reason))
+
+    def end(self, trigger: Trigger, reason: str, now_s: float) -> None:
+        """Nobody is a member any more: the job is over."""
+        self._state.to(trigger, reason, now_s)
+        self._state.running = self._state.agreement = None
+        self._state.deadlines.stop()
+        self._state.do(Finish(reason=self._state.stage.reason))
+
+
+class Drains:
+    """Who is to leave, and when it is told to go."""
+
+    def __init__(self, state: JobState, removal: Removal) -> None:
+        self._state = state
+        self._removal = removal
+
+    def ask(self, member: Member, event: DrainAsked, now_s: float) -> None:
+        if self._state.table.has_finished(member):
+            self._state.tell(member, DrainNotice(reason=event.reason, now=True))
+            return
+        if member.drain.since_s is None:
+            self._state.table.drain(member, event.reason, now_s)
+            self._state.log(
+                "drain_asked", f"{member.member_id} is to leave: {event.reason}", member
+            )
+        self._tell(member, event.reason, now=member.drain.let_go, now_s=now_s)
+
+    def let_go(self, now_s: float) -> None:
+        """Tell those to leave now whom no planned change can spare the others."""
+        for member in list(self._state.table.draining.values()):
+            if member.drain.let_go or self._is_worth_waiting(member, now_s):
+                continue
+            member.drain.let_go = True
+            member.waits("nothing: it leaves at its next step boundary", now_s)
+            self._tell(member, member.drain.reason, now=True, now_s=now_s)
+
+    def tell_stopping(self, member: Member, reason: str, now_s: float) -> None:
+        """Tell a member of a job that an operator has stopped to leave now."""
+        self._tell(member, reason, now=True, now_s=now_s)
+
+    def _tell(self, member: Member, reason: str, *, now: bool, now_s: float) -> None:
+        unreplaced = now and self._is_unreplaced(member, now_s)
+        self._state.tell(member, DrainNotice(reason=reason, now=now, unreplaced=unreplaced))
+
+    def _is_unreplaced(self, member: Member, now_s: float) -> bool:
+        """True if no generation follows without this member. Not if others, which did not come to
+        an agreed boundary in time, would keep it from taking a further step."""
+        running = self._state.running
+        if running is None:
+            return member.holds_state and len(self._state.table.draining) == len(
+                self._state.members
+            )
+        overdue = passed(member.drain.since_s, self._state.limits.drain_s, now_s)
+        return running.synchronous and member.is_in(running) and not overdue
+
+    def _is_worth_waiting(self, member: Member, now_s: float) -> bool:
+        """True if a generation without the member may soon follow the one it trains in."""
+        # A change that members are agreeing on is carried out first, though all of them are to
+        # leave by now: one that left amid it would take the state of the others with it.
+        if self._may_hand_over(member) or self._is_changing(member):
+            return not passed(member.drain.since_s, self._state.limits.drain_s, now_s)
+        roster = self._state.attempt if member.is_in(self._state.attempt) else self._state.running
+        if roster is None or not roster.synchronous or not member.is_in(roster):
+            return False
+        if self._state.end.completing or passed(
+            member.drain.since_s, self._state.limits.drain_s, now_s
+        ):
+            return False
+        candidates = self._state.table.candidates
+        if len(candidates) >= self._state.least_members and any(
+            m.is_in(roster) for m in candidates.values()
+        ):
+            return True
+        # Else its state has to be handed to somebody who is only on the way.
+        return any(
+            m.drain.since_s is None and not m.is_in(roster) for m in self._state.members.values()
+        )
+
+    def _is_changing(self, member: Member) -> bool:
+        """True if the synchronous generation of this member is being changed by plan."""
+        running, attempt = self._state.running, self._state.attempt
+        changes = running is not None and running.synchronous and attempt is not None
+        return changes and (member.is_in(running) or member.is_in(attempt))
+
+    def _may_hand_over(self, member: Member) -> bool:
+        """True if nobody but members that are to leave holds the job's state, and others are there
+        that can take it: with fewer than the minimum no generation forms."""
+        others = len(self._state.members) - len(self._state.table.draining)
+        return (
+            others >= self._state.spec.min_members
+            and member.holds_state
+            and self._state.lacks_state(self._state.table.candidates.values())
+        )
+
+    def leavers(self, chosen: list[Member]) -> list[Member]:
+        """Who trains and would not be in a roster of the chosen."""
+        if self._state.running is None or not self._state.table.draining:
+            return []
+        staying = {m.member_id for m in chosen}
+        draining = self._state.table.draining.values()
+        return [m for m in draining if m.is_in(self._state.running) and m.member_id not in staying]
+
+    def part_leavers(self, old: Roster, roster: Roster, now_s: float) -> None:
+        """Let those go who trained in the old generation and are not in the one that runs now."""
+        for leaver in [m for m in self._state.members_of(old) if not m.is_in(roster)]:
+            if leaver.drain.since_s is not None:
+                self._state.tell(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
+                reason, job = leaver.drain.reason, self._state.spec.job
+                refusal = refusals.drained(job, leaver.member_id, reason)
+                # A call of its own may come before the notice: it is to hear the same.
+                told = f"drained: {reason}"
+                self._removal.remove(leaver, told, now_s, refusal=refusal, cause=told, lost=False)
+            elif self._state.table.has_finished(leaver):
+                self._state.tell(leaver, self._state.break_notice(old.generation))
+            else:
+                # It asked a leader before this one, and will ask again: it waits at the boundary.
+                self._state.table.settle((leaver,), settled=False)
+                self._state.tell(leaver, self._state.break_notice(old.generation))
+
+
+class Lifetime:
+    """Stops a job, gives it up, or lets it be joined again."""
+
+    def __init__(self, state: JobState, removal: Removal, drains: Drains) -> None:
+        self._state = state
+        self._removal = removal
+        self._drains = drains
+
+    def stop(self, reason: str, now_s: float) -> None:
+        """Have every member leave at its next step boundary; with the last of them the job is over.
+
+        To be said again, by a new leader too. A job that is over stays as it is.
+        """
+        if self._state.stage.phase in OVER:
+            return
+        if self._state.end.stopping != reason:
+            self._state.end.stopping = reason
+            self._state.log("job_stopping", reason)
+            self._state.do(Save())
+        for member in list(self._state.members.values()):
+            who = {"member_id": member.member_id, "incarnation": member.incarnation}
+            self._drains.ask(member, DrainAsked(**who, reason=reason), now_s)
+        if not self._state.members:
+            self._removal.end(Trigger.STOPPED, reason, now_s)
+
+    def abandon(self, reason: str, now_s: float) -> None:
+        """The job has failed: all its members are gone, and none came back. Nothing for one that
+        has members, or is over."""
+        if self._state.members or self._state.stage.phase not in (Phase.COLLECT, Phase.ABORTED):
+            return
+        self._removal.end(Trigger.ABANDONED, reason, now_s)
+
+    def keep_result(self, result: Result) -> None:
+        """What came of a job that is over; nothing of one that was joined again meanwhile."""
+        if self._state.stage.phase in OVER:
+            self._state.tally.result = result
+            self._state.do(Save())
+
+    def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> None:
+        """Let the job be joined again. Raises Refused for one that has members, is finished, or of
+        which nothing is left to go on with, unless from step 0.
+
+        One that nobody is in can be joined already: whoever asks twice, since the first answer did
+        not come or the first wish was another, is answered as at first.
+        """
+        phase = self._state.stage.phase
+        if phase is Phase.FINISHED:
+            raise Refused(refusals.finished(self._state.spec.job, self._state.stage.reason))
+        if phase not in OVER and (self._state.members or self._state.end.completing):
+            raise Refused(refusals.not_over(self._state.spec.job, self._state.stage.reason))
+        tally = self._state.tally
+        if tally.is_cleared and not from_scratch:
+            raise Refused(refusals.cleared(self._state.spec.job))
+        if from_scratch:
+            self._state.progress = Progress(tally=tally)
+        if phase in OVER:
+            tally.result, tally.is_cleared = None, False
+            self._state.end = End()
+            self._state.to(Trigger.RETRIED, reason, now_s)
+        self._state.do(Save())

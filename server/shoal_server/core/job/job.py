@@ -32,16 +32,10 @@ from shoal_server.core.generations.progress import Progress, Result, Tally
 from shoal_server.core.generations.roster import Generation, JobSpec, Roster, Step
 from shoal_server.core.job.arrivals import Arrivals
 from shoal_server.core.job.attempts import Attempts, RosterChecks
-from shoal_server.core.job.breaks import Breaks
-from shoal_server.core.job.bring_ups import BringUps
 from shoal_server.core.job.collecting import Collecting
-from shoal_server.core.job.deadlines import passed
-from shoal_server.core.job.drains import Drains
-from shoal_server.core.job.endings import Endings
-from shoal_server.core.job.job_state import JobState, PhaseState
-from shoal_server.core.job.lifetime import Lifetime
-from shoal_server.core.job.pause_keeper import PauseKeeper
-from shoal_server.core.job.removal import Removal
+from shoal_server.core.job.endings import Drains, Endings, Lifetime, Removal
+from shoal_server.core.job.job_state import JobState, PhaseState, passed
+from shoal_server.core.job.running import Breaks, BringUps, PauseKeeper
 from shoal_server.core.job.timeouts import Timeouts
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.events import (

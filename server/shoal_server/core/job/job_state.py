@@ -1,4 +1,4 @@
-"""What a job's membership keeps, and how it speaks: what its parts share and decide nothing of."""
+"""State of a job that all parts of the core share: phase, deadlines, members, agreement, record."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -15,7 +15,6 @@ from shoal_server.core.generations.roster import (
     Step,
     Verdict,
 )
-from shoal_server.core.job.deadlines import Deadlines
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.changes import Changes, Story
@@ -34,6 +33,53 @@ from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.membership_table import MembershipTable
 from shoal_server.core.membership.phases import Phase, Trigger, after
 from shoal_server.core.membership.setbacks import Setbacks
+
+
+def passed(since_s: float | None, limit_s: float, now_s: float) -> bool:
+    return since_s is not None and now_s >= since_s + limit_s
+
+
+@dataclass(kw_only=True)
+class Deadlines:
+    """None: that limit does not run."""
+
+    deadline_s: float | None = None
+    """When the phase is over at the latest."""
+    bring_up_over_s: float | None = None
+    """Whatever still moves then, the generation is not brought up."""
+    first_proposal_s: float | None = None
+    """Since when somebody is ready to train."""
+    broken_since_s: float | None = None
+    """Since when members have been asked to stop."""
+    suspect_since_s: float | None = None
+    """Since when word of a loss is awaited, after a collective failed."""
+    overdue_check_s: float | None = None
+    """No member has waited for the join limit before then."""
+
+    def stop(self) -> None:
+        """Nothing is waited for any more."""
+        self.deadline_s = self.broken_since_s = self.suspect_since_s = None
+        self.bring_up_over_s = self.overdue_check_s = None
+
+    def postpone(self, by_s: float) -> None:
+        """For so long nobody could be told anything."""
+        self.deadline_s = _later(self.deadline_s, by_s)
+        self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
+        self.broken_since_s = _later(self.broken_since_s, by_s)
+        self.suspect_since_s = _later(self.suspect_since_s, by_s)
+        self.overdue_check_s = _later(self.overdue_check_s, by_s)
+
+    def hold(self, by_s: float) -> None:
+        """For so long somebody was paused. Whatever tells of a loss goes on as ever."""
+        self.deadline_s = _later(self.deadline_s, by_s)
+        self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
+        self.broken_since_s = _later(self.broken_since_s, by_s)
+        self.overdue_check_s = _later(self.overdue_check_s, by_s)
+        self.first_proposal_s = _later(self.first_proposal_s, by_s)
+
+
+def _later(at_s: float | None, by_s: float) -> float | None:
+    return None if at_s is None else at_s + by_s
 
 
 @dataclass(kw_only=True)

@@ -34,8 +34,7 @@ class Saved:
     stopping: str = ""
     """Of a job that was stopped, or was to be: why."""
     failed: bool = False
-    tally: Tally | None = None
-    """None: written by a release that did not keep it."""
+    tally: Tally = field(default_factory=Tally)
     ended_s: float = 0.0
     """When it was over; 0: it is not known."""
     done: tuple[str, ...] = ()
@@ -66,9 +65,8 @@ def restored(
     )
     state = job.state
     state.last_generation, state.stage.reason = saved.last_generation, "a new leader took over"
-    tally = saved.tally or state.tally
     state.progress = saved.progress
-    state.progress.tally = tally
+    state.progress.tally = saved.tally
     if saved.finished:
         # Not in the future: a leader with a wrong clock may have noted it.
         state.stage.since_s = min(saved.ended_s or now_s, now_s)

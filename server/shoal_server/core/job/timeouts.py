@@ -4,12 +4,10 @@ import math
 from collections.abc import Iterator
 
 from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.job.bring_ups import BringUps
 from shoal_server.core.job.collecting import Collecting
-from shoal_server.core.job.endings import Endings
+from shoal_server.core.job.endings import Endings, Removal
 from shoal_server.core.job.job_state import JobState
-from shoal_server.core.job.pause_keeper import PauseKeeper
-from shoal_server.core.job.removal import Removal
+from shoal_server.core.job.running import BringUps, PauseKeeper
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.member import Member, names_of
 from shoal_server.core.membership.pauses import told

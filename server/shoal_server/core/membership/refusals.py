@@ -175,9 +175,6 @@ def conflict(job: str, conflicts: tuple[Conflict, ...]) -> Refusal:
 
 
 _FIXES = {
-    # Only strategies that need it state it: release 0.1.0 states nothing.
-    "step_messages": "A worker that has '(absent)' there is of release 0.1.0, whose workers train"
-    " beside later ones with the strategy 'ddp' alone: upgrade it (docs/upgrades.md).",
     "schema": "The scripts make models that differ in the named entry: give every worker the same"
     " script, arguments and versions of libraries, and make the model of nothing that differs by"
     " process or host. Names that a library counts (Keras: dense, dense_2) depend on the models"

@@ -92,7 +92,7 @@ class ShardAssignment:
     content: ShardContent = ShardContent.NONE
     """PRESENT before anybody has seen its values or pushed to it."""
     loss: ShardLoss | None = None
-    """While the shard is lost; None too where a release before this one found it."""
+    """While the shard is lost."""
     accepted_loss: AcceptedLoss | None = None
     """The last time that it was given up and began anew."""
 

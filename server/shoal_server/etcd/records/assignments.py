@@ -175,7 +175,8 @@ def parse_shard(entry: Item | KeyValue) -> StoredShard:
     message = _parsed(pb.ShardHolding, entry)
     job = entry.key.removeprefix(keys.ASSIGNMENTS).partition("/")[0]
     expected = keys.shard_assignment(job, message.run, message.shard_id)
-    if entry.key != expected or not message.run or message.format > FORMAT:
+    content = _CONTENT_OF.get(message.content)
+    if entry.key != expected or not message.run or message.format > FORMAT or content is None:
         raise _foreign(entry, message)
     assignment = ShardAssignment(
         shard_id=message.shard_id,
@@ -190,7 +191,7 @@ def parse_shard(entry: Item | KeyValue) -> StoredShard:
         found_version=message.found_version,
         found_foreign=message.found_foreign,
         restored_version=message.restored_version,
-        content=_content(message),
+        content=content,
         loss=_loss_from(message.loss) if message.HasField("loss") else None,
         accepted_loss=_accepted_from(message.accepted_loss)
         if message.HasField("accepted_loss")
@@ -428,12 +429,6 @@ def _foreign(entry: Item | KeyValue, message: pb.JobHoldings | pb.ShardHolding) 
         seen=" ".join(str(message).split())[:200],
         expected=f"the job, run and shard of the key, in format {FORMAT}",
     )
-
-
-def _content(shard: pb.ShardHolding) -> ShardContent:
-    """Of a record of a release that did not say: what had another primary before was there."""
-    unsaid = ShardContent.PRESENT if shard.epoch > 1 else ShardContent.NONE
-    return _CONTENT_OF.get(shard.content, unsaid)
 
 
 def _holder(holder: Holder) -> pb.Holder:

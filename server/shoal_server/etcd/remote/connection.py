@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import InvalidSpec, RefusedError, ShoalError
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.traces import tracing
@@ -21,7 +22,6 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.remote.channel import Connection
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.remote.failures import Failure, Remedy, classify, unreachable
-from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
@@ -242,7 +242,7 @@ class _Retry:
         self._deadline_s = self._clock() + self._config.timeout_s
         self._seen: dict[str, str] = {}
         self._failures = 0
-        self._pauses = ExponentialBackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._logins = 0
 
     def left_s(self) -> float:
@@ -263,7 +263,7 @@ class _Retry:
         self._failures += 1
         # All have failed once more: etcd is electing or down, and a pause spares both of us.
         all_failed = self._failures % len(self._config.endpoints) == 0
-        pause_s = self._pauses.next_s() if all_failed else 0.0
+        pause_s = self._pauses.pause_s() if all_failed else 0.0
         if self._clock() + pause_s >= self._deadline_s:
             raise unreachable(
                 self._seen,

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import CorruptError, ShoalError, Unavailable
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_server.etcd.api import RangeResult, Revision, WatchBatch
@@ -21,7 +22,6 @@ from shoal_server.etcd.remote import wire
 from shoal_server.etcd.remote.connection import Attempt, Connections
 from shoal_server.etcd.remote.failures import Remedy, classify
 from shoal_server.etcd.tracker import WatchTracker
-from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
@@ -64,7 +64,7 @@ async def watch(
 ) -> AsyncGenerator[WatchBatch, None]:
     """See `KeyValueStore.watch`. Raises AccessDenied, and CorruptError if etcd lost history."""
     tracker = WatchTracker(start)
-    pauses = ExponentialBackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     interrupted = False
     while True:
         try:
@@ -88,7 +88,7 @@ async def watch(
                     "watch_interrupted", prefix=prefix, next=tracker.next, reason=str(error)
                 )
             interrupted = True
-            await pauses.pause()
+            await asyncio.sleep(pauses.pause_s())
 
 
 async def _read_patiently(connections: Connections, prefix: str) -> RangeResult:

@@ -13,8 +13,6 @@ from shoal_proto.checksum import crc32
 from shoal_proto.errors import MalformedMessage
 from shoal_server.parameters.shard.reply_writer import CopyOut, cut
 
-CACHED_BYTES = 512 * 1024
-"""Copied, then summed up while they are in the processor's cache."""
 LARGE_BYTES = 64 * 1024
 """From so many on, other threads may run while they are copied."""
 
@@ -22,11 +20,9 @@ LARGE_BYTES = 64 * 1024
 class SharedArena:
     """Its size is sealed: a client that could shrink it would crash the server that reads it."""
 
-    def __init__(self, num_bytes: int, *, is_summed: bool = True) -> None:
-        """`is_summed`: whether both ends sum up what they put there. Raises OSError where the
-        system gives no such memory."""
+    def __init__(self, num_bytes: int) -> None:
+        """Raises OSError if the system gives no such memory."""
         self.num_bytes = num_bytes
-        self.is_summed = is_summed
         self.descriptor = os.memfd_create("shoal-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, num_bytes)
@@ -52,25 +48,18 @@ class SharedArena:
         return self._memory[at : at + num_bytes]
 
 
-def in_place(room: memoryview, at: int, *, is_summed: bool = True) -> CopyOut:
+def in_place(room: memoryview, at: int) -> CopyOut:
     """Copies the values into `room`, which begins at `at` of the shared memory."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
-        size = checksum = 0
+        size = 0
         for buffer in values:
-            step = CACHED_BYTES if is_summed else max(len(buffer), 1)
-            for begin in range(0, len(buffer), step):
-                data = buffer[begin : begin + step]
-                copied = room[size : size + len(data)]
-                _copy(copied, data)
-                if is_summed:
-                    checksum = crc32(copied, checksum)
-                size += len(data)
+            if len(buffer):
+                _copy(room[size : size + len(buffer)], buffer)
+            size += len(buffer)
         if not size:
             return []
-        return [
-            bulk.header(Kind.PLACED, shard_id=shard_id, num_bytes=size, at=at, checksum=checksum)
-        ]
+        return [bulk.header(Kind.PLACED, shard_id=shard_id, num_bytes=size, at=at)]
 
     return write
 

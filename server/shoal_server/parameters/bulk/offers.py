@@ -54,7 +54,7 @@ class Offers:
             del self._given[next(iter(self._given))]
         key = secrets.token_bytes(KEY_BYTES)
         self._given[key] = self._now_s() + VALID_S, Use(purpose, caller, series)
-        return OpenBulkReply(key=key, local_name=self._local_name, port=self._port, has_tables=True)
+        return OpenBulkReply(key=key, local_name=self._local_name, port=self._port)
 
     def redeem(self, key: bytes) -> Use | None:
         """What the key was given for; None if it was not, is too old, or is used again."""

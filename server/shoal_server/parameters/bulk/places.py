@@ -17,9 +17,8 @@ class Places:
     """Lives on the event loop. A place is filled, told of, and free again once the other end says
     so."""
 
-    def __init__(self, mapped: mmap.mmap, *, is_summed: bool = True) -> None:
-        """Takes the mapping over. `is_summed`: whether both ends sum up what they put there."""
-        self.is_summed = is_summed
+    def __init__(self, mapped: mmap.mmap) -> None:
+        """Takes the mapping over."""
         self._memory = memoryview(mapped)
         self._free = deque(range(0, len(mapped) - PLACE_BYTES + 1, PLACE_BYTES))
         self._freed = asyncio.Event()

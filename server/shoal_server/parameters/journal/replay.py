@@ -32,7 +32,7 @@ class Recovered(Generic[State]):
     state: State
     num_replayed: int
     run: str = ""
-    """Of the job; empty where a release before this one wrote the image."""
+    """Of the job; empty: not stated."""
 
     def is_of_another_run(self, run: str) -> bool:
         """Whether it is none of the shards that the job has in that run; empty: it has none."""

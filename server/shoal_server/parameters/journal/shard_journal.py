@@ -17,6 +17,7 @@ from functools import partial
 
 import structlog
 
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import JournalDamaged, ShoalError
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.log import Journal
@@ -24,7 +25,6 @@ from shoal_server.parameters.journal.replay import Recovered
 from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
-from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
@@ -47,7 +47,7 @@ class _Led:
     replica: ShardReplica
     run: str
     """Of the job."""
-    pauses: ExponentialBackOff
+    pauses: BackOff
     kept: list[UpdateRecord] | None = field(default_factory=list)
     """What follows the image; None once that is on disk, and while nothing is kept."""
     why_not: ShoalError | None = None
@@ -155,7 +155,7 @@ class ShardJournal:
             "shard_not_journaled", job=replica.job, shard_id=replica.shard_id, why=str(error)
         )
         led.why_not, led.kept = error, None
-        led.again_s = asyncio.get_running_loop().time() + led.pauses.next_s()
+        led.again_s = asyncio.get_running_loop().time() + led.pauses.pause_s()
         replica.why_no_disk = error
         self._on_failure(replica)
 
@@ -289,8 +289,8 @@ class ShardJournal:
             self._ends[key] = self._journal.forget(*key)
 
 
-def _new_pauses() -> ExponentialBackOff:
-    return ExponentialBackOff(LOOK_EACH_S, LONGEST_PAUSE_S)
+def _new_pauses() -> BackOff:
+    return BackOff(LOOK_EACH_S, LONGEST_PAUSE_S)
 
 
 def _key(replica: ShardReplica) -> Key:

@@ -389,9 +389,8 @@ class _BulkCall:
             )
 
     def _placed(self, frame: Frame) -> ReadPiece:
-        data, arena = self._view(frame), self._arena
-        checksum = frame.checksum if arena is None or arena.is_summed else None
-        return ReadPiece(frame.shard_id, frame.offset_bytes, data, checksum, is_shared=True)
+        data = self._view(frame)
+        return ReadPiece(frame.shard_id, frame.offset_bytes, data, None, is_shared=True)
 
     def _view(self, frame: Frame) -> memoryview:
         if self._arena is None:
@@ -427,4 +426,4 @@ class _BulkCall:
         room, at = self._rooms.pop(shard_id, (memoryview(b""), 0))
         if num_bytes > len(room) or self._arena is None:
             return in_frames
-        return in_place(room, at, is_summed=self._arena.is_summed)
+        return in_place(room, at)

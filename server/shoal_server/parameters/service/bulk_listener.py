@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_proto import bulk
-from shoal_proto.bulk import MAX_ARENA_BYTES, UNSUMMED, Kind
+from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
 from shoal_proto.errors import AddressInUse, MalformedMessage, Overloaded, ShoalError
 from shoal_server.parameters.bulk.arena import SharedArena
 from shoal_server.parameters.bulk.encryption import encrypted
@@ -111,13 +111,12 @@ class BulkListener:
         return _Hello(
             use=use,
             arena_bytes=min(frame.at, MAX_ARENA_BYTES),
-            is_summed=frame.shard_id != UNSUMMED,
         )
 
     def _arena(self, hello: "_Hello", stack: ExitStack) -> SharedArena | None:
         try:
             claim = self._memory.reserve(hello.arena_bytes, "memory shared with a client")
-            arena = SharedArena(hello.arena_bytes, is_summed=hello.is_summed)
+            arena = SharedArena(hello.arena_bytes)
         except (Overloaded, OSError) as error:
             log.warning("no_shared_memory", num_bytes=hello.arena_bytes, reason=str(error))
             return None
@@ -132,8 +131,6 @@ class _Hello:
     use: Use
     arena_bytes: int
     """Of memory to be shared; 0: none."""
-    is_summed: bool
-    """Whether what lies there is to be summed up."""
 
 
 async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
@@ -143,8 +140,7 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
         return
     try:
         # The first bytes on a fresh connection always find room.
-        flags = 0 if arena.is_summed else UNSUMMED
-        answer = bulk.header(Kind.HELLO, shard_id=flags, at=arena.num_bytes)
+        answer = bulk.header(Kind.HELLO, at=arena.num_bytes)
         socket.send_fds(wire.socket, [answer], [arena.descriptor])
     except OSError as error:
         raise HungUp(repr(error)) from error

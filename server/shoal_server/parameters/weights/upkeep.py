@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import structlog
 
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.v1 import weights_pb2 as pb
@@ -16,7 +17,6 @@ from shoal_server.core.publications import records
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.weights.disk import WeightDisk
 from shoal_server.parameters.weights.holdings import WeightHoldings
-from shoal_server.serving.backoff import ExponentialBackOff
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +68,7 @@ class WeightUpkeep:
 
     async def work_for_ever(self) -> None:
         """Do what is to be done, again after a pause if something failed."""
-        pauses = ExponentialBackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -80,7 +80,7 @@ class WeightUpkeep:
                 pauses.reset()
             else:
                 self._wake.set()
-                await pauses.pause()
+                await asyncio.sleep(pauses.pause_s())
 
     def _lacking(self) -> list[tuple[str, bytes]]:
         return [each for each in self._all_wanted() if not self._holdings.holds(*each)]

@@ -35,7 +35,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "ReportBroken": _MEMBER,
         "Pause": _MEMBER,
         "Leave": _MEMBER,
-        "GetRosterChunks": _MEMBER,
+        "GetRoster": _MEMBER,
         "Heartbeat": _LAUNCHER,
         "ReportExit": _LAUNCHER,
         "ReportHalt": _LAUNCHER,

@@ -1,7 +1,6 @@
 """However many jobs there ever were, a new leader serves soon and takes nobody for lost."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,13 @@ from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.v1.membership_pb2 import GetGenerationRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence.stored_generations import record_to_json
+from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.core.driver.job_write import StateRecord
+from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import (
     Generation,
+    JobSpec,
     Record,
     Roster,
     RosterEntry,
@@ -54,14 +58,15 @@ async def store(endpoint: str) -> AsyncIterator[EtcdClient]:
 
 def old_job(name: str, *, finished: bool) -> list[Operation]:
     """What etcd holds of a job that went through some generations."""
-    spec = {"job": name, "min_members": 1, "max_members": 8, "desired_members": 1}
-    state = {
-        "spec": spec | {"last_call_s": 0.0},
-        "last_generation": NUM_GENERATIONS,
-        "finished": finished,
-        "reason": "w0 completed its work",
-    }
-    operations: list[Operation] = [Put(keys.job_state(name), json.dumps(state).encode())]
+    newest = Generation(NUM_GENERATIONS)
+    state = StateRecord(
+        spec=JobSpec(job=name, max_members=8),
+        last_generation=newest,
+        finished=finished,
+        reason="w0 completed its work",
+        progress=Progress(trained_in=newest),
+    )
+    operations: list[Operation] = [Put(keys.job_state(name), state_to_json(state))]
     for number in range(1, NUM_GENERATIONS + 1):
         entry = RosterEntry(member_id="w0", incarnation=f"{name}-{number}", rank=0)
         roster = Roster(
@@ -81,7 +86,7 @@ def old_job(name: str, *, finished: bool) -> list[Operation]:
             digest=codec.digest_of(roster),
             decided_s=1.0,
         )
-        value = codec.record_to_json(record)
+        value = record_to_json(record)
         operations.append(Put(keys.generation(name, number), value))
     return operations
 

@@ -7,7 +7,7 @@ from support.clusters.coordinator_world import served
 
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import NO_LEASE, EventKind, Revision
+from shoal_server.etcd.api import EventKind, Revision
 from shoal_server.etcd.memory import MemoryStore
 
 AN_HOUR_S = 3600.0
@@ -24,24 +24,6 @@ async def test_no_absence_of_the_coordinator_ends_a_member() -> None:
         store.expire()
         assert await store.get(keys.member("j", "a")) is not None
         assert await store.get(keys.member("j", "b")) is not None
-
-
-async def test_a_new_leader_takes_keys_from_under_leases() -> None:
-    """An earlier release put them under leases that ran out: they outlast those from now on."""
-    now_s = 0.0
-    store = MemoryStore(clock=lambda: now_s)
-    async with served(store) as first:
-        await first.training("a", "b")
-        await first.coordinator.step_down()
-        kept = await store.get(keys.member("j", "a"))
-        assert kept is not None
-        await store.put(kept.key, kept.value, await store.grant(30.0))
-        async with served(store):
-            now_s = AN_HOUR_S
-            store.expire()
-            found = await store.get(kept.key)
-            assert found is not None
-            assert (found.value, found.lease) == (kept.value, NO_LEASE)
 
 
 async def test_members_that_are_long_gone_are_removed_by_the_next_leader() -> None:

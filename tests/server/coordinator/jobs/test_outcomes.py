@@ -9,11 +9,9 @@ import grpc.aio
 import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, served
 
-from shoal_client.membership.shown_roster import ShownRoster
-from shoal_proto.digest import roster_digest
-from shoal_proto.errors import Unavailable
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.protocol import OWN_PROTOCOLS
+from shoal_proto.rosters import roster_digest
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -28,7 +26,7 @@ class Raw:
 
     stub: MembershipStub
     name: str = "a"
-    keeps_prepare: bool = False
+    fetches_rosters: bool = False
     desired: int = 1
     token: Token = field(init=False)
 
@@ -43,7 +41,7 @@ class Raw:
             token=self.token,
             spec=spec,
             info=pb.MemberInfo(host="h", address="127.0.0.1"),
-            keeps_prepare=self.keeps_prepare,
+            fetches_rosters=self.fetches_rosters,
         )
         call = self.stub.Attend(request)
         try:
@@ -78,11 +76,11 @@ async def stub_of(world: Served) -> AsyncIterator[MembershipStub]:
         yield MembershipStub(channel)
 
 
-@pytest.mark.parametrize("keeps_prepare", [False, True])
-async def test_a_roster_that_was_shown_is_left_out_for_who_keeps_it(keeps_prepare: bool) -> None:
+@pytest.mark.parametrize("fetches_rosters", [False, True])
+async def test_a_roster_that_was_shown_is_left_out_for_who_keeps_it(fetches_rosters: bool) -> None:
     """Others get the whole record, and what is asked for is whole for all."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
-        member = Raw(stub=stub, keeps_prepare=keeps_prepare)
+        member = Raw(stub=stub, fetches_rosters=fetches_rosters)
         async with member.attending() as notices:
             await until(notices, "admitted")
             await member.propose()
@@ -90,18 +88,17 @@ async def test_a_roster_that_was_shown_is_left_out_for_who_keeps_it(keeps_prepar
             await member.accept(prepare)
             outcome = (await until(notices, "outcome")).outcome
             assert outcome.roster.generation == 1
-            assert bool(outcome.roster.entries) is not keeps_prepare
+            assert bool(outcome.roster.entries) is not fetches_rosters
             whole = await stub.GetGeneration(pb.GetGenerationRequest(job="j", generation=1))
             assert whole.roster == prepare.roster
-            shown = ShownRoster()
-            shown.keep(prepare)
-            assert shown.completed(outcome) == whole
+            digest = outcome.digest
+            assert digest == whole.digest == roster_digest(prepare.roster)
 
 
 async def test_a_new_stream_gets_the_whole_record() -> None:
     """What was shown on a stream that broke may never have arrived."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
-        member = Raw(stub=stub, keeps_prepare=True)
+        member = Raw(stub=stub, fetches_rosters=True)
         async with member.attending() as notices:
             await until(notices, "admitted")
             await member.propose()
@@ -120,14 +117,3 @@ async def test_the_typed_client_has_the_whole_record() -> None:
         records = await asyncio.gather(entered(a, 0), entered(b, 0))
         whole = await stub.GetGeneration(pb.GetGenerationRequest(job="j", generation=1))
         assert list(records) == [whole, whole]
-
-
-def test_a_record_of_an_unknown_roster_is_not_taken() -> None:
-    """A member that was shown another roster, or none, attends again instead of guessing."""
-    shown = ShownRoster()
-    record = pb.GenerationRecord(roster=pb.Roster(generation=2), digest="other")
-    with pytest.raises(Unavailable, match="was not shown it"):
-        shown.completed(record)
-    shown.keep(pb.Prepare(roster=pb.Roster(generation=1)))
-    with pytest.raises(Unavailable, match="generation 2"):
-        shown.completed(record)

@@ -84,6 +84,7 @@ def test_a_killed_leader_is_succeeded_long_before_its_lease_ends(tmp_path: Path)
         awaited(other.leads, DEADLINE_S, "the last succeeds the successor")
 
 
+@pytest.mark.long
 def test_a_coordinator_that_restarts_leads_without_waiting_for_its_own_lease(
     tmp_path: Path,
 ) -> None:

@@ -21,6 +21,7 @@ from shoal_server.coordinator.repair.inspection import RecordKind
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import Generation, Step
+from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue, Revision
 from shoal_server.etcd.json_fields import Unreadable
@@ -140,7 +141,7 @@ def test_good_records_with_anything_in_one_place_are_read_or_named(
 def test_records_of_holders_are_read_or_named(data: bytes) -> None:
     """Behind a good beginning, so that the message itself often parses."""
     head = JobHoldings(job=JOB, run="run", num_shards=1).SerializeToString()
-    shard = ShardHolding(run="run", shard_id=7, epoch=1).SerializeToString()
+    shard = ShardHolding(run="run", shard_id=7, epoch=1, content=1).SerializeToString()
     is_read(keys.assignments_head(JOB), head + data)
     is_read(keys.shard_assignment(JOB, "run", 7), shard + data)
 
@@ -225,3 +226,9 @@ def test_a_bound_that_were_missing_would_be_found() -> None:
     with pytest.raises(Unreadable):
         codec.member_from_json(codec.member_to_json("1", codec.info_from_pb(info)))
     assert not is_let_in(pb.AttendRequest(info=info))
+
+
+def test_members_are_told_every_limit() -> None:
+    """Those that follow from others, too."""
+    told = codec.limits_to_pb(Limits())
+    assert {each.name for each, _ in told.ListFields()} == set(pb.Limits.DESCRIPTOR.fields_by_name)

@@ -105,6 +105,7 @@ def test_people_see_which_job_is_quarantined_and_why(coordinator: CoordinatorPro
     assert http.get(f"{coordinator.http}/metrics", timeout=CALL_S).status_code == 200
 
 
+@pytest.mark.long
 def test_a_parameter_server_starts_amid_garbage(
     written: str, supervisor: Supervisor, folder: Path
 ) -> None:

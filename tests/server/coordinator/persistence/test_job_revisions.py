@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from support.clusters.coordinator_world import served
+from support.clusters.coordinator_world import jobs_in, served
 
 from shoal_proto.errors import DeadlineExceeded, InternalError, JobQuarantined, NotLeader
-from shoal_server.coordinator.persistence.durable import DurableJobs
-from shoal_server.coordinator.persistence.stored_chunks import StoredChunks
+from shoal_server.coordinator.persistence.stored_generations import StoredGenerations
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.core.driver.job_write import JobWrite, StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
@@ -60,35 +59,35 @@ async def newest(store: MemoryStore) -> int:
 async def test_a_record_that_another_wrote_is_not_written_over() -> None:
     """Neither one that was changed, nor one that was not there, nor one that is gone."""
     store = MemoryStore()
-    jobs = DurableJobs(store, tuple)
-    await jobs.persist(write(1), StoredChunks())
-    await jobs.persist(write(2), StoredChunks())
-    late = DurableJobs(store, tuple)
+    jobs = jobs_in(store)
+    await jobs.persist(write(1), StoredGenerations())
+    await jobs.persist(write(2), StoredGenerations())
+    late = jobs_in(store)
     with pytest.raises(InternalError, match=r"shoal repair j --apply"):
-        await late.persist(write(7), StoredChunks())
+        await late.persist(write(7), StoredGenerations())
     late.keep("j", await StoredJobs(store).state("j"))
-    await late.persist(write(8), StoredChunks())
+    await late.persist(write(8), StoredGenerations())
     with pytest.raises(InternalError, match="expected the one of revision"):
-        await jobs.persist(write(3), StoredChunks())
+        await jobs.persist(write(3), StoredGenerations())
     assert await newest(store) == 8
     await store.delete(KEY)
     with pytest.raises(InternalError, match="saw none"):
-        await late.persist(write(9), StoredChunks())
+        await late.persist(write(9), StoredGenerations())
 
 
 async def test_a_write_of_unknown_outcome_is_known_by_what_it_wrote() -> None:
     store = UnknownOutcomes(arrives=True)
-    jobs = DurableJobs(store, tuple)
-    await jobs.persist(write(1), StoredChunks())
-    await jobs.persist(write(2), StoredChunks())
+    jobs = jobs_in(store)
+    await jobs.persist(write(1), StoredGenerations())
+    await jobs.persist(write(2), StoredGenerations())
     assert await newest(store) == 2
 
 
 async def test_a_write_that_arrives_behind_its_repetition_changes_nothing() -> None:
     store = UnknownOutcomes(arrives=False)
-    jobs = DurableJobs(store, tuple)
-    await jobs.persist(write(1), StoredChunks())
-    await jobs.persist(write(2), StoredChunks())
+    jobs = jobs_in(store)
+    await jobs.persist(write(1), StoredGenerations())
+    await jobs.persist(write(2), StoredGenerations())
     compares, then = store.late[0]
     assert not (await store.transact(compares, then)).succeeded
     assert await newest(store) == 2
@@ -96,11 +95,11 @@ async def test_a_write_that_arrives_behind_its_repetition_changes_nothing() -> N
 
 async def test_who_does_not_lead_is_told_so_whatever_became_of_the_record() -> None:
     store = MemoryStore()
-    jobs = DurableJobs(store, lambda: (absent(keys.LEADER),))
+    jobs = jobs_in(store, absent(keys.LEADER))
     await store.put(keys.LEADER, b"another")
     await store.put(KEY, b"another's")
     with pytest.raises(NotLeader):
-        await jobs.persist(write(1), StoredChunks())
+        await jobs.persist(write(1), StoredGenerations())
 
 
 async def test_a_job_whose_record_somebody_changed_is_quarantined_alone() -> None:

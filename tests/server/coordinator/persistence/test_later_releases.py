@@ -9,6 +9,7 @@ from support.clusters.coordinator_world import entered, propose, served
 from support.clusters.garbage import as_json, good_member, good_record, good_state
 
 from shoal_server.coordinator.persistence import codec, earlier_runs
+from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.repair.inspection import broken
 from shoal_server.etcd import keys
@@ -30,7 +31,7 @@ READERS: dict[str, tuple[str, dict[str, object], Callable[[bytes], object]]] = {
     "a generation": (
         keys.generation(JOB, 1),
         good_record(JOB),
-        lambda data: codec.stored_record(JOB, 1, data),
+        lambda data: stored_record(JOB, 1, data),
     ),
     "a member": (keys.member(JOB, "w0"), good_member(), codec.member_from_json),
     "earlier runs": (keys.reset(JOB), GOOD_RUNS, lambda data: earlier_runs.from_json(JOB, data)),

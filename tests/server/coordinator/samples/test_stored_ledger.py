@@ -143,8 +143,8 @@ async def test_most_writes_are_small() -> None:
     assert found.to_json() == ledger.to_json()
 
 
-async def test_books_of_an_earlier_release_go_on() -> None:
-    """It wrote them whole each time, and looks at no deltas: those that it left are not read."""
+async def test_deltas_of_another_base_are_not_read() -> None:
+    """A restored snapshot of etcd may leave some beside a base that names none."""
     store, ledger = MemoryStore(), Ledger(dataset_size=100, num_epochs=1)
     stored = stored_in(store)
     await stored.write(ledger)
@@ -159,6 +159,7 @@ async def test_books_of_an_earlier_release_go_on() -> None:
     assert found.counts().ignored == 3
 
 
+@pytest.mark.long
 async def test_books_of_thousands_of_members_are_compressed() -> None:
     """etcd takes 1.5 MB in a value; ten thousand members' books are within it."""
     store, ledger = MemoryStore(), Ledger(dataset_size=10**9, num_epochs=1)

@@ -32,7 +32,7 @@ def told_of(*present: list[Server]) -> list[dict[str, list[str]]]:
 
 
 def test_each_mixture_is_told_once() -> None:
-    """And again where it came back; a server of an earlier release, which does not say, is none."""
+    """And again where it came back; a server that does not state one is none."""
     a, b, c, silent = server("a", "2.5"), server("b", "2.6"), server("c", "2.6"), server("d", "")
     assert told_of([a], [a, silent], []) == []
     mixed, wider = {"2.5": ["a"], "2.6": ["b"]}, {"2.5": ["a"], "2.6": ["b", "c"]}

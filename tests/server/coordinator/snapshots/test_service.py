@@ -120,6 +120,7 @@ def test_a_snapshot_under_load_tears_no_push(opened: ExitStack, tmp_path: Path) 
         member.stop()
 
 
+@pytest.mark.long
 def test_servers_that_come_and_go_meanwhile_tear_no_push(opened: ExitStack, tmp_path: Path) -> None:
     """A snapshot may fail then; one that is there is whole."""
     servers, snapshots = start(opened, tmp_path, num_servers=3)

@@ -89,6 +89,7 @@ def cut_of(work: StepWork, manifest: Manifest) -> tuple[StepWork, int]:
     return cut(work, layout, {part.shard_id: part.version for part in manifest.parts})
 
 
+@pytest.mark.long
 def test_steps_of_parameters_and_rows_are_restored_whole_on_other_servers(
     opened: ExitStack, tmp_path: Path
 ) -> None:

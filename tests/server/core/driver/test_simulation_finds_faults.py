@@ -60,7 +60,7 @@ def a_deposed_leader_writes(patch: pytest.MonkeyPatch) -> None:
     """The fences are left out: on the leader's key, and on the job's own record."""
 
     async def apply_to(jobs: DurableJobs, job: str, operations: Sequence[Operation]) -> None:
-        await DurableJobs(jobs._store, lambda: ()).apply(operations)
+        await jobs._store._store.transact((), operations)
 
     patch.setattr(DurableJobs, "apply_to", apply_to)
 

@@ -72,7 +72,7 @@ def test_members_with_the_same_first_difference_are_named_together() -> None:
 def test_without_a_listing_that_tells_them_apart_values_are_shown(
     lines: tuple[str, ...] | None,
 ) -> None:
-    """As of a member of an earlier release, which states none."""
+    """A member need not send a listing."""
     text = told(member("w0", "1", ENTRIES), member("w1", "2", lines))
     assert text.startswith("schema: '1' in w0 but '2' in w1.")
 

@@ -138,20 +138,8 @@ def test_a_conflicting_joiner_is_refused_without_disturbing() -> None:
     assert w.job.last_generation == 1
 
 
-def test_a_worker_of_a_release_that_steps_otherwise_hears_what_to_do() -> None:
-    """Its script is the same: it is to be upgraded. Others that differ hear of their settings."""
-    w = running("a", "b")
-    old = w.join("old", {**FIELDS, "step_messages": "2"})
-    odd = w.join("odd", {**FIELDS, "schema": "s2"})
-    w.run(2.0)
-    assert old.refused is not None and odd.refused is not None
-    assert "step_messages: '(absent)' in a, b but '2' in old" in old.refused.seen
-    assert "upgrade it (docs/upgrades.md)" in old.refused.fix
-    assert "same script" in odd.refused.fix
-
-
-def test_what_earlier_releases_do_not_state_is_compared_among_those_who_do() -> None:
-    """Whoever states nothing of its data trains with both; those who do need the same."""
+def test_an_optional_field_is_compared_among_the_members_that_state_it() -> None:
+    """A member that does not state it trains with all others."""
     w = world(desired=2)
     w.join("a", optional_fields={"dataset_content": "d1"})
     w.join("old")

@@ -13,9 +13,9 @@ from support.sim.failover import (
 )
 from support.sim.schedule import simulate
 
-NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
-NUM_FAILOVERS = 130
-NUM_OUTAGES = 60
+NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "80"))
+NUM_FAILOVERS = 60
+NUM_OUTAGES = 30
 NUM_CRASH_LOOPS = 20
 NUM_PAUSES = 20
 NUM_SLOW_STARTS = 40

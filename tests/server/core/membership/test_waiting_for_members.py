@@ -120,6 +120,19 @@ def test_a_newcomer_that_rejects_the_roster_is_refused_alone() -> None:
     assert w.roster() == ["a", "d"]
 
 
+def test_any_number_of_attempts_may_fail_in_a_row() -> None:
+    """The pause between two of them keeps to its bound."""
+    w = below_minimum()
+    for number in range(1100):
+        newcomer = w.join(f"c{number}")
+        w.rejecting.add(newcomer.name)
+        w.run(w.now_s + 12.0)
+        assert newcomer.refused is not None
+    w.join("d")
+    w.run(w.now_s + 12.0)
+    assert w.roster() == ["a", "d"]
+
+
 def test_a_newcomer_that_cannot_be_reached_is_refused_alone() -> None:
     w = below_minimum()
     a, c = w.members["a"], w.join("c")

@@ -8,7 +8,7 @@ from support.sim.replication.schedule import simulate_replication
 from support.sim.replication.store import ETCD
 from support.sim.replication.world import ReplicationWorld
 
-NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
+NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "80"))
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))

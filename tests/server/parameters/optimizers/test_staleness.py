@@ -224,6 +224,7 @@ def scores(weights: Tensor, images: Tensor) -> Tensor:
     return torch.relu(images.flatten(1) @ first + first_bias) @ second + second_bias
 
 
+@pytest.mark.long
 def test_compensation_saves_what_delay_ruins() -> None:
     """With a rate that suits one member, eight of them train nothing; compensated adaptively, they
     do as well as the one."""

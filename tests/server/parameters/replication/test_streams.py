@@ -15,7 +15,6 @@ from support.clusters.parameter_servers import ParameterServers
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import bulk_opening
 from shoal_proto.bulk import Kind
-from shoal_proto.bulk_opening import SharedMemory
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
@@ -74,25 +73,6 @@ def test_a_backup_has_every_push(way: str, monkeypatch: pytest.MonkeyPatch) -> N
             "grpc": "GrpcStream",
         }[way]
     }
-
-
-@pytest.mark.parametrize("is_earlier", [False, True])
-def test_servers_sum_up_what_they_share_only_for_one_of_an_earlier_release(
-    is_earlier: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its hello says nothing of leaving that out: then both ends sum up, and check."""
-    shares: list[bool] = []
-
-    def greet(connected: socket.socket, key: bytes, num_bytes: int, **asked: bool) -> SharedMemory:
-        shared = bulk_opening.greet(connected, key, num_bytes, **({} if is_earlier else asked))
-        assert shared is not None
-        shares.append(shared.is_summed)
-        return shared
-
-    monkeypatch.setattr(streams, "greet", greet)
-    values, expected = led_on_by_the_backup()
-    assert values == {expected}
-    assert set(shares) == {is_earlier}
 
 
 @contextmanager
@@ -174,7 +154,7 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
     with ours, theirs, mmap.mmap(-1, places.PLACE_BYTES) as mapped:
         ours.setblocking(False)
         theirs.setblocking(False)
-        own = places.Places(mapped, is_summed=False)
+        own = places.Places(mapped)
         stream, other_end = BulkStream(FrameConnection(ours), "here", own), FrameConnection(theirs)
         told = list(frames.of_record("j", 0, 1, record, stream.inline_bytes))
         log = RecordLog(1)

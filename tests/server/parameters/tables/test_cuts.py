@@ -124,6 +124,7 @@ def built(cut: ShardCut, header: CutHeader | None = None) -> AnyShard:
     return made.finish()
 
 
+@pytest.mark.sampled()
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize(("world", "kind"), WORLDS)

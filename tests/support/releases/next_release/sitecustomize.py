@@ -1,8 +1,6 @@
-"""Turns the code of now into that of a release after it, in every Python that has this directory on
-its path.
+"""Sets the new field of the next release: in each request, each answer and each stored record.
 
-It speaks one version of the protocol more, and says more than this release knows: in every JSON
-object and every message that it writes into etcd, in every request and in every answer.
+Python imports it at its start in every process that has the next release on its path.
 """
 
 import json
@@ -12,30 +10,24 @@ from typing import Any
 import grpc._channel
 import grpc.aio._channel
 
-from shoal_proto import protocol
+from shoal_proto.health import HealthFigures
+from shoal_proto.v1 import identity_pb2
+from shoal_server.coordinator.persistence import codec
+from shoal_server.etcd.remote import wire
+from shoal_server.serving import rpc
 
-NOW = protocol.OWN_PROTOCOLS
-protocol.OWN_PROTOCOLS = protocol.ProtocolRange(NOW.oldest, NOW.newest + 1)
-protocol.USER_AGENT_OPTION = (
-    "grpc.primary_user_agent",
-    protocol.user_agent(protocol.OWN_PROTOCOLS),
-)
-# They take the range over as they are imported.
-from shoal_server.etcd.remote import wire  # noqa: E402
-from shoal_server.serving import rpc  # noqa: E402
-
-UNKNOWN_FIELD = bytes.fromhex("82f403") + b"\x04next"
-"""Field 8000 of a protobuf message, a string."""
+NEW_FIELD = identity_pb2.Token(of_the_next_release="next").SerializeToString()  # type: ignore[call-arg]
+"""The field as each message has it: all have it under one number."""
 ROOT = b"/shoal/v1/"
 ASSIGNMENTS = ROOT + b"assignments/"
 MARK = {"of_the_next_release": {"says": ["more"]}}
 
 
-def said_more(key: bytes, value: bytes) -> bytes:
-    """The value as the next release would write it."""
+def extended(key: bytes, value: bytes) -> bytes:
+    """The value as the next release writes it."""
     if key.startswith(ROOT) and value.startswith(b"{"):
         return json.dumps({**json.loads(value), **MARK}).encode()
-    return value + UNKNOWN_FIELD if key.startswith(ASSIGNMENTS) else value
+    return value + NEW_FIELD if key.startswith(ASSIGNMENTS) else value
 
 
 plain_request = wire.transaction_request
@@ -46,26 +38,46 @@ def transaction_request(*arguments: Any) -> Any:
     for operation in (*request.success, *request.failure):
         if operation.HasField("request_put"):
             put = operation.request_put
-            put.value = said_more(put.key, put.value)
+            put.value = extended(put.key, put.value)
     return request
+
+
+plain_roster = codec._roster_to_pb
+
+
+def roster_to_pb(roster: Any) -> Any:
+    """The roster with the new field: its digest, which members of both releases compute, covers
+    it."""
+    message = plain_roster(roster)
+    for part in (message, *message.entries):
+        part.of_the_next_release = "next"
+    return message
 
 
 plain_encoded = rpc._encoded
 
 
 def encoded(serialize: Any, reply: Any) -> bytes:
-    return plain_encoded(serialize, reply) + UNKNOWN_FIELD
+    return plain_encoded(serialize, reply) + NEW_FIELD
 
 
-def saying_more(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A channel's way to make a method, whose requests then say more."""
+plain_said = HealthFigures.said
+
+
+def said(figures: HealthFigures) -> dict[str, Any]:
+    """The figures of a health report, and a new one."""
+    return {**plain_said(figures), "figure_of_the_next_release": 1}
+
+
+def extending(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The channel's method, whose requests then have the new field."""
 
     def made(self: Any, name: Any, request_serializer: Any = None, *rest: Any, **named: Any) -> Any:
         serialize = request_serializer
         if serialize is not None and "/shoal.v1." in str(name):
 
             def request_serializer(message: Any) -> bytes:
-                return bytes(serialize(message)) + UNKNOWN_FIELD
+                return bytes(serialize(message)) + NEW_FIELD
 
         return plain(self, name, request_serializer, *rest, **named)
 
@@ -74,6 +86,8 @@ def saying_more(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 wire.transaction_request = transaction_request
 rpc._encoded = encoded
+HealthFigures.said = said
+codec._roster_to_pb = roster_to_pb
 for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
     for channel in (grpc._channel.Channel, grpc.aio._channel.Channel):
-        setattr(channel, kind, saying_more(getattr(channel, kind)))
+        setattr(channel, kind, extending(getattr(channel, kind)))

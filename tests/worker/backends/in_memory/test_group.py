@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.collectives.collective_checks import IS_OLD_TORCH
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal.backends.in_memory.meeting import MAX_UNDELIVERED
 from shoal.backends.process_group.collectives import counts, reset_counts
+from shoal.torch_private.c10d import all_gather_single, reduce_scatter_single
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec
 
 torch.manual_seed(0)
@@ -156,6 +158,10 @@ def test_tensor_parallel_over_a_part_of_a_mesh_trains_as_one_process_does() -> N
     assert_same(shoal.run_in_memory(tensor_parallel, 4))
 
 
+@pytest.mark.skipif(
+    IS_OLD_TORCH,
+    reason="torch 2.9 begins a pipeline by sending 8 bytes to 4, which this backend refuses",
+)
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
 def test_a_pipeline_trains_as_one_process_does(schedule: Any) -> None:
     assert_same(shoal.run_in_memory(piped, 2, schedule))
@@ -357,8 +363,8 @@ def test_calls_and_bytes_are_counted_by_group_and_operation() -> None:
     def body() -> list[Any]:
         pair = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(10))
-        dist.all_gather_single(torch.empty(6), torch.ones(3))
-        dist.reduce_scatter_single(torch.empty(2, dtype=torch.float16), torch.ones(4).half())
+        all_gather_single(torch.empty(6), torch.ones(3))
+        reduce_scatter_single(torch.empty(2, dtype=torch.float16), torch.ones(4).half())
         dist.broadcast(torch.ones(3, dtype=torch.int64), 0, group=pair)
         dist.barrier()
         seen = [counts(pair), counts(dist.group.WORLD), counts()]
@@ -417,5 +423,6 @@ def test_each_rank_has_a_mesh_of_its_own_though_all_look_alike() -> None:
 
     meshes = [mesh for _ in range(5) for mesh in shoal.run_in_memory(body, 3)]
     assert len(set(meshes)) == 15
-    plain = [DeviceMesh("cpu", [0], _init_backend=False, _rank=0) for _ in range(2)]
-    assert plain[0] == plain[1]
+    if not IS_OLD_TORCH:  # a mesh without a world
+        plain = [DeviceMesh("cpu", [0], _init_backend=False, _rank=0) for _ in range(2)]
+        assert plain[0] == plain[1]

@@ -304,6 +304,7 @@ def test_ranks_meet_for_as_many_numbers_whatever_their_passes_have_left_out() ->
     assert given.data_ptr() == norm.bias.grad.data_ptr()
 
 
+@pytest.mark.long
 def test_no_change_of_members_leaves_a_trace(cluster: LocalCluster, tmp_path: Path) -> None:
     """Five positions over 3, 2 and 3 members."""
     run = elastic(

@@ -116,6 +116,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("names", "optimizer", "how"), CASES)
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_equal_to_replicas_in_one_process(

@@ -172,7 +172,7 @@ class GlooGroup:
         make: Any = ProcessGroupGloo
         # Sends and receives keep to this one for good, so it cannot be that of connecting.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
-        addresses = AddressStore(store, rank, world_size, is_compact=seat.tells_compactly)
+        addresses = AddressStore(store, rank, world_size)
         with self._within_limit():
             gloo = make(addresses, rank, world_size, options)
         self._groups.append(gloo)

@@ -4,6 +4,7 @@ Images and launchers export some of them (torchrun: TORCH_NCCL_ASYNC_ERROR_HANDL
 that end with the first error. A member goes on in the next generation.
 """
 
+import re
 from collections.abc import Mapping, MutableMapping
 
 import structlog
@@ -27,6 +28,8 @@ REQUIRED: Mapping[str, str] = {
     # A device assertion on the first NaN, after which the process cannot use its GPU: one gradient
     # that is not finite, as AMP meets them, would be the end of it.
     "TORCH_NCCL_NAN_CHECK": "0",
+    # An error is told to all ranks through the store, whose coordinator tells of losses itself.
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 """Values that let a member survive an error of NCCL."""
 _OLD_NAMES: Mapping[str, str] = {
@@ -35,16 +38,49 @@ _OLD_NAMES: Mapping[str, str] = {
 }
 """Names that torch reads as well."""
 _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-_OFF = ("", "0", "false", "f", "no", "n")
+_NUMBER = re.compile(r"\s*[+-]?\d")
+"""The beginning of what C++ reads as one."""
+_OFF = ("0", "false", "f", "no", "n")
+_ON = ("1", "true", "t", "yes", "y")
+_SWITCHES = (
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    "TORCH_NCCL_CUDA_EVENT_CACHE",
+    "TORCH_NCCL_ENABLE_TIMING",
+    "NCCL_ENABLE_TIMING",
+    "TORCH_NCCL_HIGH_PRIORITY",
+    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+    "TORCH_NCCL_TRACE_CPP_STACK",
+    "TORCH_FR_CPP_STACK",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING",
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+    "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+)
+_NUMBERS = (
+    "TORCH_NCCL_COORD_CHECK_MILSEC",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+)
+"""Others that torch reads when a group is made. It raises for what is neither, also for an empty
+value, in each generation anew; and as an error of NCCL, which is taken for the loss of a peer."""
 
 
 def require_survival(environment: MutableMapping[str, str]) -> None:
     """Set what must be set for groups that are made from here on; warn once of what was replaced.
 
-    Raises InvalidSpec if waits are blocking: each would hold the trainer, and no abort ends it.
+    Raises InvalidSpec if waits are blocking: each would hold the trainer, and no abort ends it; and
+    for a value that torch cannot read.
     """
+    for name in (*_BLOCKING, *_SWITCHES, *_NUMBERS):
+        if not environment.get(name, "empty").strip():
+            # As images leave it that mean to unset it.
+            del environment[name]
+    _check_readable(environment)
     for name in _BLOCKING:
-        if environment.get(name, "").strip().lower() not in _OFF:
+        if environment.get(name, "0").lower() not in _OFF:
             raise InvalidSpec(
                 f"{name} is set: a wait for NCCL that blocks cannot be ended when a member is lost",
                 seen=f"{name}={environment[name]}",
@@ -67,4 +103,18 @@ def require_survival(environment: MutableMapping[str, str]) -> None:
             replaced=", ".join(replaced),
             reason="torch would end a process that is to go on in the next generation, or keep it"
             " waiting",
+        )
+
+
+def _check_readable(environment: Mapping[str, str]) -> None:
+    for name in (*_SWITCHES, *_NUMBERS):
+        value = environment.get(name)
+        is_switch = name in _SWITCHES
+        if value is None or (value.lower() in (*_ON, *_OFF) if is_switch else _NUMBER.match(value)):
+            continue
+        raise InvalidSpec(
+            f"torch cannot read {name}",
+            seen=f"{name}={value}",
+            expected="1 or 0" if is_switch else "a whole number",
+            fix=f"Remove {name} from the environment of the image or the launcher.",
         )

@@ -141,7 +141,7 @@ class _Addresses(AddressStore):
     """As it is; but who could not reconfigure says so in the place of its address."""
 
     def __init__(self, store: Store, seat: Seat) -> None:
-        super().__init__(store, seat.rank, seat.world_size, is_compact=seat.tells_compactly)
+        super().__init__(store, seat.rank, seat.world_size)
 
     def _address(self, key: str, value: bytes) -> bytes:
         if bytes(value).startswith(_FAILED):

@@ -104,10 +104,9 @@ class AddressStore(AnnouncingStore):
     call. Keys of another form go through as they are.
     """
 
-    def __init__(self, inner: Any, rank: int, world_size: int, *, is_compact: bool) -> None:
-        """`is_compact`: all ranks tell their addresses in the form of `compact_addresses`."""
+    def __init__(self, inner: Any, rank: int, world_size: int) -> None:
         super().__init__(inner)
-        self._rank, self._world_size, self._is_compact = rank, world_size, is_compact
+        self._rank, self._world_size = rank, world_size
         self._awaited: list[str] = []
         self._prefixes: set[str] = set()
         self._there = False
@@ -118,7 +117,7 @@ class AddressStore(AnnouncingStore):
             super().set(key, value)
             return
         kept = self._keep(value)
-        self._inner.set(key, compact(kept) if self._is_compact else kept)
+        self._inner.set(key, compact(kept))
         self._prefixes.add(prefix)
         self._awaited = [f"{prefix}/{rank}" for rank in range(self._world_size)]
         self._there = False
@@ -133,7 +132,7 @@ class AddressStore(AnnouncingStore):
     def _address(self, key: str, value: bytes) -> bytes:
         """As Gloo wrote it."""
         prefix, _, last = key.rpartition("/")
-        is_compact = self._is_compact and prefix in self._prefixes and last.isdigit()
+        is_compact = prefix in self._prefixes and last.isdigit()
         return expand(bytes(value)) if is_compact else value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -25,8 +25,6 @@ class Seat:
     """The group stands within this time or raises."""
     collective_s: float
     """Time limit of each collective."""
-    tells_compactly: bool = False
-    """Whether all members know the compact form of addresses, as those of 0.1.0 do not."""
 
 
 class AbortableStore(Protocol):

@@ -24,15 +24,13 @@ from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.layouts.layer_exchanges import LayerExchanges, Site
-from shoal.torch_private.c10d import timeout_of
+from shoal.torch_private.c10d import reduce_scatter_single, timeout_of
 from shoal_proto.errors import GenerationBroken
 
 PLACE_BYTES = 4 * 1024 * 1024
 """Of what one rank writes; larger values go over Gloo. A page that nobody writes to is none."""
 NUM_SETS = 2
 _SIZE_BITS = 40
-
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TensorGroup:
@@ -116,7 +114,7 @@ class TensorGroup:
         whole = parts.flatten(0, 1)
         if whole.device.type != "cpu":
             own = torch.empty_like(parts[0])
-            self._await(_reduce_scatter, own, whole)
+            self._await(reduce_scatter_single, own, whole)
             return own
         # Gloo's own sums up a copy of the whole on every rank, and cannot be waited for abortably.
         received = torch.empty_like(whole)

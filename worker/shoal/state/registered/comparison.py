@@ -1,15 +1,14 @@
-"""Whether registered state is the same on all members that are at the same step."""
+"""A comparison of registered state between members that are at the same step."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import torch.distributed as dist
 
 from shoal.backends.abortable.last_word import let_all_hear
-from shoal.state.resharding import gather
+from shoal.state.resharding import gather_if_different
 from shoal.state.shards import Json
 from shoal_proto.errors import RegisteredStateDiffers
 
@@ -23,7 +22,7 @@ MAX_SHOWN = 120
 def compare(
     group: dist.ProcessGroup, members: Sequence[str], step: int, own: Mapping[str, Json] | None
 ) -> None:
-    """Collective: return if the members at the same step hold the same.
+    """Return if the members at the same step hold the same. Collective.
 
     `own` is this member's state by the objects' names; None: it holds none that counts. `members`
     by rank. Raises RegisteredStateDiffers, on all members alike.
@@ -31,10 +30,10 @@ def compare(
     if len(members) == 1:
         return
     text = json.dumps([step, own], sort_keys=True)
-    digests = gather(blake2b(text.encode(), digest_size=16).digest(), group)
-    if len(set(digests)) == 1:
+    words = gather_if_different(text.encode(), group)
+    if words is None:
         return
-    told = [json.loads(word) for word in gather(text.encode(), group)]
+    told = [json.loads(word) for word in words]
     by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
     for member, (at_step, held) in zip(members, told, strict=True):
         if held is not None:

@@ -48,7 +48,7 @@ class Captured:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """By "<object>/<path in its state>"."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """The class of each object, by name. Empty of what an earlier release has written."""
+    """The class of each object, by name."""
 
     def copied(self, into: Mapping[str, Tensor] | None = None) -> "Captured":
         """The same in memory of its own: that of `into` where it fits."""

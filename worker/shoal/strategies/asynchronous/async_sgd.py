@@ -13,8 +13,11 @@ object, whose learning rates travel with every push, unless a schedule of them w
   half-way through, another member creates what is missing, from its own initial values.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NoReturn
 
 import structlog
@@ -42,13 +45,11 @@ from shoal.strategies.asynchronous.optimizer_spec import (
 )
 from shoal.strategies.asynchronous.push_compression import PushCompressor
 from shoal.strategies.asynchronous.push_counts import PushCounts
-from shoal.strategies.asynchronous.push_options import PushOptions, level
-from shoal.strategies.asynchronous.shared_model import SharedModel
 from shoal.strategies.asynchronous.shared_values import SharedValues, bytes_of
 from shoal.strategies.asynchronous.staleness_clock import StalenessClock
 from shoal.strategies.asynchronous.staleness_policy import policy_in_words, to_policy
-from shoal.strategies.asynchronous.step_refusals import StepRefusals
 from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal.torch_private.schedulers import mark_stepped
 from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_client.parameters.dense import ParameterClient, PushResult
@@ -58,13 +59,135 @@ from shoal_proto.errors import (
     InvalidSpec,
     StalePush,
 )
-from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
+from shoal_proto.numbers_given import convert_fields
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
+from shoal_proto.v1.optimizer_pb2 import OptimizerSpec, StalenessPolicy
 
 log = structlog.get_logger(__name__)
 
+LEVELS = ("applied", "replicated", "durable")
+"""What a push may wait for."""
+MAX_REDONE = 16
+"""A member gives up a step that was taken again on fresh values so often."""
 BEGINNING_UPDATES = 100
 """Who first gets values with more updates behind them came to a job that trains already: whether
 the loss falls is not for it to tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedModel:
+    """The model that all members train together, as one of them holds it."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    values: SharedValues
+    """The model's parameters, to send and to fill."""
+    spec: OptimizerSpec
+    """What the servers do with what they are pushed."""
+    gradients: StepGradients
+    """Those of the whole model, with which no step begins."""
+    compressor: PushCompressor | None = None
+    """Of the member's gradients; None: they are pushed as they are."""
+    followed: FollowedSchedule | None = None
+    """Whose rates go with each push; None: those that the optimizer has."""
+
+    @cached_property
+    def untrained(self) -> Mapping[str, Tensor]:
+        """Parameters that are this member's own, by name."""
+        shared = self.values.parameters
+        return {name: each for name, each in self.model.named_parameters() if name not in shared}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """The options of a script's pushes."""
+
+    policy: StalenessPolicy
+    """What is done with gradients whose values others have changed since."""
+    schedule: LRScheduler | None
+    """Sent with the job; without a schedule, learning rates are sent with each push."""
+    acknowledgement: Acknowledgement.ValueType
+    """What a push waits for."""
+    lost_wait_s: float = 0.0
+    """How long a step waits for lost shards to come back."""
+    must_fall: bool = False
+    """Whether a loss that is not lower at the end than at first is an error."""
+    compression: Compression | None = None
+    """How gradients are made small before they are pushed."""
+
+    def __post_init__(self) -> None:
+        convert_fields(self, numbers=("lost_wait_s",))
+        if not 0.0 <= self.lost_wait_s < math.inf:
+            raise InvalidSpec(
+                "bad lost_wait_s", seen=str(self.lost_wait_s), expected="0 or more seconds, finite"
+            )
+        if self.compression is not None and self.policy.kind == "compensate":
+            raise InvalidSpec(
+                "compressed gradients cannot be corrected for delay",
+                seen=f"compression={str(self.compression)!r} with staleness='compensate'",
+                expected="one of the two",
+                fix="Delay compensation sends the values along that gradients were computed on,"
+                " which are not compressed: train with staleness='damp'.",
+            )
+
+
+def level(acknowledge: str) -> Acknowledgement.ValueType:
+    """The level of this name. Raises InvalidSpec where there is none."""
+    name = f"ACKNOWLEDGEMENT_{acknowledge.upper()}"
+    if acknowledge not in LEVELS:
+        raise InvalidSpec(
+            "no such level of acknowledgement",
+            seen=repr(acknowledge),
+            expected=" or ".join(LEVELS),
+        )
+    # Where a shard has no backup, "replicated" is what its primary alone can give.
+    return Acknowledgement.Value(name)
+
+
+class StepRefusals:
+    """The refusals of the step in progress by shards for which it was too stale: what to push
+    again, and when to give up."""
+
+    def __init__(self) -> None:
+        self.shards: frozenset[int] = frozenset()
+        """Which refused it last; what the others have counts."""
+        self.num_redone = 0
+        self._passes = StepPasses()
+
+    def begin(self, model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
+        """A step begins that may be refused. What it changes of the model's buffers, and of these
+        parameters, is undone then; those that are trained are the servers'."""
+        self._passes.begin(model, untrained)
+
+    @property
+    def may_redo(self) -> bool:
+        """Whether the step is to be taken once more."""
+        return self.num_redone <= MAX_REDONE
+
+    def refused(self, stale: Mapping[int, StalePush], step: int) -> None:
+        """So many steps were taken before this one. Raises StateLost as `check_whole`."""
+        self.shards = frozenset(stale)
+        self.num_redone += 1
+        self._passes.undo()
+        self._passes.check_whole(step)
+
+    def over(self) -> None:
+        """The step was taken."""
+        self.shards, self.num_redone = frozenset(), 0
+        if self._passes.in_step:
+            self._passes.settle()
+            self._passes.commit()
+
+    def tell(self, step: int, refusal: StalePush) -> NoReturn:
+        """Raise the refusal, or that there were too many."""
+        if self.may_redo:
+            raise refusal
+        raise StalePush(
+            f"step {step} was refused as too stale again and again",
+            seen=f"{self.num_redone} times, at last with {refusal.seen}",
+            expected=refusal.expected,
+            fix="Raise reject_above, or let this member have smaller batches.",
+        )
 
 
 class AsyncSGD(Strategy):

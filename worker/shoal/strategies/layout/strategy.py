@@ -36,12 +36,13 @@ from shoal.strategies.compiled_models import not_compiled
 from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import found_by_any
-from shoal.strategies.synchronous.step_agreement import Deed
+from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.compiling import is_routing_compiled
 from shoal.torch_private.dtensor import clear_sharding_cache
 from shoal.weights.pieces import HeldWeights, held_in
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
+from shoal_proto.v1 import membership_pb2 as pb
 
 
 class LayoutStrategy(SynchronousStrategy):
@@ -140,7 +141,7 @@ class LayoutStrategy(SynchronousStrategy):
             group=group,
             generation=generation.number,
             kept_rooms=self._generation_group.kept_rooms,
-            completes_passes=self.position.meets_in_passes,
+            completes_passes=True,
             makes_passes=True,
             exchanges=self.position.exchanges,
         )
@@ -151,7 +152,9 @@ class LayoutStrategy(SynchronousStrategy):
         self._generation_group.kept_rooms.clear()
         binding = OptimizerBinding(self._meta_model, self._optimizer, layout)
         members = frozenset(entry.member_id for entry in generation.entries)
-        held = self._peer_checkpoints.held(members)
+        held = self._peer_checkpoints.held(
+            frozenset(e.member_id for e in generation.entries if e.state == pb.STATE_ACTION_KEEP)
+        )
         source, _ = receivers_of(generation)
         if not held and not self._has_state and world.rank == source:
             held.append(into_shard(self._meta_model.initial(), self._registered.current()))
@@ -267,7 +270,11 @@ class LayoutStrategy(SynchronousStrategy):
         # In the midst of an update there is neither the old state nor the new.
         is_whole = self._whole and self._passes.is_whole
         self._whole = self._passes.is_whole = True
-        self._peer_checkpoints.stop((lambda: self._collect(binding)) if is_whole else None)
+        if is_whole:
+            others = binding.layout.stepped_by_others
+            self._peer_checkpoints.stop(lambda: self._collect(binding), stepped_by_others=others)
+        else:
+            self._peer_checkpoints.stop_within_update(self._step, binding.begun)
 
     def num_moved(self) -> int:
         filling, binding = self._filling, self._binding
@@ -356,7 +363,7 @@ class LayoutStrategy(SynchronousStrategy):
             super().update()
         optimizers = self._passes.take("session.update")
         layout = self._gradients_of(optimizers)
-        self._agree_on(Deed.UPDATE)
+        self._agree_on(OptimizerAction.UPDATE)
         self._generation_group.check()
         stepped = self._passes.models(optimizers)
         held = [t for name, t in layout.held.items() if name.partition(".")[0] in stepped]
@@ -441,7 +448,7 @@ class LayoutStrategy(SynchronousStrategy):
     def _clip_chosen(self, max_norm: float) -> Tensor:
         """Of several optimizers."""
         layout = self._gradients_of(self._passes.take("session.clip_grad_norm"))
-        self._agree_on(Deed.CLIP)
+        self._agree_on(OptimizerAction.CLIP)
         own = {id(each) for each in self._passes.parameters(self._optimizer)}
         among = [name for name, each in layout.parameters.items() if id(each) in own]
         return clip(layout, max_norm, among)

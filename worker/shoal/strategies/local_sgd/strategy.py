@@ -35,8 +35,7 @@ from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
 from shoal.strategies.local_sgd.outer_loop import OuterLoop
 from shoal.strategies.local_sgd.outer_step import OuterStep
-from shoal.strategies.local_sgd.round import Round
-from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_proto.errors import (
@@ -52,6 +51,50 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 _PLAIN = OuterStep()
+
+
+class Round:
+    """The steps that a member has taken by itself since all members last met: their weights, the
+    hyperparameters of each, and what to call once they are acknowledged."""
+
+    def __init__(self) -> None:
+        self.applied: dict[int, Values] = {}
+        """The hyperparameters of each step."""
+        self.conflict = ""
+        """Why a step that is taken again is not the same, if one is not."""
+        self.weight = 0.0
+        """Of the step under way, as below."""
+        self._weights = 0.0
+        self._unacknowledged: list[Callable[[], None]] = []
+
+    def note(self, step: int, hyper: Hyperparameters) -> None:
+        """Step number `step` is about to be taken: with what a schedule now says."""
+        self.conflict = self.conflict or hyper.conflict(step)
+        hyper.apply(step)
+        self.applied[step] = hyper.now()
+
+    def stepped(self, acknowledged: Callable[[], None]) -> None:
+        """A step was taken; `acknowledged` is called when its round has ended."""
+        self._weights += self.weight
+        self._unacknowledged.append(acknowledged)
+
+    def mean_weight(self, num_steps: int) -> float:
+        """In each step the members' weights average to one, and so do these."""
+        return self._weights / num_steps
+
+    def end(self) -> None:
+        """All members have met; the next round begins."""
+        self.applied.clear()
+        self._weights = 0.0
+        while self._unacknowledged:
+            self._unacknowledged.pop(0)()
+
+    def give_up(self) -> None:
+        """Its steps are rolled back."""
+        self.applied.clear()
+        self.conflict = ""
+        self._weights = 0.0
+        self._unacknowledged.clear()
 
 
 class LocalSGD(SynchronousStrategy):

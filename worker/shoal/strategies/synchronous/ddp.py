@@ -1,36 +1,41 @@
 """Data parallel: every member holds the whole model; gradients are averaged in each step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
+from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.compression.wire import Traffic
-from shoal.data.batches import Order, Position
+from shoal.data.batches import Order
 from shoal.layouts.base import Layout, World
+from shoal.layouts.buffers import RunningBuffers
 from shoal.layouts.gradients import not_reduced
 from shoal.layouts.optimizer_binding import MetaModel
 from shoal.layouts.replicated import ReplicatedLayout, checked_bucket, meets_in_forward
 from shoal.membership.generation import Generation, receivers_of
-from shoal.membership.step_messages import StepMessages, refuse_earlier
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
-from shoal.model.gradients import StepGradients, refuse_layers, refuse_parameter_hooks
+from shoal.model.gradients import (
+    StepGradients,
+    refuse_layers,
+    refuse_parameter_hooks,
+    watch_parameters,
+)
 from shoal.model.several import models_of, proxies_of, refuse_untrained
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
-from shoal.state.plain_values import without_marks
 from shoal.state.registered.objects import into_shard, into_state, of_shard, of_state
 from shoal.state.replicated import ReplicatedState, State
 from shoal.state.shards import StateShard
@@ -38,13 +43,34 @@ from shoal.state.transfer import receive, send
 from shoal.state.whole_model import on_host
 from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
-from shoal.strategies.synchronous.model_replica import ModelReplica
-from shoal.strategies.synchronous.step_agreement import Deed
+from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.replicated_module import ReplicatedModule
 from shoal.torch_private.tensors import foreach_mul_
 from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_proto.errors import GenerationBroken, InvalidSpec
+
+
+class ModelReplica:
+    """A whole model in one generation: torch's wrapper, what averages its gradients, and the
+    running statistics that are shared."""
+
+    def __init__(self, ddp: ReplicatedModule, exchange: GradientExchange) -> None:
+        self.ddp = ddp
+        self.exchange = exchange
+        self.running = RunningBuffers(ddp.module)
+        self._watching: list[RemovableHandle] = []
+
+    def watch(self, ours: Callable[[], bool]) -> None:
+        """From here on gradients are averaged, and only those that are `ours` may come."""
+        self._watching = watch_parameters(self.ddp.module.parameters(), ours)
+        self.ddp.register_comm_hook(None, self.exchange.average)
+
+    def release(self) -> None:
+        """Let go of the model and the group."""
+        while self._watching:
+            self._watching.pop().remove()
+        self.ddp.release()
 
 
 class DDP(SynchronousStrategy):
@@ -59,7 +85,6 @@ class DDP(SynchronousStrategy):
 
     name = "ddp"
     carries = True
-    meets_earlier = True
     trains_several = True
     syncs_batchnorm = True
     changes_batch_size = True
@@ -154,35 +179,17 @@ class DDP(SynchronousStrategy):
     def _align(self, generation: Generation, group: dist.ProcessGroup) -> None:
         """Give every member the state of the source."""
         source, receivers = receivers_of(generation)
-        is_earlier = self.position.form is StepMessages.EARLIER
-        if self.origin != Position():
-            refuse_earlier(self.position.form, "another batch size than the run began with")
         if generation.rank == source and receivers:
-            own = self._state.collect(self._step)
-            if is_earlier:
-                own = self._for_earlier(own)
-            state = into_state(own, self._registered.current())
-            send(self._checkpoints.samples.carried(state), receivers, group, direct=is_earlier)
+            state = into_state(self._state.collect(self._step), self._registered.current())
+            send(self._checkpoints.samples.carried(state), receivers, group)
         elif generation.rank in receivers:
-            state = receive(source, receivers, group, direct=is_earlier)
+            state = receive(source, receivers, group)
             held, self._has_state = self._has_state, False
             # In place: if it fails half-way, this is neither the old state nor the new.
             self.restore(state)
             self._has_state = held
         if receivers or not self.position.is_shared:
             check_same_step(generation.number, self._step, group)
-
-    def _for_earlier(self, state: State) -> State:
-        """The state as members of release 0.1.0 take it.
-
-        Raises InvalidSpec for an optimizer that keeps what they know no notation for.
-        """
-        try:
-            values = {key: without_marks(each) for key, each in state.values.items()}
-        except ValueError:
-            refuse_earlier(self.position.form, "an optimizer that keeps dictionaries, or the like,")
-            raise
-        return replace(state, values=values)
 
     def _wrap(self, group: dist.ProcessGroup) -> None:
         for name, model in models_of(self._model).items():
@@ -268,7 +275,7 @@ class DDP(SynchronousStrategy):
             raise self._not_averaged(each.ddp.module for each in replicas)
         for replica in replicas:
             replica.exchange.check(self._step)
-        self._agree_on(Deed.UPDATE)
+        self._agree_on(OptimizerAction.UPDATE)
         self._generation_group.check()
         held = [each for replica in replicas for each in replica.ddp.module.parameters()]
         self._passes.update(self._optimizer, optimizers, held)
@@ -296,7 +303,7 @@ class DDP(SynchronousStrategy):
             whole: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
             return whole
         self._passes.take("session.clip_grad_norm")
-        self._agree_on(Deed.CLIP)
+        self._agree_on(OptimizerAction.CLIP)
         norm: Tensor = torch.nn.utils.clip_grad_norm_(
             self._passes.parameters(self._optimizer), max_norm
         )
@@ -337,7 +344,7 @@ class DDP(SynchronousStrategy):
     def _without_gradients(self) -> Sequence[str]:
         """What the optimizer will pass over here, as where a script has dropped gradients: it has
         to be the same on every member. Of several models, each has its turn."""
-        if self._passes.training is not None or not self.position.meets_in_passes:
+        if self._passes.training is not None:
             return ()
         parameters = self._state.parameters.items()
         return [name for name, each in parameters if each.grad is None and each.requires_grad]

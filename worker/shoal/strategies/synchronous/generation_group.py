@@ -19,7 +19,6 @@ from shoal.backends.shared_memory.rooms import KeptRooms
 from shoal.membership.alone import LoneStore
 from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
-from shoal.membership.step_messages import all_know_present
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import InternalError, NonFiniteGradient
 
@@ -75,7 +74,6 @@ class GenerationGroup:
             address=LOOPBACK if one_host else me.address,
             bring_up_s=LONGEST_S if watched else limits.bring_up_s,
             collective_s=LONGEST_S if watched else limits.collective_s,
-            tells_compactly=all_know_present(generation.record.roster),
         )
         store = (
             LoneStore()

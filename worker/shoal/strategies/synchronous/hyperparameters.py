@@ -39,7 +39,6 @@ class Hyperparameters:
         self._failed: tuple[int, Values] | None = None
         self._conflict = ""
         self._now: Values = ()
-        self._digest = 0
         self._seen: list[object] | None = None
         """The very objects that `_now` was made of, where none of them can change by itself."""
 
@@ -69,15 +68,9 @@ class Hyperparameters:
         )
         lasting = all(_lasts(v) for g in groups for key, v in g.items() if key != "params")
         self._seen = seen if lasting else None
-        if found != self._now or not self._digest:
+        if found != self._now:
             self._now = found
-            self._digest = digest_of(found)
         return self._now
-
-    def digest(self) -> int:
-        """A positive number below 2**56 that stands for `now`."""
-        self.now()
-        return self._digest
 
     def failed(self, step: int) -> None:
         """An attempt at the step after `step` committed ones did not come to its end."""

@@ -1,11 +1,12 @@
-"""Where the members' scripts stand between two steps, and where they are to end.
+"""The position of a member's script between two steps, and the step after which it is to end.
 
 A call that members make together between steps (an evaluation, a sum) is made anew in the next
-generation if a member is lost. Its last act waits for all: who comes through that has confirmed it,
-and knows that all others have the result. Who has the result and loses somebody there returns with
-it all the same; whether the others have it too is found out when the next generation begins.
+generation if a member is lost. It ends with a collective: a member that returns from that has
+confirmed the call, and knows that all others have the result. A member that has the result and
+loses a peer in that collective returns all the same; whether the others have the result too is
+found out when the next generation begins.
 
-A script that wishes to stop says so in the agreement on the next step, or when a generation begins.
+A script that wishes to stop says so in its vote on the next step, or when a generation begins.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.layer_exchanges import LayerExchanges
-from shoal.membership.step_messages import StepMessages
 from shoal.strategies.synchronous.script_places import Place
 from shoal.strategies.synchronous.writes.state_inspection import StateInspection
 
@@ -26,61 +26,54 @@ NO_STATE = -1
 
 
 class AmidACall(OSError):
-    """The others are in the midst of a call that this member's script is past, or did not come to.
+    """The other members are in a call that this member's script is past, or did not come to.
 
     An OSError: as with a port or a device that is taken, it may be otherwise a moment later.
     """
 
 
-class Stopped(Exception):
-    """A step is not taken, by any member: the script of one of them has stopped before it."""
+class StepStopped(Exception):
+    """The step is taken by no member: the script of one of them has stopped before it."""
 
 
 @dataclass
 class ScriptPosition:
-    """One member's, since the last committed step."""
+    """One member's position since the last committed step."""
 
     num_calls: int = 0
-    """So many such calls are confirmed."""
+    """Confirmed calls."""
     in_call: bool = False
     unconfirmed: bool = False
-    """The script has the result of one more."""
+    """True if the script has the result of one more call."""
     wish: int | None = None
-    """The step behind which this member's script wishes to stop."""
+    """The step after which this member's script wishes to stop."""
     stop_at: int | None = None
-    """The step behind which all members do."""
+    """The step after which all members stop."""
     reason: str = ""
-    """Why, in the words of whoever wished it."""
+    """The reason, in the words of the script that wished it."""
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
     """True if this member is to leave and no generation follows without it."""
     checkpoint_at: int | None = None
     """The step of which all members write a checkpoint, since one of them leaves so."""
     is_shared: bool = False
-    """Whether the generation began with all members behind the same step, with its state."""
-    form: StepMessages = StepMessages.PRESENT
-    """In which form the members of the generation tell each other of a step."""
+    """True if the generation began with all members after the same step, with its state."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
-    """Where members that split layers have met for them, in the present generation."""
+    """The meetings of members that split layers, in the present generation."""
     norms: list[float] = field(default_factory=list)
-    """What the script has clipped gradients to in the present step."""
+    """The norms that the script has clipped gradients to in the present step."""
     inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
-    """Of what the optimizer keeps behind each step."""
+    """A look at what the optimizer keeps after each step."""
     _place: Place | None = None
-    """Where the script waits for others, but for the step."""
-
-    @property
-    def meets_in_passes(self) -> bool:
-        """Whether members make gradients those of the whole batch behind each pass. One of release
-        0.1.0 does so at the end of the step, where the others would not be."""
-        return self.form is not StepMessages.EARLIER
+    """The point at which the script waits for others, without the step."""
 
     def stands(self, what: str, *, is_call: bool = False) -> None:
-        """The script waits for others there from now on, if it waits."""
+        """Note the point at which the script waits for others from now on, if it waits."""
         self._place = Place(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
 
     @contextmanager
     def waits(self, what: str) -> Iterator[None]:
-        """Within, the script waits in a call of a step that all members make together."""
+        """Note, within the block, that the script waits in a call that all members make together in
+        a step."""
         before = self._place
         self.stands(what, is_call=True)
         try:
@@ -89,28 +82,28 @@ class ScriptPosition:
             self._place = before
 
     def place(self, step: int) -> Place:
-        """Where the script waits, if it waits. Any thread."""
+        """The point at which the script waits, if it waits. Any thread."""
         place = self._place
         if place is None or self.unconfirmed:
             return Place(step=step, num_calls=self.num_calls, what="")
         return replace(place, step=step)
 
     def stop(self, step: int, reason: str) -> None:
-        """The script wishes that no step behind this one is taken."""
+        """Note the script's wish that no step after this one is taken."""
         if self.wish is None:
             self.wish, self.reason = step, reason
 
     def agree_to_stop(self, step: int) -> None:
-        """All members stop behind this step."""
+        """Note that all members stop after this step."""
         self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
 
     def begin_step(self, step: int) -> None:
-        """A step begins, behind so many."""
+        """A step begins, after so many committed ones."""
         self.stands(f"session.step() behind {step} steps")
         self.norms.clear()
 
     def undo(self, step: int) -> None:
-        """What was wished within a step that did not happen is not wished any more."""
+        """Forget the wishes of a step that was rolled back."""
         self._place = None
         if self.wish is not None and self.wish > step:
             self.wish = None
@@ -123,22 +116,19 @@ class ScriptPosition:
         self.num_calls, self.unconfirmed = 0, False
 
     def returns(self, *, confirmed: bool) -> None:
-        """The call that is under way has a result."""
+        """The call in progress has a result."""
         self.in_call = False
         self._place = None
         self.num_calls += int(confirmed)
         self.unconfirmed = not confirmed
 
     def meet(self, group: dist.ProcessGroup, step: int, *, has_state: bool) -> None:
-        """Collective, when a generation begins: find out what became of a call under way.
+        """Find out what became of a call in progress. Collective, when a generation begins.
 
-        Raises AmidACall where this member would be in the way of the others. Members that tell of a
-        step in the earlier form do not meet.
+        Raises AmidACall where this member would be in the way of the others.
         """
         self.is_shared = False
         self.exchanges = LayerExchanges()
-        if self.form is StepMessages.EARLIER:
-            return
         message = torch.zeros(group.size(), NUM_WORDS, dtype=torch.int64)
         message[group.rank()] = torch.tensor(self.words(step, has_state=has_state))
         wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
@@ -147,14 +137,14 @@ class ScriptPosition:
         self.is_shared = has_state and all(row[0] == step for row in told)
 
     def words(self, step: int, *, has_state: bool) -> list[int]:
-        """What the others are told."""
+        """This member's position, as integers for the others."""
         at_step = step if has_state else NO_STATE
         ends = [step for step in (self.wish, self.stop_at) if step is not None]
         end = min(ends) + 1 if ends else 0
         return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
 
     def follow(self, told: Sequence[Sequence[int]], own_step: int) -> None:
-        """What follows from what each member told; pure."""
+        """Take over what follows from the positions of all members; pure."""
         newest = max(step for step, *_ in told)
         if newest == NO_STATE:
             return

@@ -18,13 +18,12 @@ from shoal.backends.process_group.interface import Backend, Group
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.samples import TrainedSamples
 from shoal.data.batches import Order, Position
-from shoal.layouts.synced_batchnorm import Members
 from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
-from shoal.membership.step_messages import FormFinding, refuse_earlier
 from shoal.state.registered.comparison import UNTRAINED, compare
 from shoal.state.registered.objects import RegisteredState
 from shoal.state.resharding import gather
+from shoal.step_context import BatchNormMembers
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
 from shoal.strategies.synchronous.generation_group import GenerationGroup
@@ -33,8 +32,9 @@ from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import update
 from shoal.strategies.synchronous.script_places import ScriptPlaces
 from shoal.strategies.synchronous.script_position import ScriptPosition
-from shoal.strategies.synchronous.step_agreement import Deed, StepAgreement
+from shoal.strategies.synchronous.step_agreement import StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
+from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.torch_private.amp import scale_of
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
@@ -152,13 +152,10 @@ class SynchronousStrategy(Strategy):
         group = self._new_group(generation)
         members = [entry.member_id for entry in generation.entries]
         self._set_stage(TrainerStage.BRINGING_UP, generation.number)
-        finding = FormFinding(generation, self._store(generation))
         try:
-            finding.announce()
             process_group = self._generation_group.open(group)
             opened_s = time.perf_counter()
             self._set_stage(TrainerStage.BRINGING_UP, generation.number, process_group)
-            self.position.form = finding.form()
             self.position.meet(process_group, self._step, has_state=self._has_state)
             if self._registered:
                 self._compare_registered(process_group, members)
@@ -191,11 +188,11 @@ class SynchronousStrategy(Strategy):
             state_s=round(time.perf_counter() - opened_s, 4),
         )
 
-    def members(self, *, has_samples: bool) -> Members | None:
-        """With whose samples BatchNorm normalises those of this member's passes, if with any."""
+    def batchnorm_members(self, *, has_samples: bool) -> BatchNormMembers | None:
+        """The members whose samples BatchNorm normalises together; None: each its own."""
         if not self.syncs_batchnorm or self._process_group is None:
             return None
-        return Members(self._process_group, has_samples)
+        return BatchNormMembers(self._process_group, has_samples)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -373,10 +370,10 @@ class SynchronousStrategy(Strategy):
             expected="session.step() alone, which steps the optimizer when its block ends",
         )
 
-    def _agree_on(self, deed: Deed) -> None:
+    def _agree_on(self, action: OptimizerAction) -> None:
         """See `StepAgreement.meet`, of the chosen ones of several optimizers."""
         if self._agreement is not None and self._passes.training is not None:
-            self._agreement.meet(deed, self._passes.chosen)
+            self._agreement.meet(action, self._passes.chosen)
 
     def begin_part(self, index: int, num_parts: int) -> None:
         if self._passes.training is not None:
@@ -404,7 +401,7 @@ class SynchronousStrategy(Strategy):
         """
         if self._agreement is not None and self.passes_meet:
             self._agreement.passing()
-            self._agree_on(Deed.PASS)
+            self._agree_on(OptimizerAction.BACKWARD)
         return self._passes.weighing()
 
     def _announce(self) -> None:
@@ -435,7 +432,6 @@ class SynchronousStrategy(Strategy):
         agreement = self._agreement
         if agreement is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
-        refuse_earlier(self.position.form, "session.backward(loss, weight=...)")
         agreement.weights.add(weight)
         return weight / agreement.weights.unit
 
@@ -485,6 +481,16 @@ class SynchronousStrategy(Strategy):
         self._checkpoints.conclude()
         self.hand_over()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+
+    def has_leftovers(self) -> bool:
+        try:
+            self._generation_group.check()
+        except GenerationBroken:
+            return True
+        except RuntimeError as error:
+            # The device itself has failed.
+            log.debug("device_failed", reason=str(error)[:300])
+        return False
 
     def is_failure(self, error: BaseException) -> bool:
         return self._backend.is_failure(error)

@@ -21,8 +21,8 @@ class Offer:
     born: int
     """The epoch in which the shard got its first values: those of another one are others."""
     run: str = ""
-    """That of the record which the primary goes by: epochs of another run are others. Empty: of a
-    release that does not say."""
+    """That of the record which the primary goes by: epochs of another run are others. Empty: not
+    stated."""
 
 
 @dataclass(frozen=True, slots=True)

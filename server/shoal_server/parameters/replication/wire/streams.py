@@ -1,6 +1,7 @@
 """The stream to another server: a bulk connection where there is one, else a gRPC call."""
 
 import asyncio
+import mmap
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
@@ -13,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from shoal_proto import bulk
 from shoal_proto.bulk import Kind
-from shoal_proto.bulk_opening import SharedMemory, greet, reach
+from shoal_proto.bulk_opening import greet, reach
 from shoal_proto.errors import MalformedMessage, ShoalError, Unavailable
 from shoal_proto.status import from_detail
 from shoal_proto.tls.channels import open_aio_channel
@@ -144,7 +145,7 @@ class BulkStream:
     async def write(self, frame: Frame) -> None:
         if isinstance(frame, Piece) and self._places is not None:
             at = await self._places.fill(frame.data)
-            await self._send(_placed(frame, at, self._places))
+            await self._send(_placed(frame, at))
         elif isinstance(frame, Piece):
             head = bulk.header(
                 Kind.PIECE,
@@ -175,7 +176,7 @@ class BulkStream:
         at = places.fill_now(piece.data)
         if at is None:
             return False
-        if self._wire.send_now(message + _placed(piece, at, places)):
+        if self._wire.send_now(message + _placed(piece, at)):
             places.lend(at, len(piece.data), keep)
             return True
         places.free(at)
@@ -241,27 +242,21 @@ class BulkStream:
         )
 
 
-def _placed(piece: Piece, at: int, places: Places) -> bytes:
+def _placed(piece: Piece, at: int) -> bytes:
     """What tells of a piece that lies there."""
     return bulk.header(
         Kind.PLACED,
         offset_bytes=piece.offset_bytes,
         num_bytes=len(piece.data),
         at=at,
-        checksum=piece.checksum if places.is_summed else 0,
     )
 
 
 async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | None":
     """A stream that has begun; None where there is no way but gRPC. Raises grpc.RpcError."""
-    try:
-        offer: OpenBulkReply = await ReplicationStub(channel).OpenBulk(
-            OpenFollowRequest(), timeout=OPEN_S
-        )
-    except grpc.aio.AioRpcError as error:
-        if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-            raise
-        return None
+    offer: OpenBulkReply = await ReplicationStub(channel).OpenBulk(
+        OpenFollowRequest(), timeout=OPEN_S
+    )
     if not offer.port:
         return None
     opening = asyncio.get_running_loop().run_in_executor(None, _open, offer, address)
@@ -274,8 +269,8 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
     except (OSError, ShoalError) as error:
         log.info("bulk_connection_failed", address=address, reason=repr(error))
         return None
-    connected, shared = opened
-    places = Places(shared.mapped, is_summed=shared.is_summed) if shared is not None else None
+    connected, mapped = opened
+    places = Places(mapped) if mapped is not None else None
     stream = BulkStream(FrameConnection(connected), address, places)
     try:
         await stream.begin()
@@ -285,17 +280,17 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
     return stream
 
 
-def _open(offer: OpenBulkReply, address: str) -> tuple[socket.socket, SharedMemory | None]:
+def _open(offer: OpenBulkReply, address: str) -> tuple[socket.socket, mmap.mmap | None]:
     connected = secured(reach(offer, address))
     try:
-        shared = greet(connected, offer.key, NUM_PLACES * PLACE_BYTES, is_summed=False)
+        mapped = greet(connected, offer.key, NUM_PLACES * PLACE_BYTES)
         connected.setblocking(False)
     except BaseException:
         connected.close()
         raise
-    return connected, shared
+    return connected, mapped
 
 
-def _discard(opening: "asyncio.Future[tuple[socket.socket, SharedMemory | None]]") -> None:
+def _discard(opening: "asyncio.Future[tuple[socket.socket, mmap.mmap | None]]") -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result()[0].close()

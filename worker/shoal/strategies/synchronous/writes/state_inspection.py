@@ -1,4 +1,4 @@
-"""A look at what an optimizer keeps, behind each step: whether it can be handed to a member."""
+"""A look at what an optimizer keeps after each step: can it be handed to a member?"""
 
 import json
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 
 
 class StateInspection:
-    """One optimizer's, step by step.
+    """Inspection of one optimizer, step by step.
 
     Members whose states are parts of one raise a refusal together: in the job's first step, before
-    a checkpoint, and else when they agree on the next step. What is the same as behind the last
+    a checkpoint, and else with their votes on the next step. What is the same as after the last
     step is not looked at again: in nearly every step all of it, but for numbers that count.
     """
 

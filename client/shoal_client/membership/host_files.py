@@ -1,0 +1,105 @@
+"""Answers that the processes of one host share: the first that needs one asks for all of them."""
+
+import fcntl
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+MAX_FILES = 8
+LOOK_AGAIN_S = 0.005
+"""The kernel notifies nobody of a file lock that is released."""
+_DIGEST_BYTES = 32
+
+
+class HostFiles:
+    """Answers in a directory that a launcher made for its workers, one file each.
+
+    A file begins with a digest of the rest, so that one that is cut off is not believed. A lock
+    keeps two processes from asking for the same; the kernel releases it when its holder ends, and
+    a holder that stands still is waited for only `wait_s`. Without a directory each process asks
+    for itself.
+    """
+
+    def __init__(self, directory: Path, closing: threading.Event, wait_s: float) -> None:
+        """`closing` ends a wait for another process."""
+        self._directory = directory
+        self._closing = closing
+        self._wait_s = wait_s
+
+    def get(self, asked: str, ask: Callable[[], bytes]) -> bytes:
+        """The answer to what was asked; `ask` gets it if no process of this host has it.
+
+        Raises what `ask` raises.
+        """
+        path = self._directory / hashlib.sha256(asked.encode()).hexdigest()
+        if (found := _read(path)) is not None:
+            return found
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            log.info("nothing_shared", directory=str(self._directory), reason=str(error))
+            return ask()
+        with locked(self._directory, self._closing, self._wait_s):
+            if (found := _read(path)) is not None:
+                return found
+            answer = ask()
+            self._write(path, answer)
+            return answer
+
+    def _write(self, path: Path, answer: bytes) -> None:
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        try:
+            unfinished.write_bytes(hashlib.sha256(answer).digest() + answer)
+            unfinished.rename(path)
+            files = [each for each in self._directory.iterdir() if each.name != "lock"]
+            files.sort(key=lambda each: each.stat().st_mtime)
+            for old in files[:-MAX_FILES]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            # The other processes ask for themselves.
+            log.info("answer_not_shared", directory=str(self._directory), reason=str(error))
+
+
+def _read(path: Path) -> bytes | None:
+    """The answer that another process left, if it is whole."""
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        return None
+    answer = kept[_DIGEST_BYTES:]
+    return answer if hashlib.sha256(answer).digest() == kept[:_DIGEST_BYTES] else None
+
+
+@contextmanager
+def locked(directory: Path, closing: threading.Event, wait_s: float) -> Iterator[None]:
+    """Hold the directory's lock; go on without it after `wait_s`, or once `closing` is set."""
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        log.info("nothing_shared", directory=str(directory), reason=str(error))
+        yield
+        return
+    try:
+        give_up_s = time.monotonic() + wait_s
+        while not _lock(descriptor) and time.monotonic() < give_up_s:
+            if closing.wait(LOOK_AGAIN_S):
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

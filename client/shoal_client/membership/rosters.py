@@ -1,0 +1,72 @@
+"""Rosters that a notice leaves out, found by their digests.
+
+A member keeps the newest rosters that it was shown. Others it takes from the files that the members
+of its host share, or fetches from the coordinator.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from shoal_client.membership.host_files import HostFiles
+from shoal_proto.errors import InternalError, MalformedMessage, Unavailable, UnknownGeneration
+from shoal_proto.rosters import roster_digest, unpack
+from shoal_proto.v1 import membership_pb2 as pb
+
+KEPT_ROSTERS = 2
+"""The roster that trains, and the newest one that was shown."""
+LOCK_WAIT_S = 2.0
+"""For another member of the host that fetches; then this one fetches too."""
+
+Fetch = Callable[[str, float], bytes]
+"""Gets the packed roster of a digest from the coordinator, within so many seconds."""
+
+
+class Rosters:
+    """Rosters of one member. Used by the thread that holds its stream."""
+
+    def __init__(self, fetch: Fetch, shared: HostFiles | None = None) -> None:
+        self._fetch = fetch
+        self._shared = shared
+        self._kept: OrderedDict[str, pb.Roster] = OrderedDict()
+
+    def complete(self, notice: pb.Notice, timeout_s: float) -> pb.Notice:
+        """The notice with its whole roster, if it is a Prepare or a committed record.
+
+        Raises Unavailable if the roster is over: a new stream brings what there is to do now.
+        """
+        shown: pb.Prepare | pb.GenerationRecord
+        if notice.HasField("prepare"):
+            shown = notice.prepare
+        elif notice.outcome.verdict == pb.VERDICT_COMMITTED:
+            shown = notice.outcome
+        else:
+            return notice
+        if not shown.roster.entries:
+            roster = self._kept.get(shown.digest) or self._fetched(shown.digest, timeout_s)
+            shown.roster.CopyFrom(roster)
+        self._kept[shown.digest] = shown.roster
+        self._kept.move_to_end(shown.digest)
+        while len(self._kept) > KEPT_ROSTERS:
+            self._kept.popitem(last=False)
+        return notice
+
+    def _fetched(self, digest: str, timeout_s: float) -> pb.Roster:
+        def fetch() -> bytes:
+            try:
+                return self._fetch(digest, timeout_s)
+            except UnknownGeneration as error:
+                raise Unavailable(
+                    "the roster of a notice is over", seen=str(error), fix="Attend again."
+                ) from error
+
+        packed = self._shared.get(digest, fetch) if self._shared is not None else fetch()
+        try:
+            roster = unpack(pb.Roster, packed)
+            seen = f"digest {roster_digest(roster)}"
+        except MalformedMessage as error:
+            seen = str(error)
+        if seen != f"digest {digest}":
+            raise InternalError(
+                "a roster is not the one that was asked for", seen=seen, expected=f"digest {digest}"
+            )
+        return roster

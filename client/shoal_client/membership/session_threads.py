@@ -1,0 +1,112 @@
+"""The threads of a membership, and the stream of notices that one of them holds."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import grpc
+import structlog
+
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.connection.first_reply import FirstReplyTimeout
+from shoal_client.connection.tls_refusals import explained, note_answer
+from shoal_proto.errors import InternalError, ShoalError
+from shoal_proto.status import from_rpc_error
+from shoal_proto.tls.names import COORDINATOR_NAME
+from shoal_proto.traces import tracing
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+log = structlog.get_logger(__name__)
+
+FIRST_ANSWER_S = 1.0
+"""A coordinator that says nothing for so long is left for another, twice as late each time."""
+
+
+class HeldStream:
+    """A member's, one after another: held by one thread, cancelled by any."""
+
+    def __init__(self, closing: threading.Event, joining: tracing.Ongoing) -> None:
+        """`closing`: set before the last `cancel`; none is held from then on. `joining`: the span
+        that attending is part of while it lasts."""
+        self.address = ""
+        """Of the coordinator that it goes to, or last went to."""
+        self._closing = closing
+        self._joining = joining
+        self._lock = threading.Lock()
+        self._call: grpc.Call | None = None
+        self._first_reply = FirstReplyTimeout(FIRST_ANSWER_S)
+
+    def hold(
+        self,
+        coordinators: Coordinators,
+        request: pb.AttendRequest,
+        hear: Callable[[pb.Notice], None],
+    ) -> ShoalError | None:
+        """Until the stream ends, or `hear` raises a ShoalError; what it ended with."""
+        address = self.address = coordinators.current
+        try:
+            with self._joining.within(), tracing.span("Attend"):
+                tracing.mark(request.token)
+                stream = MembershipStub(coordinators.channel()).Attend(request)
+            with self._lock:
+                self._call = stream
+                if self._closing.is_set():
+                    # The session was closed in between, and found no stream to cancel.
+                    stream.cancel()
+            with self._first_reply.until_answered(stream):
+                for notice in stream:
+                    self._first_reply.answered()
+                    note_answer(address)
+                    hear(notice)
+        except grpc.RpcError as rpc_error:
+            found = from_rpc_error(rpc_error, address)
+            return self._first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
+        except ShoalError as answer_error:
+            # An answer to a notice did not get through, or came too late to count.
+            self.cancel()
+            return answer_error
+        return None
+
+    def cancel(self) -> None:
+        with self._lock:
+            if self._call is not None:
+                self._call.cancel()
+
+
+class SessionThreads:
+    """They end when `closing` is set, or one by one with an error: its own, or its script's."""
+
+    def __init__(self, on_failure: Callable[[ShoalError], None]) -> None:
+        """`on_failure` is told, on the thread, of one that can do its work no more."""
+        self._on_failure = on_failure
+        self.closing = threading.Event()
+        self.running: list[threading.Thread] = []
+
+    def start(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._run, args=(name, target), name=name, daemon=True)
+        self.running.append(thread)
+        thread.start()
+
+    def join(self, within_s: float | None = None) -> None:
+        """Wait for them, for `within_s` at the most."""
+        give_up_s = None if within_s is None else time.monotonic() + within_s
+        for thread in self.running:
+            if thread is not threading.current_thread():
+                thread.join(None if give_up_s is None else max(0.0, give_up_s - time.monotonic()))
+
+    def _run(self, name: str, target: Callable[[], None]) -> None:
+        try:
+            target()
+        except ShoalError as error:
+            self._on_failure(error)
+        except Exception as error:
+            log.exception("thread_failed", thread=name)
+            failure = InternalError(
+                f"a thread of the membership failed: {name}",
+                seen=repr(error),
+                fix="The log has where it failed. If it is your storage or network that failed,"
+                " start the worker again; if it is Shoal, please report it.",
+            )
+            failure.__cause__ = error
+            self._on_failure(failure)

@@ -1,1 +1,0 @@
-"""The threads of a membership, and the stream that one of them holds."""

@@ -1,0 +1,49 @@
+"""Pauses between attempts: one policy for clients of the coordinators, of etcd, and for servers."""
+
+FIRST_S = 0.02
+LONGEST_S = 1.0
+PROMPT_S = 3.0
+"""The length of a fail-over, as a rule: for so long no pause is longer than PROMPT_LONGEST_S."""
+PROMPT_LONGEST_S = 0.2
+
+
+_MOST_DOUBLINGS = 64
+"""Beyond it a float overflows, and every pause has long reached its bound."""
+
+
+def doubled_s(first_s: float, longest_s: float, num_before: int) -> float:
+    """Pause after so many others in a row: each is twice the last one, up to `longest_s`."""
+    return min(first_s * 2.0 ** min(num_before, _MOST_DOUBLINGS), longest_s)
+
+
+class BackOff:
+    """Pauses of one caller, each twice the last one, from `first_s` up to `longest_s`.
+
+    As it is by default it is for a caller that looks for the coordinator that leads: its pauses
+    stay short for as long as a fail-over takes.
+    """
+
+    def __init__(self, first_s: float | None = None, longest_s: float | None = None) -> None:
+        """With `first_s` alone every pause is as long as the first."""
+        self._first_s = FIRST_S if first_s is None else first_s
+        self._prompt_s = PROMPT_S if first_s is None else 0.0
+        if longest_s is None:
+            longest_s = LONGEST_S if first_s is None else first_s
+        self._longest_s = longest_s
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again with the first pause: an attempt succeeded, and the next failure is new."""
+        self._next_s, self._waited_s = self._first_s, 0.0
+
+    def pause_s(self, chance: float = 1.0) -> float:
+        """Seconds to wait now.
+
+        `chance`: a random number from 0 to 1, on which half of the pause depends, so that the
+        members of a large job do not come in step.
+        """
+        longest_s = PROMPT_LONGEST_S if self._waited_s < self._prompt_s else self._longest_s
+        pause_s = min(self._next_s, longest_s) * (0.5 + 0.5 * chance)
+        self._next_s = min(2 * self._next_s, longest_s)
+        self._waited_s += pause_s
+        return pause_s

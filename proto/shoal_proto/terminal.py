@@ -1,0 +1,73 @@
+"""Text of others as a terminal shows it, and does nothing else with it.
+
+A host's name, a reason or an error comes from whoever joins a job. A terminal would take an escape
+sequence in it as an order, a line feed begins a line that looks like one of ours, and marks of
+direction show other text than there is.
+"""
+
+import re
+import unicodedata
+from collections.abc import MutableMapping
+from typing import Any
+
+_ENDS_OF_LINES = ("\n", "\u2028", "\u2029")
+_DIRECTIONS = (*range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C)
+_CONTROLS = [code for code in range(0x100) if unicodedata.category(chr(code)) == "Cc"]
+_ALL = {
+    code: repr(chr(code))[1:-1] if code < 0x100 else f"\\u{code:04x}"
+    for code in (*_CONTROLS, *_DIRECTIONS, *map(ord, _ENDS_OF_LINES))
+    if chr(code) != "\t"
+}
+_WITHIN_LINES = {code: shown for code, shown in _ALL.items() if chr(code) != "\n"}
+OF_SEVERAL_LINES = frozenset({"exception", "stack", "last_error"})
+"""Names of texts whose lines stand below each other: tracebacks."""
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """The text, with escapes in place of what a terminal obeys. `lines`: it may have several."""
+    return text.translate(_WITHIN_LINES if lines else _ALL)
+
+
+def printable_json(value: Any, name: str = "") -> Any:
+    """What JSON held, with all its texts printable; `name`: under which it stood there."""
+    if isinstance(value, str):
+        return printable(value, lines=name in OF_SEVERAL_LINES)
+    if isinstance(value, list):
+        return [printable_json(each, name) for each in value]
+    if isinstance(value, dict):
+        return {printable(key): printable_json(each, key) for key, each in value.items()}
+    return value
+
+
+def printable_event(
+    logger: Any, method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """A processor of structlog for lines that a terminal shows."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = printable(value, lines=name in OF_SEVERAL_LINES)
+    return event
+
+
+_SEQUENCE = re.compile(
+    r"\x1b(?:"
+    r"\[[0-?]*[ -/]*[@-~]"  # CSI: colours, the cursor, erasing
+    r"|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC, DCS and the like: titles, links
+    r"|[ -/]*[0-~]"  # all of two or three characters
+    r")?"
+)
+
+
+def plain_lines(data: bytes) -> list[str]:
+    """The lines of the bytes, without escape sequences; what is not UTF-8 is replaced.
+
+    Of a line that a progress bar wrote again and again the newest state is left.
+    """
+    text = data.decode("utf-8", "replace")
+    return [_plain(line) for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+def _plain(line: str) -> str:
+    line = _SEQUENCE.sub("", line)
+    shown = [part for part in line.split("\r") if part]
+    return printable(shown[-1]) if shown else ""

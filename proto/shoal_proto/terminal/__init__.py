@@ -1,1 +1,0 @@
-"""Texts of others on a terminal."""

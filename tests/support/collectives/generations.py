@@ -1,0 +1,176 @@
+"""Strategies through several generations, over ranks that are threads: who is lost, and when."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from support.collectives.strategy_runs import Run, generation_of
+from torch import Tensor
+
+from shoal.backends.in_memory.group import open_world
+from shoal.backends.in_memory.meeting import Hub
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.backends.in_memory.worlds import unbind
+from shoal.membership.generation import Generation
+from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal_proto.errors import GenerationBroken
+from shoal_proto.v1 import membership_pb2 as pb
+
+WAIT_S = 60.0
+
+
+class CutGroup:
+    """The group of one generation on one rank, which a cut on any rank ends."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self._hub, self._rank = hub, rank
+
+    def open(self) -> dist.ProcessGroup:
+        open_world(self._hub, self._rank)
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def cut(self, reason: str) -> None:
+        self._hub.fail(reason)
+
+    def check(self) -> None:
+        if self._hub.failure:
+            raise GenerationBroken("the group was cut", seen=self._hub.failure)
+
+    def retire(self) -> None:
+        self._hub.end(self._rank)
+        unbind()
+
+    def keep_for_ever(self) -> None:
+        raise AssertionError("nothing hangs in these tests")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formed:
+    """A generation that is about to begin, as the coordinator forms it."""
+
+    number: int
+    names: Sequence[str]
+    """By rank."""
+    keep: Mapping[str, pb.StateAction]
+    hub: Hub
+    gate: threading.Barrier
+    """Where its members meet behind it."""
+
+
+@dataclass(kw_only=True)
+class Life:
+    """Members m0, m1, ... of one job. All are in the first generation, and in each later one those
+    that were not lost."""
+
+    run: Run
+    made: Callable[[], Strategy]
+    world_size: int
+    on_step: Callable[["Member"], None] = lambda member: None
+    """Called before each step: it may raise Lost, or plant a fault."""
+    on_gradients: Callable[["Member"], None] = lambda member: None
+    """Called behind the backward pass of each step, as a script's own code there."""
+
+    def weights(self) -> list[Mapping[str, Tensor] | None]:
+        """What each member says the weights are, after all steps; None of those that were lost."""
+        self._lock = threading.Lock()
+        self._number = 0
+        self._told: dict[str, tuple[bool, int]] = {}
+        self._first = threading.Barrier(self.world_size, self._form)
+        return run_in_memory(self._body, self.world_size, timeout_s=WAIT_S)
+
+    def _body(self) -> Mapping[str, Tensor] | None:
+        rank = dist.get_rank()
+        unbind()
+        member = Member(self, f"m{rank}", self._first)
+        try:
+            return member.train()
+        except BaseException:
+            member.gate.abort()
+            raise
+
+    def tell(self, name: str, *, has_state: bool, step: int) -> None:
+        """Be in the next generation, with this state."""
+        with self._lock:
+            self._told[name] = (has_state, step)
+
+    def _form(self) -> None:
+        """All that were in the last generation have come to its end."""
+        told, self._told = self._told, {}
+        self._number += 1
+        steps = {name: step for name, (has, step) in told.items() if has}
+        newest = max(steps.values(), default=0)
+        keep = {name: pb.STATE_ACTION_KEEP for name, step in steps.items() if step == newest}
+        names = sorted(told, key=lambda name: (name not in keep, name))
+        self.formed = Formed(
+            number=self._number,
+            names=names,
+            keep=keep,
+            hub=Hub(len(names), WAIT_S),
+            gate=threading.Barrier(len(names), self._form),
+        )
+
+
+class Lost(Exception):
+    """The member is gone."""
+
+
+class Member:
+    """One of them."""
+
+    def __init__(self, life: Life, name: str, gate: threading.Barrier) -> None:
+        self.life, self.name, self.gate = life, name, gate
+        strategy = life.made()
+        assert isinstance(strategy, SynchronousStrategy)
+        self.strategy: Any = strategy
+        self.number = 0
+        """Of the present generation."""
+
+    def train(self) -> Mapping[str, Tensor] | None:
+        """The weights after all steps; None: it is lost before."""
+        strategy, is_lost = self.strategy, False
+        strategy._new_group = self._new_group
+        strategy.distribute(*self.life.run.build(int(self.name[1:])))
+        while True:
+            if not is_lost:
+                self.life.tell(self.name, has_state=strategy.has_state, step=strategy.step)
+            self.gate.wait(WAIT_S)
+            if is_lost:
+                return None
+            formed = self.life.formed
+            self.number, self.gate = formed.number, formed.gate
+            try:
+                return self._steps(generation_of(formed.names, self.name, self.number, formed.keep))
+            except Lost:
+                is_lost = True
+            except (GenerationBroken, dist.DistError):
+                pass
+            strategy.cut(self.number)
+            strategy.abandon()
+
+    def _new_group(self, generation: Generation) -> CutGroup:
+        held = self.strategy._generation_group
+        held.number = generation.number
+        held._group = CutGroup(self.life.formed.hub, generation.rank)
+        made: CutGroup = held._group
+        return made
+
+    def _steps(self, generation: Generation) -> Mapping[str, Tensor]:
+        run, strategy, loader = self.life.run, self.strategy, self.life.run.loader()
+        strategy.enter(generation)
+        share = strategy.data_share(generation)
+        while strategy.step < run.num_steps:
+            self.life.on_step(self)
+            batch = loader.synchronous(strategy.step, *share)
+            strategy.begin_step()
+            strategy.forward_backward(batch.inputs, batch.targets, run.loss, batch.weight)
+            self.life.on_gradients(self)
+            strategy.end_step(lambda: None)
+        strategy.finish()
+        weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+        strategy.close()
+        return weights

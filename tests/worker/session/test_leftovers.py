@@ -1,0 +1,107 @@
+"""A loss under which a script, or a receiver, comes upon what an aborted collective left.
+
+Members are threads. Their groups say that they were aborted as NCCL's do: where collectives end
+well with half of a result, errors of any kind come of it.
+"""
+
+import json
+import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from support.processes.served_process import awaited
+from support.training.elastic_bodies import build
+from support.training.elastic_bodies import numbers as data
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal.backends.in_memory.seat import InMemorySeat
+from shoal.session.session import Session
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import GenerationBroken, MalformedMessage
+
+WAIT_S = 60.0
+AT_STEP = 2
+NUM_STEPS = 6
+
+
+class Killed(Exception):
+    """Ends a member where a signal would."""
+
+
+def check(seat: InMemorySeat) -> None:
+    if seat._reason:
+        raise GenerationBroken("a collective was aborted", seen=seat._reason)
+
+
+def is_lost(session: Session, generation: int) -> bool | None:
+    return session._controller.membership.is_broken(generation) or None
+
+
+def survivor(cluster: LocalCluster, error: Exception) -> int:
+    """How many steps a member has taken that meets the error in a step in which the only other one
+    is lost."""
+    job, met = f"leftovers-{secrets.token_hex(4)}", threading.Event()
+
+    def train(name: str) -> int:
+        model, optimizer = build("sgd", "layers")
+        with shoal.join(
+            job,
+            member_id=name,
+            coordinator=cluster.coordinator,
+            backend="in-memory",
+            desired_members=2,
+        ) as session:
+            model, optimizer = session.distribute(model, optimizer)
+            for batch in session.batches(data(), global_batch_size=24, epochs=10_000):
+                with session.step() as step:
+                    loss = cross_entropy(model(batch.inputs), batch.targets)
+                    if batch.step == AT_STEP and name == "b":
+                        raise Killed
+                    if batch.step == AT_STEP and not met.is_set():
+                        met.set()
+                        is_broken = partial(is_lost, session, session.generation)
+                        awaited(is_broken, WAIT_S, "the loss of the other one")
+                        raise error
+                    session.backward(loss)
+                if step.committed and batch.step == NUM_STEPS - 1:
+                    session.stop("that is all")
+            return session.step_number
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = (pool.submit(train, name) for name in ("a", "b"))
+        with pytest.raises(Killed):
+            other.result(WAIT_S)
+        return one.result(WAIT_S)
+
+
+ERRORS = [
+    ValueError("the loss is not finite"),
+    AssertionError(),
+    json.JSONDecodeError("half of a description", "", 0),
+    UnicodeDecodeError("utf-8", b"", 0, 1, "half of a description"),
+    KeyError("no such dtype"),
+    MalformedMessage("a description of impossible size"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_whatever_comes_of_an_aborted_collective_is_the_loss_of_a_peer(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(InMemorySeat, "check", check)
+    assert survivor(cluster, error) == NUM_STEPS
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("of the script"), MalformedMessage("of a peer")],
+    ids=lambda e: type(e).__name__,
+)
+def test_where_an_abort_leaves_nothing_the_script_has_its_error(
+    cluster: LocalCluster, error: Exception
+) -> None:
+    with pytest.raises(type(error)):
+        survivor(cluster, error)

@@ -1,0 +1,147 @@
+"""The optimizer's state of parameters that one member steps for all: nothing of it is lost unseen.
+
+Over ranks that are threads, through generations in which some are lost or cut short.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from support.collectives.generations import WAIT_S, Life, Lost, Member
+from support.collectives.strategy_runs import Run, difference
+from torch import Tensor, nn
+
+import shoal
+from shoal.data.batches import Loader, Order
+from shoal_proto.errors import GenerationBroken, StateLost
+
+TOLERANCE = 1e-6
+LATE_STEP = 4
+"""The first step in which the late layer has gradients."""
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 4))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def loader() -> Loader:
+    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    targets = (inputs.sum(1) > 0).long()
+    return Loader((inputs, targets), Order(num_samples=40, global_batch_size=10, num_epochs=9))
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+RUN = Run(build=build, loader=loader, loss=loss, num_steps=8)
+
+
+def drop(model: nn.Module, layer: str, step: int) -> None:
+    """Leave out a layer whose turn has not come."""
+    if layer and step < LATE_STEP:
+        for name, parameter in model.named_parameters():
+            if name.startswith(layer):
+                parameter.grad = None
+
+
+def alone(layer: str = "") -> dict[str, Tensor]:
+    """The weights that one process trains to."""
+    model, optimizer = build(0)
+    for step in range(RUN.num_steps):
+        batch = loader().synchronous(step, 0, 1)
+        optimizer.zero_grad()
+        loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+        drop(model, layer, step)
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def zero1(copies: int = 1) -> shoal.Zero1:
+    return shoal.Zero1(copies=copies, copy_every_steps=100)
+
+
+def copied(member: Member, step: int) -> None:
+    """Return once the copy of the state behind the step is complete, as peers know it."""
+    copies = member.strategy._peer_checkpoints._copies
+    give_up_s = time.monotonic() + 30.0
+    while (copies.complete_step or 0) < step:
+        assert time.monotonic() < give_up_s, "a copy is under way"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("lost", ["m0", "m1", "m2"])
+@pytest.mark.parametrize("layer", ["0", "2", "4"])
+def test_a_late_layers_state_goes_with_its_owner_and_is_missed(layer: str, lost: str) -> None:
+    """Regression: the others, who have its weights, trained it on with a state that was new; where
+    the owner had none of another layer."""
+    together = threading.Barrier(3)
+
+    def on_step(member: Member) -> None:
+        if member.number == 1 and member.strategy.step == 3:
+            copied(member, 1)
+        if member.number == 1 and member.strategy.step == LATE_STEP + 1:
+            together.wait(WAIT_S)
+            raise Lost if member.name == lost else GenerationBroken("a peer is lost")
+
+    def on_gradients(member: Member) -> None:
+        drop(member.strategy.local_model, layer, member.strategy.step)
+
+    life = Life(run=RUN, made=zero1, world_size=3, on_step=on_step, on_gradients=on_gradients)
+    expected = alone(layer)
+    for weights in life.weights():
+        assert weights is None or difference(weights, expected) < TOLERANCE
+
+
+def test_without_copies_the_job_ends_by_name_rather_than_with_half_a_state() -> None:
+    together = threading.Barrier(3)
+
+    def on_step(member: Member) -> None:
+        if member.number == 2 and member.strategy.step == LATE_STEP + 1:
+            together.wait(WAIT_S)
+            raise Lost if member.name == "m1" else GenerationBroken("a peer is lost")
+        if member.number == 1 and member.strategy.step == 2:
+            together.wait(WAIT_S)
+            raise GenerationBroken("all go on, and know what there is")
+
+    def on_gradients(member: Member) -> None:
+        drop(member.strategy.local_model, "0", member.strategy.step)
+
+    life = Life(
+        run=RUN,
+        made=partial(zero1, 0),
+        world_size=3,
+        on_step=on_step,
+        on_gradients=on_gradients,
+    )
+    with pytest.raises(StateLost, match=r"optim\.0\.weight"):
+        life.weights()
+
+
+@pytest.mark.parametrize("name", ["m0", "m1"])
+@pytest.mark.parametrize("step", [0, 1, 2, 5])
+def test_a_member_that_is_cut_within_its_update_says_what_it_held(step: int, name: str) -> None:
+    """Regression: in the first steps, when nobody had learnt the names yet, the others took what
+    they had for the whole state. Nobody is lost."""
+
+    def cut_short(then: Callable[[], None]) -> None:
+        then()
+        raise GenerationBroken("the group is cut")
+
+    def on_step(member: Member) -> None:
+        if member.number == 1 and member.name == name and member.strategy.step == step:
+            layout = member.strategy._binding.layout
+            layout.stepped = partial(cut_short, layout.stepped)
+
+    life = Life(run=RUN, made=zero1, world_size=2, on_step=on_step)
+    expected = alone()
+    for weights in life.weights():
+        assert weights is not None and difference(weights, expected) < TOLERANCE

@@ -1,0 +1,303 @@
+"""A member's vote on a step: what it has done in it, and what the step is to be applied with.
+
+Members exchange ballots, as often as they have to agree within a step. A ballot has four integers:
+the passes, a digest of what has to be the same on all members, what may differ, and the weight of
+the losses. The passes stand in it as they are: members that make different ones are at different
+collectives, and have none in common in which to say more. If digests differ, or a member refuses
+the step, they exchange the whole votes, and the error names field, members and values.
+
+Pure: `StepAgreement` sends and receives.
+"""
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Self
+
+from shoal.backends.shared_memory.words import bits_of, number_of
+from shoal.layouts.layer_exchanges import Told, check_told, ranks_that_differ
+from shoal.strategies.synchronous.hyperparameters import (
+    Values,
+    by_value,
+    differences,
+    in_words,
+)
+from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, ShoalError, UnequalPasses
+
+MAX_IDLE_NAMED = 5
+_NAMED = 1 << 40
+"""Passes from here on stand for an action, and the optimizers that it is of."""
+_ACTION_BITS = 16
+_BY_SAMPLES = -1.0
+"""The weight of losses that are means over samples, and weigh by these."""
+_LAYERS_FROM = 8
+"""The first bit of the layers' word in the ballot; flags stand below it."""
+
+
+class OptimizerAction(enum.IntEnum):
+    """What a script does with some of several optimizers."""
+
+    BACKWARD = 0
+    UPDATE = 1
+    CLIP = 2
+
+
+_IN_WORDS = ("a backward pass for", "an update of", "clipping for")
+
+
+class Flag(enum.IntFlag):
+    """What a ballot says that may differ between members."""
+
+    CONFLICT = 1
+    STOPS_BEFORE = 2
+    STOPS_AFTER = 4
+    FAULTY = 8
+    LEAVES = 16
+    REFUSES = 32
+
+
+class Ballot(NamedTuple):
+    """The integers in which a vote travels."""
+
+    passes: int
+    digest: int
+    flags_and_layers: int
+    weight: int
+
+    @property
+    def layers(self) -> int:
+        return self.flags_and_layers >> _LAYERS_FROM
+
+    def has(self, flag: Flag) -> bool:
+        return bool(self.flags_and_layers & flag)
+
+
+NUM_WORDS = len(Ballot._fields)
+BY_SAMPLES = bits_of(_BY_SAMPLES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepVote:
+    """One member's. Votes are equal if what has to be the same is."""
+
+    passes: int = 0
+    """Backward passes that were begun."""
+    is_last: bool = False
+    """True if the member makes no further pass in this step."""
+    parts: int = 0
+    """Parts into which it cuts the step; 0: this vote is not on that."""
+    action: OptimizerAction | None = None
+    """What is done with the `optimizers`, numbered as bits; None: this vote is not on that."""
+    optimizers: int = 0
+    hyperparameters: Values = ()
+    """What the step is applied with, norms that gradients were clipped to included."""
+    changes: tuple[tuple[int, Values], ...] = ()
+    """Of a round of local steps: by the number of steps after the first, what is applied from there
+    on."""
+    idle: tuple[str, ...] = ()
+    """Parameters without a gradient."""
+
+    layers: int = field(default=0, compare=False)
+    """`LayerExchanges.word`: the same on members that split layers with each other."""
+    weight: float | None = field(default=None, compare=False)
+    """The weight of the losses; None: by samples."""
+    is_faulty: bool = field(default=False, compare=False)
+    """True if the member's own gradients are not finite."""
+    stops_before: bool = field(default=False, compare=False)
+    """True if its script has stopped before this step."""
+    stops_after: bool = field(default=False, compare=False)
+    leaves: bool = field(default=False, compare=False)
+    """True if it leaves after this step and nobody replaces it."""
+    conflict: str = field(default="", compare=False)
+    """How the step, which is taken again, differs from the first time."""
+    refusal: Mapping[str, Any] | None = field(default=None, compare=False)
+    """The error, as a dict, with which the optimizer's state after the last step is refused."""
+    told: Mapping[str, Any] | None = field(default=None, compare=False)
+    """`LayerExchanges.told`; in whole votes only."""
+
+    @property
+    def applied(self) -> tuple[Any, ...]:
+        """What a ballot has a digest of; empty in a vote on something else."""
+        content = (self.hyperparameters, self.changes, self.idle)
+        return content if any(content) else ()
+
+    def ballot(self, digest: int) -> Ballot:
+        """What is exchanged first; `digest`: of `applied`, below 2**56."""
+        flags = (
+            Flag.CONFLICT * bool(self.conflict)
+            | Flag.STOPS_BEFORE * self.stops_before
+            | Flag.STOPS_AFTER * self.stops_after
+            | Flag.FAULTY * self.is_faulty
+            | Flag.LEAVES * self.leaves
+            | Flag.REFUSES * (self.refusal is not None)
+        )
+        weight = BY_SAMPLES if self.weight is None else bits_of(self.weight)
+        return Ballot(self._passes_number(), digest, flags | self.layers << _LAYERS_FROM, weight)
+
+    def _passes_number(self) -> int:
+        if self.action is not None:
+            return _NAMED + (self.action << _ACTION_BITS) + self.optimizers
+        return -self.parts if self.parts else 2 * self.passes + self.is_last
+
+    def encode(self) -> bytes:
+        """The whole vote."""
+        return json.dumps(vars(self), default=repr).encode()
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Self:
+        """The vote that `encode` was called of. Fields of a later release are left out."""
+        content = json.loads(encoded)
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in content.items() if name in known})
+
+
+def agree(ballots: Sequence[Sequence[int]]) -> bool:
+    """True if all members vote the same, and for the step as it is: in nearly every step."""
+    first = ballots[0]
+    flags, weight = first[2] & ((1 << _LAYERS_FROM) - 1), first[3]
+    return not flags and weight == BY_SAMPLES and ballots.count(first) == len(ballots)
+
+
+def check_passes(ballots: Mapping[str, Ballot], step: int, optimizers: Sequence[str]) -> None:
+    """Raise UnequalPasses unless all members make the same passes, or do the same with the same
+    of these optimizers."""
+    found = [each.passes for each in ballots.values()]
+    if found.count(found[0]) == len(found):
+        return
+    counts = {name: _passes_in_words(each.passes, optimizers) for name, each in ballots.items()}
+    if any(each >= _NAMED for each in found):
+        raise UnequalPasses(
+            f"the members do different things with their optimizers in step {step}",
+            seen=by_value(counts),
+            expected="the same backward passes and updates in the same order on every member",
+            details=counts,
+        )
+    raise UnequalPasses(
+        f"the members make different numbers of backward passes in step {step}",
+        seen=by_value(counts),
+        expected="as many on every member: their gradients are summed up pass by pass",
+        fix="Cut each share into a number of parts that does not depend on its size, as `for"
+        " part in batch.parts(4)` does, with the same number on every member"
+        " (inputs.split(11) cuts 34 samples into 4 and 33 into 3, tensor_split(4) does not).",
+        details=counts,
+    )
+
+
+def _passes_in_words(number: int, optimizers: Sequence[str]) -> str:
+    if number >= _NAMED:
+        action, mask = divmod(number - _NAMED, 1 << _ACTION_BITS)
+        named = (name for bit, name in enumerate(optimizers) if mask >> bit & 1)
+        return f"{_IN_WORDS[action]} {' and '.join(named)}"
+    if number < 0:
+        return f"{-number} (batch.parts)" if number < -1 else "1 or more"
+    return str(number // 2) + ("" if number % 2 else " or more")
+
+
+def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
+    """True if the ballots do not say all: members differ, or one of them refuses the step."""
+    return (
+        any(each.digest != ballots[0].digest for each in ballots)
+        or any(each.has(Flag.CONFLICT | Flag.REFUSES) for each in ballots)
+        or bool(ranks_that_differ([each.layers for each in ballots]))
+    )
+
+
+def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = True) -> None:
+    """Return if what differs between the members' votes are last bits.
+
+    `is_taken`: False for a step before which a script has stopped; what it would be applied with
+    may differ. Raises what a member refuses the step with, InvalidSpec, or HyperparametersDiffer.
+    """
+    refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
+    if refusal is not None:
+        raise ShoalError.from_dict(dict(refusal))
+    told = [Told(**each.told) if each.told is not None else None for each in votes.values()]
+    check_told([each.layers for each in votes.values()], told, list(votes))
+    if is_taken:
+        _check_idle({name: each.idle for name, each in votes.items()}, step)
+        _check_hyperparameters(votes, step)
+
+
+def _check_hyperparameters(votes: Mapping[str, StepVote], step: int) -> None:
+    conflicts = {name: each.conflict for name, each in votes.items() if each.conflict}
+    if conflicts:
+        name, conflict = next(iter(conflicts.items()))
+        raise _differ(
+            "a step is taken again, with other hyperparameters than before",
+            seen=f"{conflict} (of {name})",
+            details=conflicts,
+        )
+    applied = {name: [(0, v.hyperparameters), *v.changes] for name, v in votes.items()}
+    for after in sorted({after for each in applied.values() for after, _ in each}):
+        found = differences({name: _applied_at(each, after) for name, each in applied.items()})
+        if found:
+            raise _differ(
+                f"the members would apply different hyperparameters in step {step + after}",
+                seen=in_words(found),
+                details={field: by_value(values) for field, values in found.items()},
+            )
+
+
+def _applied_at(applied: Sequence[tuple[int, Values]], after: int) -> Values:
+    return next(values for began, values in reversed(applied) if began <= after)
+
+
+def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
+    """A member that leaves a layer out would meanwhile gather and reduce others than its peers."""
+    everywhere = set.intersection(*map(set, idle.values()))
+    own = {name: [each for each in some if each not in everywhere] for name, some in idle.items()}
+    if not any(own.values()):
+        return
+    names = {name: ", ".join(some[:MAX_IDLE_NAMED]) or "none" for name, some in own.items()}
+    raise InvalidSpec(
+        f"the members computed with different parameters in step {step}",
+        seen=f"without a gradient: {by_value(names)}",
+        expected="the same layers in each pass on every member: they gather and reduce these"
+        " together",
+        fix="Call a layer that a member's samples do not need with none of them (inputs[:0]),"
+        " and add its sum to the loss; or use shoal.DDP(find_unused_parameters=True) or"
+        " shoal.Zero1(find_unused_parameters=True). Where the script drops gradients"
+        " (parameter.grad = None), let it drop the same on every member.",
+    )
+
+
+def weights_of(ballots: Mapping[str, Ballot], step: int) -> Sequence[float] | None:
+    """The weight of each member's losses; None: they weigh by samples.
+
+    Raises InvalidSpec if only some of the members weigh theirs, or all weigh nothing.
+    """
+    weights = {name: _weight_of(each) for name, each in ballots.items()}
+    known = [each for each in weights.values() if each is not None]
+    if not known:
+        return None
+    if len(known) < len(weights):
+        said = {k: "by samples" if v is None else "weight=" for k, v in weights.items()}
+        raise InvalidSpec(
+            f"some losses of step {step} have a weight, others have none",
+            seen=by_value(said),
+            expected="session.backward(loss, weight=...) on every member, or on none",
+        )
+    if not any(known):
+        raise InvalidSpec(
+            f"the losses of step {step} weigh nothing",
+            seen="weight=0 on every member",
+            expected="session.backward(loss, weight=...) with a weight above 0 somewhere",
+        )
+    return known
+
+
+def _weight_of(ballot: Ballot) -> float | None:
+    weight = number_of(ballot.weight)
+    return None if weight == _BY_SAMPLES else weight
+
+
+def _differ(what: str, **parts: Any) -> HyperparametersDiffer:
+    return HyperparametersDiffer(
+        what,
+        expected="the same on every member in every step, also when it is taken again",
+        fix="Let session.register carry what they come from, as it does torch's schedulers, or set"
+        " them from batch.step before each step. What counts its own calls starts over on a member"
+        " that joins, and counts a step that is taken again twice (docs/strategies.md).",
+        **parts,
+    )
