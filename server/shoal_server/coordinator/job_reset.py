@@ -95,9 +95,10 @@ class JobReset:
             members = (await self._store.range(keys.members(job))).items
             check_unused(job, [each.key.removeprefix(keys.members(job)) for each in members])
             existed = bool(held) or actor is not None
-            await self._weights.clear(job, forgets_numbers=forgets_processes)
+            had_weights = await self._weights.clear(job, forgets_numbers=forgets_processes)
             if not existed:
-                return False, known.last_generation if known else NO_GENERATION
+                # A plain script may have published under that name.
+                return had_weights, known.last_generation if known else NO_GENERATION
             earlier = known or EarlierRuns(job=job, last_generation=NO_GENERATION)
             if actor is not None:
                 expelled = list(actor.job.table.expelled)

@@ -62,6 +62,22 @@ def test_status_shows_the_rounds_of_members_with_a_bound(
     assert f"waits for: {reason}" in capsys.readouterr().out
 
 
+def test_status_shows_which_weights_each_engine_serves(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Version and digest; and the alarm if the digest is not that of the version. A script's series
+    is shown, too, though it is of no job."""
+    world.published += [status_world.published(), status_world.published("svc/r", differs=True)]
+    assert shoal("status", "--http", url) == 0
+    shown = capsys.readouterr().out
+    assert "weights digits/policy: version 57 of step 1200, 3.0 MiB in 2 copies, 1 kept" in shown
+    assert "serve 57 abababababab: engine-0" in shown
+    alarm = "served weights differ: engine-0 has other bytes than version 57: digest cdcdcdcdcdcd"
+    assert shown.count(alarm) == 1 and shown.index("svc/r") < shown.index(alarm)
+    assert shoal("status", "--http", url, "--job", "digits") == 0
+    assert "svc/r" not in capsys.readouterr().out
+
+
 def test_status_of_one_job_leaves_the_others_out(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

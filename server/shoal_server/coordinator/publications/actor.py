@@ -9,6 +9,7 @@ import structlog
 
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import InternalError, InvalidSpec, RetryError, ShoalError
+from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.coordinator.publications import messages
 from shoal_server.coordinator.publications.layouts import MergedLayouts
 from shoal_server.coordinator.publications.stored_series import SeriesWriter
@@ -70,6 +71,7 @@ class SeriesActor:
         self._calls: dict[Call, asyncio.Future[Answer]] = {}
         self._changed = asyncio.Event()
         self.num_watchers = 0
+        self._view: pb.SeriesView | None = None
 
     async def ask(self, event: Callable[[Call], Event]) -> Answer:
         """The answer to a request. Raises what it is refused with, and NotLeader when the term
@@ -121,8 +123,17 @@ class SeriesActor:
         """True if nobody asks anything of it, and nothing is in progress."""
         return self.series.is_idle and not self._calls and not self.num_watchers
 
+    def view_for_readers(self) -> pb.SeriesView:
+        """The series as all that watch it are shown it, made once for each change."""
+        if self._view is None:
+            self._view = messages.view_of(
+                self.series, self._stores.addresses, self._clock(), only_serving=True
+            )
+        return self._view
+
     def notify(self) -> None:
         """Let those that watch look again."""
+        self._view = None
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -229,8 +240,8 @@ class SeriesActor:
         """Look after leases and limits, and after the servers that hold the versions."""
         self.submit(TimePassed())
         versions = list(self.series.versions.values())
-        if not versions:
-            return
+        if not versions or not self._stores.mirror.is_in_sync:
+            return  # which servers are gone is not known
         name, now_s = self.series.name, self._clock
         self.holders.see(self._stores.present, versions, now_s())
         for server, asked, answer in await self._stores.ask(name, self.holders.questions(versions)):

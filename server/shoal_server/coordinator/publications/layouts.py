@@ -14,8 +14,8 @@ from shoal_server.core.publications.coverage import Layout, NotCovered, Slice, T
 from shoal_server.core.publications.coverage import merged as merge
 from shoal_server.core.publications.protocol import Part
 
-REMEMBERED = 64
-"""Layouts of versions: a model's is the same from version to version."""
+REMEMBERED_BYTES = 128 * 1024 * 1024
+"""Of layouts of versions: a model's is the same from version to version."""
 
 
 def layout_from_pb(message: pb.Layout) -> Layout:
@@ -66,10 +66,11 @@ class MergedLayouts:
         if key not in self._known:
             # A large model takes seconds, in which other series go on.
             self._known[key] = await asyncio.to_thread(_merged, parts)
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
         self._known.move_to_end(key)
-        return self._known[key]
+        found = self._known[key]
+        while len(self._known) > 1 and sum(map(len, self._known.values())) > REMEMBERED_BYTES:
+            self._known.popitem(last=False)
+        return found
 
 
 def _merged(parts: Sequence[Part]) -> bytes:

@@ -51,11 +51,12 @@ from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import series as records
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
-from shoal_server.serving.tasks import SupervisedTasks, keep_on, running
+from shoal_server.serving.tasks import SupervisedTasks, gather_bounded, keep_on, running
 
 log = structlog.get_logger(__name__)
 
 CARE_EACH_S = 2.0
+CARED_FOR_AT_ONCE = 32
 CLEARED_WITHIN_S = 10.0
 MAX_SERIES = 1024
 MAX_WATCHERS = 8192
@@ -128,10 +129,11 @@ class WeightSeriesService(WeightSeriesServicer):
         """Those of a job, by name."""
         return [each for each in self.series() if messages.job_of(each.series.name) == job]
 
-    async def clear(self, job: str, *, forgets_numbers: bool) -> None:
+    async def clear(self, job: str, *, forgets_numbers: bool) -> bool:
         """Drop all versions of a job that is removed, or begun anew: then numbers go on rising.
-        With `forgets_numbers`, nothing is left of its series. Raises Unavailable while etcd is
-        away, NotLeader."""
+        With `forgets_numbers`, nothing is left of its series. True if there were any versions.
+        Raises Unavailable while etcd is away, NotLeader."""
+        had_any = any(each.series.head.kept for each in self.series_of(job))
         try:
             async with asyncio.timeout(CLEARED_WITHIN_S):
                 for actor in self.series_of(job):
@@ -141,6 +143,7 @@ class WeightSeriesService(WeightSeriesServicer):
                 f"the published weights of job {job} could not be dropped",
                 seen=f"no answer from etcd within {CLEARED_WITHIN_S:g} s",
             ) from None
+        return had_any
 
     async def _clear(self, actor: SeriesActor, *, forgets_numbers: bool) -> None:
         name = actor.series.name
@@ -156,13 +159,13 @@ class WeightSeriesService(WeightSeriesServicer):
 
     async def _care(self) -> None:
         while True:
-            for actor in self.series():
-                try:
-                    await actor.care()
-                except ShoalError as error:
-                    log.warning("series_not_cared_for", series=actor.series.name, reason=str(error))
-                self._let_go_if_idle(actor)
+            # A server that does not answer holds up none but the series that it holds.
+            await gather_bounded(self._care_for, self.series(), CARED_FOR_AT_ONCE)
             await asyncio.sleep(CARE_EACH_S)
+
+    async def _care_for(self, actor: SeriesActor) -> None:
+        await actor.care()
+        self._let_go_if_idle(actor)
 
     def _let_go_if_idle(self, actor: SeriesActor) -> None:
         name = actor.series.name
@@ -329,7 +332,7 @@ class WeightSeriesService(WeightSeriesServicer):
             while True:
                 changed = actor.changed
                 actor.check_lives()
-                yield self._view(actor, only_serving=True)
+                yield actor.view_for_readers()
                 await changed.wait()
         finally:
             self._num_watchers -= 1

@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 from support.clusters.segment_stores import SegmentStore
 
+from shoal_client.cli import parse
 from shoal_proto.errors import (
     DeadlineExceeded,
     Fenced,
@@ -121,7 +122,7 @@ class World:
         self.leads = True
         try:
             async with service.leading(), grpc.aio.insecure_channel(address) as channel:
-                yield Client(WeightSeriesStub(channel), service)
+                yield Client(WeightSeriesStub(channel), service, address)
         finally:
             self.leads = False
             await server.stop(None)
@@ -132,6 +133,7 @@ class World:
 class Client:
     stub: WeightSeriesStub
     service: WeightSeriesService
+    address: str
 
     async def call(self, made: Awaitable[T]) -> T:
         try:
@@ -488,6 +490,59 @@ async def test_versions_are_pinned_and_rolled_back_to(world: WorldWithServers) -
         assert [v.number for v in (await client.view()).versions] == [5, 6]
 
 
+async def test_the_command_lists_pins_and_rolls_back(
+    world: WorldWithServers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exit status says if a reader serves other bytes than were published."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    async def shoal(*arguments: str) -> tuple[int, str]:
+        run = parse(("weights", *arguments, "--coordinator", client.address))
+        status = await asyncio.to_thread(run)
+        return status, capsys.readouterr().out
+
+    async with world.leading() as client:
+        assert await shoal("list") == (0, "no published weights\n")
+        version = await world.published(client, 1, 2)
+        await client.report("engine", installed=2, installed_digest=version.digest, leased=[2])
+        status, shown = await shoal("list", SERIES)
+        digest = version.digest.hex()[:12]
+        assert status == 0 and shown.count(digest) == 2
+        assert shown.startswith("rl/policy: version 2, by generation 1, keeps 2 in 2 copies\n")
+        assert await shoal("pin", SERIES, "1") == (
+            0,
+            "version 1 of rl/policy is kept until it is unpinned\n",
+        )
+        assert "pinned" in (await shoal("list", "rl"))[1]
+        assert await shoal("unpin", SERIES, "1") == (
+            0,
+            "version 1 of rl/policy is kept like any other\n",
+        )
+        assert await shoal("rollback", SERIES, "--to", "1") == (
+            0,
+            "version 3 of rl/policy has the bytes of version 1\n",
+        )
+        await client.report("engine", installed=3, installed_digest=version.digest)
+        status, shown = await shoal("list", SERIES)
+        assert status == 1 and "engine serves other bytes than version 3 has" in shown
+        with pytest.raises(UnknownSeries, match="rl/other"):
+            await shoal("list", "rl/other")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("pin", "rl/policy"),
+        ("pin", "policy", "1"),
+        ("rollback", "rl/policy", "1"),
+        ("list", "a/b/c"),
+    ],
+)
+def test_a_command_that_lacks_something_is_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidSpec):
+        parse(("weights", *arguments))()
+
+
 async def test_a_watcher_sees_each_change_and_the_end_of_the_term(world: WorldWithServers) -> None:
     """It may come before the first publisher."""
     heads: list[int] = []
@@ -568,7 +623,8 @@ async def test_what_lies_on_every_disk_is_durable(
 async def test_a_removed_job_leaves_numbers_or_nothing(world: WorldWithServers) -> None:
     async with world.leading() as client:
         await world.published(client, 1, 2)
-        await client.service.clear("rl", forgets_numbers=False)
+        assert await client.service.clear("rl", forgets_numbers=False)
+        assert not await client.service.clear("rl", forgets_numbers=False)
         view = await client.view()
         assert (view.head, list(view.versions)) == (2, [])
         assert (await client.contribute(world.put(part(3)))).number == 3

@@ -103,7 +103,7 @@ FOCUS: Mapping[Fault, Collection[str]] = {
     leases_are_held_for_less_than_readers_count_on: ["pause reader"],
     a_number_is_that_of_the_versions_that_are_kept: ["restart server", "kill server"],
     a_committed_part_counts_as_new: ["cut coordinator", "depose unheard", "slow trainer"],
-    copies_of_a_server_that_is_gone_are_not_replaced: ["restart server"],
+    copies_of_a_server_that_is_gone_are_not_replaced: ["restart server", "pin"],
 }
 """Faults that meet it more often than those of all kinds do."""
 
@@ -120,7 +120,14 @@ FAULTS: Sequence[Fault] = (
 )
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, id=f.__name__) for f in FAULTS])
+RARE = (a_committed_part_counts_as_new, copies_of_a_server_that_is_gone_are_not_replaced)
+"""Those that take a minute to find."""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, marks=pytest.mark.long if f in RARE else (), id=f.__name__) for f in FAULTS],
+)
 def test_the_simulation_finds(fault: Fault, monkeypatch: Patch) -> None:
     """Within some seeds an invariant does not hold; without the fault the same seed is passed."""
     only = list(FOCUS.get(fault, ()))

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 ROWS = 12
 CALL_S = 2.0
 PART_S = 30.0
+ANSWER_S = 6.0
+"""A part is handed in again if its call is not answered for so long."""
 
 
 class SimPublisher:
@@ -113,7 +115,7 @@ class SimPublisher:
                 holders = await self._put(begun, segment, publication)
                 del request.segment.holders[:]
                 request.segment.holders.extend(holders)
-                reply = await self._ask(lambda s: s.Contribute(request, None), PART_S)
+                reply = await self._ask(lambda s: s.Contribute(request, None), ANSWER_S)
             except RetryError:
                 if self.process.now_s > until_s:
                     return  # it is not known what becomes of it
