@@ -113,17 +113,25 @@ def versions(directory: str, series: str, num_versions: str, num_failures: str) 
     tokens: list[list[int]] = []
     for seed in range(1, int(num_versions) + 1):
         model = tiny_model(seed)
-        found = shoal.publish(series, model, step=seed).wait("committed", timeout=120)
+        found = shoal.publish(series, model, step=seed, keep=5).wait("committed", timeout=120)
         assert found is not None
         update(llm, found.number, str(found.number))
         tokens = served(llm)
         say(what="version", number=found.number, same=tokens == expected(model))
-    bad = {name: each[:1] for name, each in tiny_model(99).state_dict().items()}
-    unloadable = shoal.publish(series, bad, step=99).wait("committed", timeout=120)
-    assert unloadable is not None
+    state = tiny_model(99).state_dict()
+    middle = len(state) // 2
+    unknown = {"model.layers.1.unknown.weight": torch.ones(3)}
+    named = list(state.items())
+    unloadable = dict([*named[:middle], *unknown.items(), *named[middle:]])
+    bad = [unloadable, {name: each[:1] for name, each in named}, dict(named[:middle])]
+    numbers = []
+    for each in bad:
+        found = shoal.publish(series, each, step=99).wait("committed", timeout=120)
+        assert found is not None
+        numbers.append(found.number)
     kept = 0
     for attempt in range(int(num_failures)):
-        number = [unloadable.number, 10_000, 1][attempt % 3]
+        number = 10_000 if attempt % 20 == 9 else [*numbers, 1][attempt % 4]
         try:
             update(llm, number, "wrong")
         except Exception as error:  # noqa: BLE001 - any error is one; what is served counts

@@ -47,19 +47,19 @@ async def test_a_get_never_mixes_two_puts() -> None:
 
     await ts.put_state_dict(state_of(1.0), "policy")
     readers = [asyncio.create_task(read()) for _ in range(2)]
-    for number in range(2, 30):
+    for number in range(2, 60):
         await ts.put_state_dict(state_of(float(number)), "policy")
     writing = False
     await asyncio.gather(*readers)
     assert torn == 0
     assert len(seen) > 3
     whole = await ts.get_state_dict("policy")
-    assert float(whole["model"]["c"][0]) == 29.0
+    assert float(whole["model"]["c"][0]) == 59.0
     with pytest.raises(InvalidSpec, match="not of this model"):
         await ts.get_state_dict("policy", {"model": {"other": torch.zeros(2)}})
     partial = {"model": {"c": torch.zeros(1024)}}
     await ts.get_state_dict("policy", partial, strict=False)
-    assert float(partial["model"]["c"][0]) == 29.0
+    assert float(partial["model"]["c"][0]) == 59.0
 
 
 @pytest.mark.parametrize("key", ["policy/v1", "a b", "x" * 300])

@@ -243,7 +243,18 @@ def test_a_version_that_is_not_kept_is_gone(
         subscription.fetch()
     publish(publications, 1.0, 1)
     with pytest.raises(VersionGone, match="kept: 1 to 1"):
-        subscription.fetch(7)
+        subscription.fetch(7)  # waits for a moment, as it may be on its way
+
+
+def test_a_version_that_its_publisher_knows_of_first_is_waited_for(
+    series: MemorySeries, publications: Publications
+) -> None:
+    publish(publications, 1.0, 1)
+    subscription = series.subscription()
+    later = threading.Timer(0.2, publish, args=(publications, 2.0, 2))
+    later.start()
+    assert subscription.fetch(2).version.step == 2
+    later.join()
 
 
 def test_bytes_that_are_not_the_published_ones_are_never_installed(

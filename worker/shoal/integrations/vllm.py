@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import structlog
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer import (
     WeightTransferEngineFactory,
@@ -28,10 +28,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.model_executor.model_loader.reload import layerwise
 
 from shoal.weights.script import publish, subscribe
 from shoal.weights.subscription import Subscription, Weights
@@ -86,6 +83,8 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._subscription: Subscription | None = None
+        self._outline: dict[str, torch.Size] | None = None
+        """Names and shapes of the checkpoint that vLLM was started with."""
         self._serves: Load = self._from_checkpoint
         """Gives the weights that vLLM serves, in case that it cannot load other ones."""
 
@@ -114,6 +113,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
             failure = error
         if not _all_have(failure is None):
             log.error("version_not_loaded", version=staged.version.number, reason=str(failure))
+            _forget_load(self.model)
             self._load(self._serves)
             raise PublicationAbandoned(
                 f"vLLM could not load version {staged.version.number}; it serves what it served",
@@ -128,6 +128,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         try:
             found = self._followed().fetch("newest" if number is None else number)
             self._followed().check_newer(found.version)
+            self._check_whole(found)
         except ShoalError as error:
             failure = error
         if not _all_have(failure is None):
@@ -135,6 +136,27 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
                 "another worker of this engine could not stage the version; none installs it"
             )
         return found
+
+    def _check_whole(self, weights: Weights) -> None:
+        """Raise InvalidSpec for a version with which vLLM would serve a mixture: it goes on with
+        the old values of a layer that gets none, and says so in its log only."""
+        if self._outline is None:
+            self._outline = {name: tensor.shape for name, tensor in self._serves()}
+        for name, shape in self._outline.items():
+            if name in weights and weights[name].shape != shape:
+                raise InvalidSpec(
+                    f"version {weights.version.number} is of another model: {name}",
+                    seen=str(tuple(weights[name].shape)),
+                    expected=str(tuple(shape)),
+                )
+        wanted = sum(shape.numel() for shape in self._outline.values())
+        if (found := sum(tensor.numel() for tensor in weights.values())) < wanted:
+            missing = sorted(self._outline.keys() - weights.keys())
+            raise InvalidSpec(
+                f"version {weights.version.number} is not the whole model",
+                seen=f"{found:,} elements; without {', '.join(missing[:3])}",
+                expected=f"{wanted:,}, as the model that vLLM was started with",
+            )
 
     def _followed(self) -> Subscription:
         if self._subscription is None:
@@ -149,9 +171,9 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
 
     def _load(self, weights: Load) -> None:
         # Frees and refills layer by layer: nothing between these three lines may fail to be there.
-        initialize_layerwise_reload(self.model)
+        layerwise.initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(weights()))
-        finalize_layerwise_reload(self.model, self.model_config)
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
@@ -163,6 +185,17 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         if self._subscription is not None:
             self._subscription.close()
+
+
+def _forget_load(model: nn.Module) -> None:
+    """Give layers that a load has left half-way their tensors back. Those that it came through with
+    have new values by now."""
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+        info.reset()
+    layerwise.LOADING_LAYERS.clear()
 
 
 def _all_have(own: bool) -> bool:

@@ -447,7 +447,7 @@ class Session:
 
         The newest `keep` versions are kept, each on `copies` parameter servers; floating point
         numbers are published in `dtype`, if it is given. Raises InvalidSpec for options out of
-        range, a name that is taken, and in a session without a cluster.
+        range, and in a session without a cluster.
         """
         check_entered(self._reports, "session.series")
         options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from types import TracebackType
 from typing import Literal, Self
@@ -38,6 +39,9 @@ log = structlog.get_logger(__name__)
 
 WAIT_S = 1.0
 """The longest that a wait on another thread goes on after it was given up."""
+
+CATCH_UP_S = 3.0
+"""How long a version with a later number than the newest known one is waited for."""
 
 Wanted = Version | int | Literal["newest"]
 
@@ -131,30 +135,45 @@ class Subscription:
         the version is staged and verified as a whole.
 
         Raises VersionGone if it is not kept any more, Regressed if it is older than the one that
-        is installed, and InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit.
+        is installed, and InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit. The newest
+        one is replaced by the next if it goes before this reader has a lease on it.
         """
         with self._installing:
-            record = self._record_of(version)
-            if into is not None:
-                self.check_newer(Version(record))
-            self._reader.lease(record.number)
-            try:
-                layout = self._layout_of(record)
-                target = None if into is None else Installation(layout, into)
-                started_s = time.perf_counter()
-                segments = self._staged(record, None if target is None else target.ranges)
-                took_s = time.perf_counter() - started_s
-            finally:
-                self._reader.release(record.number)
-            found = Version(record)
-            memory = {number: memory_of(each) for number, each in segments.items()}
-            num_bytes = sum(each.num_bytes for each in segments.values())
-            if target is None:
-                self._fetched = (took_s, num_bytes)
-                return Weights(found, whole_tensors(layout, memory))
-            target.write(memory)
-            self._report(found, took_s, num_bytes)
-            return Weights(found, {})
+            while True:
+                record = self._record_of(version)
+                try:
+                    return self._fetch(record, into)
+                except VersionGone:
+                    if version != "newest" or not self._comes_after(record.number):
+                        raise
+
+    def _comes_after(self, number: int) -> bool:
+        with suppress(DeadlineExceeded):
+            self._reader.wait(number, CATCH_UP_S)
+            return True
+        return False
+
+    def _fetch(self, record: weights_pb2.VersionRecord, into: Target | None) -> Weights:
+        if into is not None:
+            self.check_newer(Version(record))
+        self._reader.lease(record.number)
+        try:
+            layout = self._layout_of(record)
+            target = None if into is None else Installation(layout, into)
+            started_s = time.perf_counter()
+            segments = self._staged(record, None if target is None else target.ranges)
+            took_s = time.perf_counter() - started_s
+        finally:
+            self._reader.release(record.number)
+        found = Version(record)
+        memory = {number: memory_of(each) for number, each in segments.items()}
+        num_bytes = sum(each.num_bytes for each in segments.values())
+        if target is None:
+            self._fetched = (took_s, num_bytes)
+            return Weights(found, whole_tensors(layout, memory))
+        target.write(memory)
+        self._report(found, took_s, num_bytes)
+        return Weights(found, {})
 
     def installed(self, weights: Weights | Version) -> None:
         """Report that the version serves now. Raises Regressed if a newer one did before."""
@@ -191,6 +210,11 @@ class Subscription:
                     expected="a version; wait(newer_than=0) returns once there is one",
                 )
             return versions[-1]
+        if not versions or wanted > versions[-1].number:
+            # Its publisher may have been told of it before this reader.
+            with suppress(DeadlineExceeded):
+                self._reader.wait(wanted - 1, CATCH_UP_S)
+            versions = self._reader.view().versions
         for record in versions:
             if record.number == wanted:
                 return record
