@@ -101,6 +101,7 @@ def copies_of_a_server_that_is_gone_are_not_replaced(patch: Patch) -> None:
 
 
 FOCUS: Mapping[Fault, Collection[str]] = {
+    a_replaced_publisher_is_let_in: ["replace trainer", "pause trainer"],
     a_deposed_leader_grants_leases: ["depose unheard", "slow reader", "cut coordinator"],
     leases_are_held_for_less_than_readers_count_on: ["pause reader"],
     a_number_is_that_of_the_versions_that_are_kept: ["restart server", "kill server"],
