@@ -152,17 +152,32 @@ class SegmentWriter:
         Overloaded if there is not as much memory.
         """
         writer = cls(num_bytes)
-        if not num_bytes or writer._mapped is None:
-            return writer
         try:
-            for start in range(0, num_bytes, POPULATED_BYTES):
-                size = min(POPULATED_BYTES, num_bytes - start)
-                os.posix_fallocate(writer._descriptor, start, size)
-                _populate(writer._mapped, start, size)
-        except OSError as error:
+            is_mapped = writer.populate(0, num_bytes)
+        except Overloaded:
             writer.close()
-            raise _no_memory(num_bytes, error) from error
+            raise
+        if not is_mapped and writer._mapped is not None:
+            for page in range(0, num_bytes, mmap.PAGESIZE):
+                writer._mapped[page] = 0
         return writer
+
+    def populate(self, start: int, num_bytes: int) -> bool:
+        """Allocate and map a part ahead of what is written to it: that costs less than a fault for
+        each page, and may be done on another thread. What is there already stays.
+
+        False if the kernel only allocates it. Raises Overloaded if there is not as much memory. Not
+        to be called beside `seal` or `close`.
+        """
+        is_mapped = True
+        try:
+            for at in range(start, start + num_bytes, POPULATED_BYTES):
+                size = min(POPULATED_BYTES, start + num_bytes - at)
+                os.posix_fallocate(self._descriptor, at, size)
+                is_mapped = self._mapped is not None and _is_mapped(self._mapped, at, size)
+        except OSError as error:
+            raise _no_memory(num_bytes, error) from error
+        return is_mapped
 
     @property
     def buffer(self) -> memoryview:
@@ -210,16 +225,14 @@ class SegmentWriter:
         self._mapped = None
 
 
-def _populate(mapped: mmap.mmap, start: int, num_bytes: int) -> None:
-    """Have the pages in the page table, so that writing to them faults no more.
+def _is_mapped(mapped: mmap.mmap, start: int, num_bytes: int) -> bool:
+    """Have the pages in the page table, so that writing to them faults no more; False if the kernel
+    is too old for that.
 
     Not by `mapped.madvise`, which holds the interpreter's lock meanwhile: training goes on.
     """
     address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped, start)))
-    if _libc.madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE):
-        # An older kernel: the first write to each page faults it in.
-        for page in range(start, start + num_bytes, mmap.PAGESIZE):
-            mapped[page] = 0
+    return not _libc.madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE)
 
 
 def _no_memory(num_bytes: int, error: Exception) -> Overloaded:

@@ -40,6 +40,9 @@ from shoal_proto.v1.weights_pb2 import (
     PutSegmentRequest,
 )
 
+AHEAD = 2
+"""Chunks whose memory is made ready before they arrive."""
+
 M = TypeVar("M", bound=Message)
 
 
@@ -80,6 +83,12 @@ class StagedSegment:
         room = self._writer.buffer[start : start + CHUNK_BYTES]
         self._rooms.append(room)
         return room
+
+    def populate(self, index: int) -> None:
+        """Get the memory for a chunk ready."""
+        assert self._writer is not None
+        start = index * CHUNK_BYTES
+        self._writer.populate(start, min(CHUNK_BYTES, self._writer.num_bytes - start))
 
     def verify(self, index: int, chunk: memoryview) -> None:
         """Count a chunk that has arrived. Raises ChecksumMismatch."""
@@ -243,11 +252,19 @@ class SegmentConnection:
         return Segment.adopt(descriptor, reply.num_bytes, of_chunks=reply.chunk_digests)
 
     def _receive(self, staged: StagedSegment, give_up_s: float) -> None:
-        """Chunks are digested on a thread of their own while later ones arrive."""
+        """Earlier chunks are digested, and memory for later ones is made ready, on threads of their
+        own."""
         checks: deque[Future[None]] = deque()
+        missing = staged.missing
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="shoal-digests") as pool:
-                for index in staged.missing:
+            with (
+                ThreadPoolExecutor(1, thread_name_prefix="shoal-digests") as pool,
+                ThreadPoolExecutor(1, thread_name_prefix="shoal-memory") as memory,
+            ):
+                for number, index in enumerate(missing):
+                    first = number + AHEAD if number else 1
+                    for later in missing[first : number + AHEAD + 1]:
+                        checks.append(memory.submit(staged.populate, later))
                     room = staged.room(index)
                     self._place = partial(self._exactly, room)
                     frame = self._frame(give_up_s)

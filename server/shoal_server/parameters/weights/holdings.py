@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import structlog
 
+from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import ChecksumMismatch, Unavailable
 from shoal_proto.segments.digests import chunk_digest, num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
@@ -167,17 +168,26 @@ class WeightHoldings:
             self._claims.pop((series, segment.digest)).close()
 
     async def _from_chunks(self, num_bytes: int, way: SegmentWay) -> Segment:
-        """Each chunk is digested while the next one arrives."""
+        """While a chunk arrives, the one before is digested, and memory for the next made ready."""
         writer = SegmentWriter(num_bytes)
         loop = asyncio.get_running_loop()
         arrived: list[memoryview] = []
         digests: list[asyncio.Future[bytes]] = []
+        ready: list[asyncio.Future[bool]] = []
         try:
             async with aclosing(way.receive_chunks(writer)) as chunks:
-                for _ in range(num_chunks(num_bytes)):
+                for index in range(num_chunks(num_bytes)):
+                    start = (index + 1) * CHUNK_BYTES
+                    size = min(CHUNK_BYTES, num_bytes - start)
+                    if size > 0:
+                        populated = loop.run_in_executor(
+                            self._threads, writer.populate, start, size
+                        )
+                        ready.append(populated)
                     arrived.append(await _soon(anext(chunks)))
                     digest = loop.run_in_executor(self._threads, chunk_digest, arrived[-1])
                     digests.append(digest)
+            await asyncio.gather(*ready)
             of_chunks = b"".join(await asyncio.gather(*digests))
             # A thread that has digested a chunk refers to it for a moment still, and what refers to
             # the buffer keeps it from being sealed.
@@ -185,7 +195,7 @@ class WeightHoldings:
                 chunk.release()
             return await self._in_thread(partial(writer.seal, of_chunks))
         except BaseException:
-            await asyncio.gather(*digests, return_exceptions=True)
+            await asyncio.gather(*ready, *digests, return_exceptions=True)
             writer.close()
             raise
 
