@@ -27,7 +27,7 @@ from shoal.state.shards import Chunk, TensorShard
 from shoal.weights.pieces import (
     HeldTensor,
     HeldWeights,
-    Piece,
+    PublishedPiece,
     balanced,
     check_dtype,
     held_by_all,
@@ -273,7 +273,7 @@ def test_what_others_publish_is_listed_and_has_no_bytes() -> None:
 
 def test_parts_are_balanced_though_one_tensor_dwarfs_the_rest() -> None:
     pieces = [
-        Piece(name=name, chunk=Chunk.whole(t.shape), tensor=t, dtype=t.dtype)
+        PublishedPiece(name=name, chunk=Chunk.whole(t.shape), tensor=t, dtype=t.dtype)
         for name, t in {"small": torch.zeros(10), "large": torch.zeros(1000, 4)}.items()
     ]
     for count in (2, 3, 7):
