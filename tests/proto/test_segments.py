@@ -13,7 +13,7 @@ from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import ChecksumMismatch, InternalError, MalformedMessage
 from shoal_proto.segments.digests import DIGEST_BYTES, check_chunk, chunk_digests, root_digest
 from shoal_proto.segments.sealed import Segment, SegmentWriter
-from shoal_proto.segments.transfer import Staged
+from shoal_proto.segments.transfer import StagedSegment
 
 SIZES = [0, 1, 4096, CHUNK_BYTES, 2 * CHUNK_BYTES + 17]
 
@@ -143,7 +143,7 @@ def test_a_changed_bit_is_noticed_in_its_chunk() -> None:
 def test_what_has_arrived_is_not_asked_for_again() -> None:
     data = drawn(3 * CHUNK_BYTES)
     whole = sealed(data)
-    staged = Staged(whole.digest)
+    staged = StagedSegment(whole.digest)
     staged.open(whole.chunk_digests, whole.num_bytes)
     assert staged.missing == [0, 1, 2]
     room = staged.room(1)
@@ -156,6 +156,6 @@ def test_what_has_arrived_is_not_asked_for_again() -> None:
 def test_digests_of_another_segment_are_refused() -> None:
     whole, other = sealed(b"weights"), sealed(b"another")
     with pytest.raises(ChecksumMismatch):
-        Staged(whole.digest).open(other.chunk_digests, 7)
+        StagedSegment(whole.digest).open(other.chunk_digests, 7)
     with pytest.raises(MalformedMessage):
-        Staged(whole.digest).open(bytes(3 * DIGEST_BYTES), 7)
+        StagedSegment(whole.digest).open(bytes(3 * DIGEST_BYTES), 7)

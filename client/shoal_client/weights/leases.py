@@ -20,7 +20,7 @@ LEAVING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledVersion:
     """What a reader has installed last."""
 
     number: int = 0
@@ -50,7 +50,7 @@ class ReaderLeases:
         """Leases of the last report: the coordinator holds them until the next one."""
         self._until_s: dict[int, float] = {}
         self._lease_s = FIRST_LEASE_S
-        self.installed = Installed()
+        self.installed = InstalledVersion()
         self._wake = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._beat, name="shoal-reader", daemon=True)
@@ -93,7 +93,7 @@ class ReaderLeases:
                 fix="Fetch the newest version; publish with a larger `keep` if readers are slow.",
             )
 
-    def report(self, installed: Installed) -> None:
+    def report(self, installed: InstalledVersion) -> None:
         """Tell the coordinator, soon, what was installed. Raises Regressed for an older version
         than the last."""
         with self._lock:

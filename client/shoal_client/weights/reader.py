@@ -10,7 +10,7 @@ import structlog
 
 from shoal_client.connection.coordinators import Coordinators, chance
 from shoal_client.weights.elements import elements_of
-from shoal_client.weights.leases import Installed, ReaderLeases
+from shoal_client.weights.leases import InstalledVersion, ReaderLeases
 from shoal_client.weights.stores import WeightStores
 from shoal_client.weights.watch import SeriesWatch
 from shoal_proto import CHUNK_BYTES
@@ -18,7 +18,7 @@ from shoal_proto.back_off import BackOff
 from shoal_proto.errors import CorruptError, MalformedMessage, RetryError, VersionGone
 from shoal_proto.segments.digests import check_root
 from shoal_proto.segments.sealed import Segment, SegmentWriter
-from shoal_proto.segments.transfer import Staged
+from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 
@@ -182,7 +182,7 @@ class SeriesReader:
     ) -> None:
         """Tell the coordinator, soon, which version this reader serves, by the digest of what it
         has installed. Raises Regressed for an older version than the last."""
-        self._leases.report(Installed(installed, digest, fetch_s, fetch_bytes))
+        self._leases.report(InstalledVersion(installed, digest, fetch_s, fetch_bytes))
 
     @property
     def installed(self) -> int:
@@ -233,7 +233,7 @@ class SeriesReader:
                 reply = self._stores.difference(holder, request, left_s)
                 if not reply.digest:
                     return None
-                staged = Staged(reply.digest)
+                staged = StagedSegment(reply.digest)
                 with closing(self._stores.fetch([holder], staged, left_s)) as difference:
                     self.fetched_bytes += staged.received_bytes
                     return self._applied(old, difference, new.digest)
@@ -263,7 +263,7 @@ class SeriesReader:
     def _fetch_whole(self, record: pb.VersionRecord, wanted: _Wanted, give_up_s: float) -> Segment:
         """One segment, from any server that has it by now."""
         segment = record.segments[wanted.index]
-        staged, back_off = Staged(segment.digest, wanted.chunks), BackOff()
+        staged, back_off = StagedSegment(segment.digest, wanted.chunks), BackOff()
         view = self.view(give_up_s - time.monotonic())
         try:
             while True:

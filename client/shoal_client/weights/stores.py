@@ -13,7 +13,7 @@ from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_
 from shoal_client.connection.tls_refusals import explained
 from shoal_proto.errors import CorruptError, RetryError, ShoalError, Unavailable
 from shoal_proto.segments.sealed import Segment
-from shoal_proto.segments.transfer import SegmentConnection, Staged
+from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.channels import material, open_channel
 from shoal_proto.tls.files import Material
@@ -64,7 +64,9 @@ class WeightStores:
         Unavailable or DeadlineExceeded."""
         return self._call(server.address, lambda c: c.put(request, segment, timeout_s))
 
-    def fetch(self, holders: Sequence[StoreServer], staged: Staged, timeout_s: float) -> Segment:
+    def fetch(
+        self, holders: Sequence[StoreServer], staged: StagedSegment, timeout_s: float
+    ) -> Segment:
         """A segment from the first of these servers that gives it, one on this host if there is
         one; what a server has sent counts also if the rest comes from another.
 

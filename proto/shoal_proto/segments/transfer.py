@@ -43,7 +43,7 @@ from shoal_proto.v1.weights_pb2 import (
 M = TypeVar("M", bound=Message)
 
 
-class Staged:
+class StagedSegment:
     """A segment on its way to this process: what of it has arrived and was verified counts, also if
     the rest comes over another connection."""
 
@@ -56,6 +56,7 @@ class Staged:
         self.chunk_digests = b""
         self._writer: SegmentWriter | None = None
         self._verified: set[int] = set()
+        self._rooms: list[memoryview] = []
 
     def open(self, of_chunks: bytes, num_bytes: int) -> None:
         """Take the digests that a holder gave. Raises MalformedMessage or ChecksumMismatch."""
@@ -76,7 +77,9 @@ class Staged:
         """Memory for a chunk."""
         assert self._writer is not None
         start = index * CHUNK_BYTES
-        return self._writer.buffer[start : start + CHUNK_BYTES]
+        room = self._writer.buffer[start : start + CHUNK_BYTES]
+        self._rooms.append(room)
+        return room
 
     def verify(self, index: int, chunk: memoryview) -> None:
         """Count a chunk that has arrived. Raises ChecksumMismatch."""
@@ -87,6 +90,10 @@ class Staged:
     def seal(self) -> Segment:
         """The segment, once nothing is missing."""
         assert self._writer is not None
+        # The error of a connection that failed refers to them still, and what refers to the buffer
+        # keeps it from being sealed.
+        for room in self._rooms:
+            room.release()
         return self._writer.seal(self.chunk_digests, is_whole=not self.wanted)
 
     def close(self) -> None:
@@ -190,7 +197,9 @@ class SegmentConnection:
         except OSError as error:
             raise self._reason(error) from error
 
-    def fetch(self, request: FetchSegmentRequest, staged: Staged, timeout_s: float) -> Segment:
+    def fetch(
+        self, request: FetchSegmentRequest, staged: StagedSegment, timeout_s: float
+    ) -> Segment:
         """The staged segment, with all chunks that it wants: as a descriptor from a server on this
         host, else the missing chunks over the socket, each verified.
 
@@ -233,7 +242,7 @@ class SegmentConnection:
         # The server has computed the digests after the seals were set: nothing has changed since.
         return Segment.adopt(descriptor, reply.num_bytes, of_chunks=reply.chunk_digests)
 
-    def _receive(self, staged: Staged, give_up_s: float) -> None:
+    def _receive(self, staged: StagedSegment, give_up_s: float) -> None:
         """Chunks are digested on a thread of their own while later ones arrive."""
         checks: deque[Future[None]] = deque()
         try:
@@ -291,13 +300,13 @@ class SegmentConnection:
             self._check_time(give_up_s)
 
     def _fill(self) -> None:
-        space = self._reader.space()
-        if self.is_local:
-            # Read with room for a descriptor at any time: without it the kernel drops one.
-            count, descriptors = receive_into(self._socket, space)
-            self._descriptors += descriptors
-        else:
-            count = self._socket.recv_into(space)
+        with self._reader.space() as space:
+            if self.is_local:
+                # Read with room for a descriptor at any time: without it the kernel drops one.
+                count, descriptors = receive_into(self._socket, space)
+                self._descriptors += descriptors
+            else:
+                count = self._socket.recv_into(space)
         if not count:
             raise self._broken("it hung up")
         self._reader.received(count)

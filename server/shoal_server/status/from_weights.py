@@ -1,8 +1,8 @@
 """Views of published weights, made of the core's series."""
 
 from shoal_server.core.publications.readers import Reader
-from shoal_server.core.publications.records import Version
-from shoal_server.core.publications.series import Series
+from shoal_server.core.publications.records import PublishedVersion
+from shoal_server.core.publications.series import PublishedSeries
 from shoal_server.status.views import (
     PublishedSeriesView,
     PublishedVersionView,
@@ -13,7 +13,7 @@ MAX_READERS = 200
 """Shown of one series; readers whose bytes differ come first."""
 
 
-def series_view(series: Series) -> PublishedSeriesView:
+def series_view(series: PublishedSeries) -> PublishedSeriesView:
     """A series as people see it."""
     readers = [_reader_view(series, name, each) for name, each in series.readers.known.items()]
     readers.sort(key=lambda each: (not each.differs, each.reader_id))
@@ -29,7 +29,7 @@ def series_view(series: Series) -> PublishedSeriesView:
     )
 
 
-def _version_view(version: Version) -> PublishedVersionView:
+def _version_view(version: PublishedVersion) -> PublishedVersionView:
     return PublishedVersionView(
         version=version.number,
         step=version.step,
@@ -43,7 +43,7 @@ def _version_view(version: Version) -> PublishedVersionView:
     )
 
 
-def _reader_view(series: Series, name: str, reader: Reader) -> WeightReaderView:
+def _reader_view(series: PublishedSeries, name: str, reader: Reader) -> WeightReaderView:
     report = reader.report
     return WeightReaderView(
         reader_id=name,

@@ -72,7 +72,7 @@ def test_status_shows_which_weights_each_engine_serves(
     shown = capsys.readouterr().out
     assert "weights digits/policy: version 57 of step 1200, 3.0 MiB in 2 copies, 1 kept" in shown
     assert "serve 57 abababababab: engine-0" in shown
-    alarm = "served weights differ: engine-0 has other bytes than version 57: digest cdcdcdcdcdcd"
+    alarm = "served weights differ: engine-0 has other bytes than version 57 of svc/r: digest cdcd"
     assert shown.count(alarm) == 1 and shown.index("svc/r") < shown.index(alarm)
     assert shoal("status", "--http", url, "--job", "digits") == 0
     assert "svc/r" not in capsys.readouterr().out

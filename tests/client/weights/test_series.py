@@ -26,7 +26,7 @@ from shoal_proto.errors import (
     VersionGone,
 )
 from shoal_proto.segments.sealed import Segment, SegmentWriter
-from shoal_proto.segments.transfer import Staged
+from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.v1 import weights_pb2 as pb
 
 SERIES = "svc/ranker"
@@ -220,7 +220,7 @@ def _all_hold(cluster: ParameterCluster, reader: SeriesReader, record: pb.Versio
             if holder not in addresses or holder not in {s.server_id for s in cluster.present}:
                 return False
             try:
-                reader._stores.fetch([addresses[holder]], Staged(segment.digest), 5.0)
+                reader._stores.fetch([addresses[holder]], StagedSegment(segment.digest), 5.0)
             except ShoalError:
                 return False
     return True
@@ -235,6 +235,7 @@ def test_a_durable_version_survives_the_end_of_all_servers(tmp_path: Path) -> No
             closing(SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1"))
         )
         script.publish(part)
+        reader.wait(0, LIMIT_S)
         awaited(lambda: reader.view().versions[-1].durable, LIMIT_S, "the version is durable")
         cluster.kill_all()
         cluster.await_unlisted()

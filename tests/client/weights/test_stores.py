@@ -22,7 +22,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.segments.digests import DIGEST_BYTES
 from shoal_proto.segments.sealed import Segment, SegmentWriter
-from shoal_proto.segments.transfer import SegmentConnection, Staged
+from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
 from shoal_proto.v1.weights_pb2 import PutSegmentReply, PutSegmentRequest, StoreServer
 from shoal_proto.v1.weights_pb2 import Segment as Described
 
@@ -77,7 +77,7 @@ def test_a_segment_arrives_as_it_was_sent(
 ) -> None:
     segment, chain = drawn(num_bytes), at(servers, 0)
     assert put(stores, segment, chain).holders == ["ps-0"]
-    found = stores.fetch(chain, Staged(segment.digest), LIMIT_S)
+    found = stores.fetch(chain, StagedSegment(segment.digest), LIMIT_S)
     assert found.view() == segment.view()
     assert found.digest == segment.digest
     assert found.is_whole
@@ -87,7 +87,7 @@ def test_a_chain_passes_a_segment_on(servers: ParameterServers, stores: WeightSt
     segment, chain = drawn(CHUNK_BYTES + 1), at(servers, 0, 1, 2)
     assert put(stores, segment, chain).holders == ["ps-0", "ps-1", "ps-2"]
     for holder in chain:
-        found = stores.fetch([holder], Staged(segment.digest), LIMIT_S)
+        found = stores.fetch([holder], StagedSegment(segment.digest), LIMIT_S)
         assert found.view() == segment.view()
 
 
@@ -114,7 +114,7 @@ def test_on_one_host_the_memory_itself_is_shared(servers: ParameterServers) -> N
     with closing(WeightStores(SERIES)) as stores:
         put(stores, segment, chain)
         for holder in chain:
-            found = stores.fetch([holder], Staged(segment.digest), LIMIT_S)
+            found = stores.fetch([holder], StagedSegment(segment.digest), LIMIT_S)
             assert os.path.sameopenfile(found.descriptor, segment.descriptor)
 
 
@@ -122,7 +122,7 @@ def test_only_the_wanted_chunks_cross_a_socket(servers: ParameterServers) -> Non
     segment, chain = drawn(4 * CHUNK_BYTES), at(servers, 0)
     with closing(WeightStores(SERIES, may_be_local=False)) as stores:
         put(stores, segment, chain)
-        staged = Staged(segment.digest, [range(1, 2), range(3, 4)])
+        staged = StagedSegment(segment.digest, [range(1, 2), range(3, 4)])
         found = stores.fetch(chain, staged, LIMIT_S)
     assert staged.received_bytes == 2 * CHUNK_BYTES
     assert not found.is_whole
@@ -136,10 +136,10 @@ def test_a_holder_that_lacks_a_segment_is_left_for_another(
 ) -> None:
     segment = drawn(CHUNK_BYTES)
     put(stores, segment, at(servers, 1))
-    found = stores.fetch(at(servers, 0, 2, 1), Staged(segment.digest), LIMIT_S)
+    found = stores.fetch(at(servers, 0, 2, 1), StagedSegment(segment.digest), LIMIT_S)
     assert found.view() == segment.view()
     with pytest.raises(Unavailable, match="does not hold"):
-        stores.fetch(at(servers, 0, 2), Staged(segment.digest), LIMIT_S)
+        stores.fetch(at(servers, 0, 2), StagedSegment(segment.digest), LIMIT_S)
 
 
 def test_bytes_of_another_segment_are_refused_and_not_held(
@@ -150,7 +150,7 @@ def test_bytes_of_another_segment_are_refused_and_not_held(
         stores.put(at(servers, 0)[0], request(segment, []), other, LIMIT_S)
     for digest in (segment.digest, other.digest):
         with pytest.raises(Unavailable, match="does not hold"):
-            stores.fetch(at(servers, 0), Staged(digest), LIMIT_S)
+            stores.fetch(at(servers, 0), StagedSegment(digest), LIMIT_S)
 
 
 def test_memory_that_can_still_be_changed_is_refused(servers: ParameterServers) -> None:
@@ -172,7 +172,7 @@ def test_a_segment_for_which_there_is_no_memory_is_overloaded(stores: WeightStor
         with pytest.raises(Overloaded, match="no memory left for published weights"):
             put(stores, second, at(servers, 0), publication=2)
         # The one that is held is not touched.
-        found = stores.fetch(at(servers, 0), Staged(first.digest), LIMIT_S)
+        found = stores.fetch(at(servers, 0), StagedSegment(first.digest), LIMIT_S)
         assert found.view() == first.view()
 
 
@@ -215,7 +215,7 @@ def test_a_server_that_hangs_up_in_the_middle_is_unavailable(
     segment, chain = drawn(4 * CHUNK_BYTES), at(servers, 0, 1)
     with closing(WeightStores(SERIES, may_be_local=False)) as stores:
         put(stores, segment, chain)
-        staged = Staged(segment.digest)
+        staged = StagedSegment(segment.digest)
         verify, cut = staged.verify, []
 
         def cut_after_two(index: int, chunk: memoryview) -> None:

@@ -17,31 +17,31 @@ from shoal_server.coordinator.publications.stores import Stores
 from shoal_server.core.publications.coverage import NotCovered
 from shoal_server.core.publications.holders import Holders, verified
 from shoal_server.core.publications.protocol import (
-    Answered,
-    Begun,
     Call,
-    CallEnded,
     Cleared,
+    ContributorLeft,
     Effect,
     Event,
+    HeadWritten,
     NotifyWatchers,
     PartsRejected,
     PartsVerified,
-    Refused,
+    PublicationBegun,
+    RequestRefused,
     TimePassed,
     VerifyParts,
+    VersionAnswered,
     VersionsChanged,
-    Write,
-    Written,
+    WriteSeries,
 )
 from shoal_server.core.publications.readers import ReaderReport
-from shoal_server.core.publications.records import Segment
-from shoal_server.core.publications.series import Series
+from shoal_server.core.publications.records import PublishedSegment
+from shoal_server.core.publications.series import PublishedSeries
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
 
-Answer = Begun | Answered | Cleared
+Answer = PublicationBegun | VersionAnswered | Cleared
 VERIFY_ATTEMPTS = 4
 VERIFY_PAUSE_S = 0.5
 
@@ -51,7 +51,7 @@ class SeriesActor:
 
     def __init__(
         self,
-        series: Series,
+        series: PublishedSeries,
         writer: SeriesWriter,
         *,
         stores: Stores,
@@ -86,7 +86,7 @@ class SeriesActor:
         finally:
             del self._calls[call]
             if answer.cancelled():
-                self.submit(CallEnded(call=call))
+                self.submit(ContributorLeft(call=call))
 
     def submit(self, event: Event) -> None:
         """Step the core, and carry out what follows."""
@@ -95,7 +95,7 @@ class SeriesActor:
                 self._carry_out(effect)
 
     def report(self, report: ReaderReport) -> tuple[list[int], list[int]]:
-        """Take a reader's report; see `Series.report`."""
+        """Take a reader's report; see `PublishedSeries.report`."""
         self.check_lives()
         before = messages.serving(self.series.readers.known.values())
         answer = self.series.report(report, self._clock())
@@ -144,14 +144,14 @@ class SeriesActor:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Begun() | Answered() | Cleared():
+            case PublicationBegun() | VersionAnswered() | Cleared():
                 self._settle(effect.call, lambda answer: answer.set_result(effect))
-            case Refused():
+            case RequestRefused():
                 error = messages.error_of(effect)
                 self._settle(effect.call, lambda answer: answer.set_exception(error))
             case VerifyParts():
                 self._tasks.start(self._verify(effect))
-            case Write():
+            case WriteSeries():
                 self._tasks.start(self._write(effect))
             case NotifyWatchers():
                 self.notify()
@@ -161,7 +161,7 @@ class SeriesActor:
         if answer is not None and not answer.done():
             settle(answer)
 
-    async def _write(self, effect: Write) -> None:
+    async def _write(self, effect: WriteSeries) -> None:
         name = self.series.name
         after = {v.number: v for v in effect.put}
         versions = [after.get(n) or self.series.versions[n] for n in effect.head.kept]
@@ -186,7 +186,7 @@ class SeriesActor:
                 log.info("version_committed", series=name, number=version.number, step=version.step)
         for number in effect.drop:
             log.info("version_dropped", series=name, number=number)
-        self.submit(Written())
+        self.submit(HeadWritten())
 
     async def _verify(self, effect: VerifyParts) -> None:
         rejected = partial(PartsRejected, epoch=effect.epoch, publication=effect.publication)
@@ -216,7 +216,9 @@ class SeriesActor:
             )
         )
 
-    async def _verified(self, segments: list[Segment]) -> tuple[Segment, ...] | int:
+    async def _verified(
+        self, segments: list[PublishedSegment]
+    ) -> tuple[PublishedSegment, ...] | int:
         """The segments with the holders that answer that they have them; else a rank whose segment
         nobody has."""
         pauses = BackOff(VERIFY_PAUSE_S)

@@ -10,15 +10,21 @@ from shoal_proto.dtypes import ITEM_BYTES
 from shoal_proto.errors import InternalError, InvalidSpec
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.coordinator.publications.stored_series import MAX_LAYOUT_BYTES
-from shoal_server.core.publications.coverage import Layout, NotCovered, Slice, Tensor, check_cover
+from shoal_server.core.publications.coverage import (
+    NotCovered,
+    PublishedLayout,
+    Slice,
+    Tensor,
+    check_cover,
+)
 from shoal_server.core.publications.coverage import merged as merge
-from shoal_server.core.publications.protocol import Part
+from shoal_server.core.publications.protocol import PublicationPart
 
 REMEMBERED_BYTES = 128 * 1024 * 1024
 """Of layouts of versions: a model's is the same from version to version."""
 
 
-def layout_from_pb(message: pb.Layout) -> Layout:
+def layout_from_pb(message: pb.Layout) -> PublishedLayout:
     """Raises InvalidSpec for an element type that is not known."""
     tensors = []
     for spec in message.tensors:
@@ -34,10 +40,10 @@ def layout_from_pb(message: pb.Layout) -> Layout:
         Slice(each.tensor, tuple(each.offsets), tuple(each.sizes), each.segment, each.at)
         for each in message.slices
     )
-    return Layout(tuple(tensors), slices, tuple(message.segment_bytes))
+    return PublishedLayout(tuple(tensors), slices, tuple(message.segment_bytes))
 
 
-def layout_to_pb(layout: Layout) -> pb.Layout:
+def layout_to_pb(layout: PublishedLayout) -> pb.Layout:
     return pb.Layout(
         tensors=(pb.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in layout.tensors),
         slices=(
@@ -60,7 +66,7 @@ class MergedLayouts:
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[bytes, ...], bytes] = OrderedDict()
 
-    async def of_parts(self, parts: Sequence[Part]) -> bytes:
+    async def of_parts(self, parts: Sequence[PublicationPart]) -> bytes:
         """The serialized layout of a version of these parts. Raises NotCovered, InvalidSpec."""
         key = tuple(part.layout_key for part in parts)
         if key not in self._known:
@@ -73,7 +79,7 @@ class MergedLayouts:
         return found
 
 
-def _merged(parts: Sequence[Part]) -> bytes:
+def _merged(parts: Sequence[PublicationPart]) -> bytes:
     layouts = [layout_from_pb(_parsed(part.layout)) for part in parts]
     for part, layout in zip(parts, layouts, strict=True):
         if layout.segment_bytes != (part.segment.num_bytes,):

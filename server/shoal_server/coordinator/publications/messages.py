@@ -17,29 +17,48 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.names import SERIES_RULE, is_name, is_series
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.core.publications.limits import MAX_WORLD
-from shoal_server.core.publications.protocol import Part, Refusal, Refused
+from shoal_server.core.publications.protocol import (
+    PublicationPart,
+    PublicationRefusal,
+    RequestRefused,
+)
 from shoal_server.core.publications.readers import Reader, ReaderReport
 from shoal_server.core.publications.records import (
     DEFAULT_COPIES,
     DEFAULT_KEEP,
     Publisher,
 )
-from shoal_server.core.publications.series import Series
+from shoal_server.core.publications.series import PublishedSeries
 from shoal_server.etcd.records import series as records
 
 MAX_METADATA_BYTES = 4096
 
-_ERRORS: Mapping[Refusal, tuple[type[ShoalError], str]] = {
-    Refusal.SERIES_HELD: (SeriesHeld, "Publish under another name, or wait until it has ended."),
-    Refusal.STALE_EPOCH: (StaleEpoch, "Stop publishing: another process has taken over."),
-    Refusal.ABANDONED: (PublicationAbandoned, "Publish again; earlier versions are untouched."),
-    Refusal.GONE: (VersionGone, "`shoal weights list` shows the versions that there are."),
-    Refusal.OVERLOADED: (Overloaded, "Try again once a reader is done, or keep more versions."),
-    Refusal.INVALID: (InvalidSpec, ""),
+_ERRORS: Mapping[PublicationRefusal, tuple[type[ShoalError], str]] = {
+    PublicationRefusal.SERIES_HELD: (
+        SeriesHeld,
+        "Publish under another name, or wait until it has ended.",
+    ),
+    PublicationRefusal.STALE_EPOCH: (
+        StaleEpoch,
+        "Stop publishing: another process has taken over.",
+    ),
+    PublicationRefusal.ABANDONED: (
+        PublicationAbandoned,
+        "Publish again; earlier versions are untouched.",
+    ),
+    PublicationRefusal.GONE: (
+        VersionGone,
+        "`shoal weights list` shows the versions that there are.",
+    ),
+    PublicationRefusal.OVERLOADED: (
+        Overloaded,
+        "Try again once a reader is done, or keep more versions.",
+    ),
+    PublicationRefusal.INVALID: (InvalidSpec, ""),
 }
 
 
-def error_of(refused: Refused) -> ShoalError:
+def error_of(refused: RequestRefused) -> ShoalError:
     """The error that a caller gets."""
     kind, fix = _ERRORS[refused.refusal]
     return kind(refused.what, seen=refused.seen, expected=refused.expected, fix=fix)
@@ -91,7 +110,7 @@ def check_rank(rank: int, world: int) -> None:
         )
 
 
-def part_from_pb(request: pb.ContributePartRequest) -> Part:
+def part_from_pb(request: pb.ContributePartRequest) -> PublicationPart:
     """Raises InvalidSpec and MalformedMessage."""
     check_rank(request.rank, request.world)
     segment = request.segment
@@ -110,7 +129,7 @@ def part_from_pb(request: pb.ContributePartRequest) -> Part:
             expected=f"at most {MAX_METADATA_BYTES} in all",
         )
     layout = request.layout.SerializeToString(deterministic=True)
-    return Part(
+    return PublicationPart(
         rank=request.rank,
         world=request.world,
         segment=records.segment_from_pb(segment),
@@ -146,7 +165,7 @@ def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
 
 
 def view_of(
-    series: Series, servers: Mapping[str, str], now_s: float, *, only_serving: bool
+    series: PublishedSeries, servers: Mapping[str, str], now_s: float, *, only_serving: bool
 ) -> pb.SeriesView:
     """The series for its readers. `servers`: addresses by id."""
     head, versions = series.head, series.versions
@@ -169,7 +188,7 @@ def view_of(
     )
 
 
-def _reader_view(series: Series, name: str, reader: Reader, now_s: float) -> pb.ReaderView:
+def _reader_view(series: PublishedSeries, name: str, reader: Reader, now_s: float) -> pb.ReaderView:
     report = reader.report
     return pb.ReaderView(
         id=name,

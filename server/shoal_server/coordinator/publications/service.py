@@ -35,18 +35,18 @@ from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.publications.holders import servers_for
 from shoal_server.core.publications.limits import LEASE_S
 from shoal_server.core.publications.protocol import (
-    Answered,
     BeginRequested,
-    Begun,
     Call,
     ClearRequested,
     Event,
     PartContributed,
     PinRequested,
+    PublicationBegun,
     RollbackRequested,
+    VersionAnswered,
 )
 from shoal_server.core.publications.readers import InstalledOlder, TooManyReaders
-from shoal_server.core.publications.series import Series
+from shoal_server.core.publications.series import PublishedSeries
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import series as records
 from shoal_server.serving.admission.config import JobLimits
@@ -107,7 +107,7 @@ class WeightSeriesService(WeightSeriesServicer):
         for name, why in self._broken.items():
             log.error("series_unreadable", series=name, reason=str(why))
         for name, (stored, writer) in found.items():
-            self._actors[name] = self._actor(Series(name, stored, self._clock()), writer)
+            self._actors[name] = self._actor(PublishedSeries(name, stored, self._clock()), writer)
         async with self._stores.mirror, running(keep_on(self._care, "published-weights")):
             try:
                 yield
@@ -173,7 +173,7 @@ class WeightSeriesService(WeightSeriesServicer):
         if is_over and self._actors.get(name) is actor:
             del self._actors[name]
 
-    def _actor(self, series: Series, writer: stored_series.SeriesWriter) -> SeriesActor:
+    def _actor(self, series: PublishedSeries, writer: stored_series.SeriesWriter) -> SeriesActor:
         return SeriesActor(
             series,
             writer,
@@ -213,7 +213,7 @@ class WeightSeriesService(WeightSeriesServicer):
             # What was read is of an earlier term: another coordinator may have written since.
             raise NotLeader("the term in which this was asked has ended", details={"leader": ""})
         self._broken.pop(name, None)
-        return self._actor(Series(name, stored, self._clock()), writer)
+        return self._actor(PublishedSeries(name, stored, self._clock()), writer)
 
     async def _existing(self, name: str) -> SeriesActor:
         actor = await self._find(name)
@@ -260,7 +260,7 @@ class WeightSeriesService(WeightSeriesServicer):
                 is_ending=request.ending,
             )
         )
-        assert isinstance(begun, Begun)
+        assert isinstance(begun, PublicationBegun)
         # One that was deposed does not know how much its successor keeps.
         await self._check.confirm()
         addresses = self._stores.addresses
@@ -395,7 +395,7 @@ def _rollback(to: int, call: Call) -> Event:
 
 
 def _version(answer: Answer) -> pb.VersionRecord:
-    assert isinstance(answer, Answered)
+    assert isinstance(answer, VersionAnswered)
     return records.version_to_pb(answer.version)
 
 

@@ -13,8 +13,8 @@ import structlog
 
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import InternalError, RetryError, ShoalError, VersionGone
-from shoal_server.core.publications.protocol import Write
-from shoal_server.core.publications.records import StoredSeries, Version
+from shoal_server.core.publications.protocol import WriteSeries
+from shoal_server.core.publications.records import PublishedVersion, StoredSeries
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put, Revision, unchanged_since
 from shoal_server.etcd.leader_store import LeaderStore
@@ -46,7 +46,7 @@ class SeriesWriter:
         """Kept for a version that may be about to be committed."""
         self._writing = asyncio.Lock()
 
-    async def write(self, write: Write, versions: Iterable[Version]) -> bool:
+    async def write(self, write: WriteSeries, versions: Iterable[PublishedVersion]) -> bool:
         """Make the write, after which there are these versions; False if another one has written
         the head.
 

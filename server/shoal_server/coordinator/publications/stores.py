@@ -9,8 +9,8 @@ from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2_grpc import WeightStoreStub
 from shoal_server.coordinator.servers.server_calls import ServerCalls
-from shoal_server.core.publications.holders import Answer, StoreServer
-from shoal_server.core.publications.records import Segment
+from shoal_server.core.publications.holders import HoldsAnswer, StoreServer
+from shoal_server.core.publications.records import PublishedSegment
 from shoal_server.etcd import keys
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.mirror import Item, PrefixMirror
@@ -57,7 +57,9 @@ class Stores:
         """By id."""
         return {s.holder.server_id: s.address for s in self._mirror.records.values()}
 
-    async def held(self, series: str, segments: Sequence[Segment]) -> dict[str, Collection[bytes]]:
+    async def held(
+        self, series: str, segments: Sequence[PublishedSegment]
+    ) -> dict[str, Collection[bytes]]:
         """What the holders that the segments name have of them; nothing of one that does not
         answer."""
         questions: dict[str, list[bytes]] = {}
@@ -69,7 +71,7 @@ class Stores:
 
     async def ask(
         self, series: str, questions: Mapping[str, Sequence[bytes]]
-    ) -> list[tuple[StoreServer, Sequence[bytes], Answer]]:
+    ) -> list[tuple[StoreServer, Sequence[bytes], HoldsAnswer]]:
         """The answers of the servers that answer, each with what it was asked for."""
         present = {each.server_id: each for each in self.present}
         asked = [(present[each], digests) for each, digests in questions.items() if each in present]
@@ -82,7 +84,7 @@ class Stores:
 
     async def _ask(
         self, series: str, server: StoreServer, digests: Sequence[bytes]
-    ) -> Answer | None:
+    ) -> HoldsAnswer | None:
         request = pb.HoldsSegmentsRequest(series=series, digests=digests)
         try:
             reply: pb.HoldsSegmentsReply = await self._calls.call_on(
@@ -95,7 +97,7 @@ class Stores:
         except ShoalError as error:
             log.warning("store_not_asked", server=server.server_id, reason=str(error))
             return None
-        return Answer(
+        return HoldsAnswer(
             held=frozenset(reply.held),
             durable=frozenset(reply.durable),
             writes_to_disk=reply.writes_to_disk,

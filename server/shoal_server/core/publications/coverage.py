@@ -33,7 +33,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PublishedLayout:
     """The place of each element of a version."""
 
     tensors: tuple[Tensor, ...]
@@ -49,7 +49,7 @@ class NotCovered(Exception):
         self.what, self.seen, self.expected = what, seen, expected
 
 
-def merged(parts: Sequence[Layout]) -> Layout:
+def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
     """The layout of a version: that of each rank's part, in the order of ranks.
 
     Raises NotCovered for ranks that disagree on a tensor, and for a part of another segment than
@@ -86,10 +86,10 @@ def merged(parts: Sequence[Layout]) -> Layout:
                 )
             slices.append(Slice(own[each.tensor], each.offsets, each.sizes, rank, each.at))
     sizes = tuple(part.segment_bytes[0] for part in parts)
-    return Layout(tuple(tensors), tuple(slices), sizes)
+    return PublishedLayout(tuple(tensors), tuple(slices), sizes)
 
 
-def check_cover(layout: Layout) -> None:
+def check_cover(layout: PublishedLayout) -> None:
     """Raise NotCovered unless the slices cover each element of each tensor exactly once, and lie
     within their segments."""
     of_tensor: dict[int, list[Slice]] = defaultdict(list)
@@ -115,14 +115,14 @@ def check_cover(layout: Layout) -> None:
             )
 
 
-def _whole(each: Slice, layout: Layout) -> Slice:
+def _whole(each: Slice, layout: PublishedLayout) -> Slice:
     if each.sizes or each.offsets:
         return each
     shape = layout.tensors[each.tensor].shape
     return Slice(each.tensor, (0,) * len(shape), shape, each.segment, each.at)
 
 
-def _check_bounds(each: Slice, tensor: Tensor, layout: Layout) -> None:
+def _check_bounds(each: Slice, tensor: Tensor, layout: PublishedLayout) -> None:
     shape = tensor.shape
     fits = len(each.offsets) == len(each.sizes) == len(shape) and all(
         start + size <= length

@@ -10,7 +10,7 @@ from shoal_server.core.publications.limits import (
     LOST_AFTER_S,
     REPLACED_AFTER_S,
 )
-from shoal_server.core.publications.records import Segment, Version
+from shoal_server.core.publications.records import PublishedSegment, PublishedVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def servers_for(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HoldsAnswer:
     """What a server says of the segments that it was asked for."""
 
     held: Collection[bytes]
@@ -73,7 +73,7 @@ class Holders:
         self._missing_since_s: dict[bytes, float] = {}
 
     def see(
-        self, servers: Iterable[StoreServer], versions: Iterable[Version], now_s: float
+        self, servers: Iterable[StoreServer], versions: Iterable[PublishedVersion], now_s: float
     ) -> None:
         """Note which servers are registered now."""
         self._servers = {each.server_id: each for each in servers}
@@ -82,7 +82,7 @@ class Holders:
             each: self._away_since_s.get(each, now_s) for each in named - self._servers.keys()
         }
 
-    def note(self, server: StoreServer, asked: Iterable[bytes], answer: Answer) -> None:
+    def note(self, server: StoreServer, asked: Iterable[bytes], answer: HoldsAnswer) -> None:
         """Note the answer of a server to a question for some segments."""
         for digest in asked:
             self._answers[server.server_id, digest] = (server.incarnation, digest in answer.held)
@@ -90,7 +90,7 @@ class Holders:
         if answer.writes_to_disk:
             self._write_to_disk.add(server.server_id)
 
-    def note_versions(self, versions: Iterable[Version], now_s: float) -> None:
+    def note_versions(self, versions: Iterable[PublishedVersion], now_s: float) -> None:
         """Note since when segments have been on no server; forget those of dropped versions."""
         # Versions with the same bytes share segments, and may name different holders.
         holders: dict[bytes, set[str]] = defaultdict(set)
@@ -102,7 +102,7 @@ class Holders:
         missing = [d for d, named in holders.items() if self._is_missing(d, named)]
         self._missing_since_s = {d: self._missing_since_s.get(d, now_s) for d in missing}
 
-    def questions(self, versions: Iterable[Version]) -> dict[str, list[bytes]]:
+    def questions(self, versions: Iterable[PublishedVersion]) -> dict[str, list[bytes]]:
         """Servers to ask, and for which segments: those that are not known to have them, or to have
         written them to disk."""
         asked = (_Standing.UNKNOWN, _Standing.LACKING)
@@ -115,7 +115,7 @@ class Holders:
                         found[holder].append(segment.digest)
         return {server_id: list(dict.fromkeys(digests)) for server_id, digests in found.items()}
 
-    def durable(self, versions: Iterable[Version]) -> list[int]:
+    def durable(self, versions: Iterable[PublishedVersion]) -> list[int]:
         """Versions that have come to lie on the disks of all their holders."""
         return [
             version.number
@@ -124,7 +124,7 @@ class Holders:
             and all((h, s.digest) in self._durable for s in version.segments for h in s.holders)
         ]
 
-    def lost(self, versions: Iterable[Version], now_s: float) -> list[int]:
+    def lost(self, versions: Iterable[PublishedVersion], now_s: float) -> list[int]:
         """Versions with a segment that no server has had for a while."""
         return [
             version.number
@@ -136,14 +136,16 @@ class Holders:
             )
         ]
 
-    def replaced(self, version: Version, copies: int, now_s: float) -> Version | None:
+    def replaced(
+        self, version: PublishedVersion, copies: int, now_s: float
+    ) -> PublishedVersion | None:
         """The version with holders in the place of those that are gone; None if all is well."""
         segments = [self._replaced(segment, copies, now_s) for segment in version.segments]
         if segments == list(version.segments):
             return None
         return replace(version, segments=tuple(segments))
 
-    def _replaced(self, segment: Segment, copies: int, now_s: float) -> Segment:
+    def _replaced(self, segment: PublishedSegment, copies: int, now_s: float) -> PublishedSegment:
         standing = {h: self._standing(h, segment.digest) for h in segment.holders}
         having = {h for h in self._servers if self._standing(h, segment.digest) is _Standing.HELD}
         if not having and _Standing.UNKNOWN not in standing.values():
@@ -194,8 +196,8 @@ class Holders:
 
 
 def verified(
-    segments: Sequence[Segment], held: Mapping[str, Collection[bytes]]
-) -> tuple[Segment, ...] | int:
+    segments: Sequence[PublishedSegment], held: Mapping[str, Collection[bytes]]
+) -> tuple[PublishedSegment, ...] | int:
     """The segments with the holders that have them, as these answered; or the rank of the first
     segment that none of them has."""
     found = []

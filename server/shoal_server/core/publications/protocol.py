@@ -7,12 +7,17 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shoal_server.core.publications.records import Publisher, Segment, SeriesHead, Version
+from shoal_server.core.publications.records import (
+    PublishedSegment,
+    PublishedVersion,
+    Publisher,
+    SeriesHead,
+)
 
 Call = Hashable
 
 
-class Refusal(Enum):
+class PublicationRefusal(Enum):
     """Reasons why a request is not granted."""
 
     SERIES_HELD = "another publisher has the series"
@@ -24,11 +29,11 @@ class Refusal(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class RequestRefused:
     """The answer to a request that is not granted."""
 
     call: Call
-    refusal: Refusal
+    refusal: PublicationRefusal
     what: str
     seen: str = ""
     expected: str = ""
@@ -52,12 +57,12 @@ class BeginRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PublicationPart:
     """One rank's share of a publication."""
 
     rank: int
     world: int
-    segment: Segment
+    segment: PublishedSegment
     layout: bytes = field(compare=False, repr=False)
     """The rank's own layout, as the edge reads it."""
     layout_key: bytes
@@ -74,11 +79,11 @@ class PartContributed:
     publisher: Publisher
     epoch: int
     publication: int
-    part: Part
+    part: PublicationPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallEnded:
+class ContributorLeft:
     """The caller of a part waits no longer. The part stays."""
 
     call: Call
@@ -91,7 +96,7 @@ class PartsVerified:
     epoch: int
     publication: int
     layout_digest: bytes
-    segments: tuple[Segment, ...]
+    segments: tuple[PublishedSegment, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +138,14 @@ class ClearRequested:
 class VersionsChanged:
     """What has become of the kept versions on the servers."""
 
-    replaced: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+    replaced: Mapping[int, tuple[PublishedSegment, ...]] = field(default_factory=dict)
     """By number: the same segments, held by others."""
     durable: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class HeadWritten:
     """The write in progress was made."""
 
 
@@ -152,14 +157,14 @@ class TimePassed:
 Event = (
     BeginRequested
     | PartContributed
-    | CallEnded
+    | ContributorLeft
     | PartsVerified
     | PartsRejected
     | PinRequested
     | RollbackRequested
     | ClearRequested
     | VersionsChanged
-    | Written
+    | HeadWritten
     | TimePassed
 )
 
@@ -167,7 +172,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class PublicationBegun:
     """The answer to a publisher that may publish."""
 
     call: Call
@@ -176,11 +181,11 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class VersionAnswered:
     """The answer to a request that is about a version."""
 
     call: Call
-    version: Version
+    version: PublishedVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,16 +202,16 @@ class VerifyParts:
 
     epoch: int
     publication: int
-    parts: tuple[Part, ...]
+    parts: tuple[PublicationPart, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
+class WriteSeries:
     """Replace the head, and put and drop versions, in one transaction on condition that the head
-    is as it was; then submit `Written`."""
+    is as it was; then submit `HeadWritten`."""
 
     head: SeriesHead
-    put: tuple[Version, ...] = ()
+    put: tuple[PublishedVersion, ...] = ()
     drop: tuple[int, ...] = ()
 
 
@@ -215,4 +220,12 @@ class NotifyWatchers:
     """The series is not as watchers have it."""
 
 
-Effect = Begun | Answered | Cleared | Refused | VerifyParts | Write | NotifyWatchers
+Effect = (
+    PublicationBegun
+    | VersionAnswered
+    | Cleared
+    | RequestRefused
+    | VerifyParts
+    | WriteSeries
+    | NotifyWatchers
+)

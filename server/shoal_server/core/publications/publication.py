@@ -2,10 +2,10 @@
 
 from enum import Enum
 
-from shoal_server.core.publications.protocol import Call, Part
+from shoal_server.core.publications.protocol import Call, PublicationPart
 
 
-class Stage(Enum):
+class PublicationStage(Enum):
     GATHERING = "parts are missing"
     VERIFYING = "the parts are being verified"
     COMMITTING = "its record is being written, or about to be"
@@ -24,10 +24,10 @@ class Publication:
 
     def __init__(self, number: int, now_s: float) -> None:
         self.number = number
-        self.stage = Stage.GATHERING
+        self.stage = PublicationStage.GATHERING
         self.heard_s = now_s
         """When a part came in last."""
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, PublicationPart] = {}
         self._calls: dict[Call, int] = {}
 
     @property
@@ -35,7 +35,7 @@ class Publication:
         return list(self._calls)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PublicationPart, ...]:
         """In the order of ranks."""
         return tuple(part for _, part in sorted(self._parts.items()))
 
@@ -51,13 +51,13 @@ class Publication:
         ranks = [str(rank) for rank in range(world) if rank not in self._parts]
         return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
-    def add(self, call: Call, part: Part, now_s: float) -> None:
+    def add(self, call: Call, part: PublicationPart, now_s: float) -> None:
         """Take a rank's part, and remember that this call waits.
 
         Raises Mismatch, with the publication as it was.
         """
         known = self._parts.get(part.rank)
-        is_verified = known is not None and self.stage is not Stage.GATHERING
+        is_verified = known is not None and self.stage is not PublicationStage.GATHERING
         if known is not None and is_verified and not _is_same(known, part):
             raise Mismatch(
                 f"rank {part.rank} hands in another part of publication {self.number}",
@@ -85,7 +85,7 @@ class Publication:
         self._calls.pop(call, None)
 
 
-def _is_same(one: Part, other: Part) -> bool:
+def _is_same(one: PublicationPart, other: PublicationPart) -> bool:
     """True if a version would be the same; the servers that hold it may be others."""
     identity = one.segment.digest, one.layout_key, one.step, one.world
     return identity == (other.segment.digest, other.layout_key, other.step, other.world)

@@ -24,7 +24,7 @@ class Publisher:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class PublishedSegment:
     """One rank's bytes of a version."""
 
     digest: bytes
@@ -34,7 +34,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
+class PublishedVersion:
     """An immutable version. Only its holders, and whether it is pinned or on disk, change."""
 
     number: int
@@ -43,7 +43,7 @@ class Version:
     """The publisher's own count, within the epoch; 0 for a rollback."""
     step: int
     layout_digest: bytes
-    segments: tuple[Segment, ...]
+    segments: tuple[PublishedSegment, ...]
     created_unix_s: float
     metadata: Mapping[str, str] = field(default_factory=dict)
     rolled_back_to: int = 0
@@ -97,4 +97,4 @@ class StoredSeries:
     """A head, and the versions that it names."""
 
     head: SeriesHead = SeriesHead()
-    versions: Mapping[int, Version] = field(default_factory=dict)
+    versions: Mapping[int, PublishedVersion] = field(default_factory=dict)

@@ -20,43 +20,43 @@ from shoal_server.core.publications.limits import (
     SEGMENTS_A_WRITE,
 )
 from shoal_server.core.publications.protocol import (
-    Answered,
     BeginRequested,
-    Begun,
     Call,
-    CallEnded,
     Cleared,
     ClearRequested,
+    ContributorLeft,
     Effect,
     Event,
+    HeadWritten,
     NotifyWatchers,
     PartContributed,
     PartsRejected,
     PartsVerified,
     PinRequested,
-    Refusal,
-    Refused,
+    PublicationBegun,
+    PublicationRefusal,
+    RequestRefused,
     RollbackRequested,
     TimePassed,
     VerifyParts,
+    VersionAnswered,
     VersionsChanged,
-    Write,
-    Written,
+    WriteSeries,
 )
-from shoal_server.core.publications.publication import Mismatch, Publication, Stage
+from shoal_server.core.publications.publication import Mismatch, Publication, PublicationStage
 from shoal_server.core.publications.readers import Reader, ReaderReport, Readers
 from shoal_server.core.publications.records import (
     DIGESTS_KEPT,
     LOSSES_KEPT,
-    Segment,
+    PublishedSegment,
+    PublishedVersion,
     SeriesHead,
     StoredSeries,
-    Version,
 )
 
 Effects = Iterator[Effect]
 Wish = Callable[[float], Effects]
-"""A change of the record, judged at the given time. Yields `Write`, or answers without one."""
+"""A change of the record, judged when its turn comes: yields `WriteSeries`, or only answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class _Abandoned:
             self.reasons.popitem(last=False)
 
 
-class Series:
+class PublishedSeries:
     """One series, from when a leader has read it to the end of that leader's term."""
 
     def __init__(self, name: str, stored: StoredSeries, now_s: float) -> None:
@@ -110,7 +110,7 @@ class Series:
         return self.stored.head
 
     @property
-    def versions(self) -> Mapping[int, Version]:
+    def versions(self) -> Mapping[int, PublishedVersion]:
         """The kept versions by number."""
         return self.stored.versions
 
@@ -129,7 +129,7 @@ class Series:
                 self._wish(lambda now_s: self._begin(event, now_s))
             case PartContributed():
                 yield from self._contribute(event, now_s)
-            case CallEnded():
+            case ContributorLeft():
                 for publication in self._publications.values():
                     publication.drop_call(event.call)
             case PartsVerified() | PartsRejected():
@@ -142,7 +142,7 @@ class Series:
                 self._wish(lambda _: self._revise(event))
             case ClearRequested():
                 self._wish(lambda _: self._clear(event))
-            case Written():
+            case HeadWritten():
                 yield from self._written()
             case TimePassed():
                 yield from self._time_passed(now_s)
@@ -180,11 +180,11 @@ class Series:
         self,
         stored: StoredSeries,
         *,
-        put: Sequence[Version] = (),
+        put: Sequence[PublishedVersion] = (),
         drop: Iterable[int] = (),
         then: Sequence[Effect] = (),
         committed: Publication | None = None,
-    ) -> Write:
+    ) -> WriteSeries:
         """Begin the write of the head, with versions put and dropped."""
         dropped = frozenset(drop)
         versions = {n: v for n, v in stored.versions.items() if n not in dropped}
@@ -197,7 +197,7 @@ class Series:
             then=tuple(then),
             committed=committed,
         )
-        return Write(head=head, put=tuple(put), drop=tuple(sorted(dropped)))
+        return WriteSeries(head=head, put=tuple(put), drop=tuple(sorted(dropped)))
 
     def _written(self) -> Effects:
         change = self._change
@@ -218,7 +218,7 @@ class Series:
         if event.is_ending:
             if publisher == head.publisher:
                 self._script.is_released = True
-            yield Begun(call=event.call, epoch=head.epoch, head=head.number)
+            yield PublicationBegun(call=event.call, epoch=head.epoch, head=head.number)
             return
         if refused := self._refusal_of(event, now_s):
             yield refused
@@ -229,7 +229,7 @@ class Series:
         if publisher.script:
             self._script = _Script(now_s + HELD_S)
         stored = replace(self.stored, head=options)
-        answer: Effect = Begun(call=event.call, epoch=options.epoch, head=head.number)
+        answer: Effect = PublicationBegun(call=event.call, epoch=options.epoch, head=head.number)
         if not keeping.has_room(stored, self._leased(now_s)):
             # The series is the publisher's all the same: who had it before publishes no more.
             answer = self._overloaded(event.call, now_s)
@@ -240,7 +240,7 @@ class Series:
         else:
             yield answer
 
-    def _refusal_of(self, event: BeginRequested, now_s: float) -> Refused | None:
+    def _refusal_of(self, event: BeginRequested, now_s: float) -> RequestRefused | None:
         """Why this publisher may not publish; None if it may."""
         head, publisher = self.head, event.publisher
         if publisher == head.publisher or not head.epoch:
@@ -248,17 +248,23 @@ class Series:
         refusal, what, until = None, "", ""
         is_held = now_s < self._script.until_s and not self._script.is_released
         if publisher.script and 0 < event.known_epoch < head.epoch:
-            refusal, what = Refusal.STALE_EPOCH, "was published by another script meanwhile"
+            refusal, what = (
+                PublicationRefusal.STALE_EPOCH,
+                "was published by another script meanwhile",
+            )
         elif publisher.script and not head.publisher.script:
-            refusal, what = Refusal.SERIES_HELD, "belongs to a job: only its members publish it"
+            refusal, what = (
+                PublicationRefusal.SERIES_HELD,
+                "belongs to a job: only its members publish it",
+            )
         elif head.publisher.script and is_held:
-            refusal, what = Refusal.SERIES_HELD, "is held by a script"
+            refusal, what = PublicationRefusal.SERIES_HELD, "is held by a script"
             until = f"; it must let go, or be silent for {self._script.until_s - now_s:.0f} s more"
         elif not publisher.script and publisher.generation < head.publisher.generation:
-            refusal, what = Refusal.STALE_EPOCH, "is published by a later generation"
+            refusal, what = PublicationRefusal.STALE_EPOCH, "is published by a later generation"
         if refusal is None:
             return None
-        return Refused(
+        return RequestRefused(
             call=event.call,
             refusal=refusal,
             what=f"{self.name} {what}",
@@ -266,14 +272,14 @@ class Series:
             expected=f"{head.publisher}, which publishes under epoch {head.epoch}{until}",
         )
 
-    def _overloaded(self, call: Call, now_s: float) -> Refused:
+    def _overloaded(self, call: Call, now_s: float) -> RequestRefused:
         holders = sorted(self.readers.holders_of_leases(now_s), key=lambda each: each[1])
         shown = ", ".join(f"version {number} by {reader}" for reader, number in holders[:8])
         if now_s < self._keeps_all_until_s:
             shown = "leases that another coordinator may have granted before it ended"
-        return Refused(
+        return RequestRefused(
             call=call,
-            refusal=Refusal.OVERLOADED,
+            refusal=PublicationRefusal.OVERLOADED,
             what=f"{self.name} keeps as many versions as it may; readers hold leases on them",
             seen=f"{len(self.head.kept)} versions; leased: {shown}",
             expected=f"room for one more beside {self.head.keep}",
@@ -285,9 +291,9 @@ class Series:
             yield known
             return
         if event.epoch != head.epoch or event.publisher != head.publisher:
-            yield Refused(
+            yield RequestRefused(
                 call=event.call,
-                refusal=Refusal.STALE_EPOCH,
+                refusal=PublicationRefusal.STALE_EPOCH,
                 what=f"this publisher of {self.name} was replaced",
                 seen=f"{event.publisher}, with epoch {event.epoch}",
                 expected=f"{head.publisher}, with epoch {head.epoch}",
@@ -311,7 +317,7 @@ class Series:
                 seen=why.seen,
                 expected=why.expected,
             )
-            if publication.stage is Stage.GATHERING:
+            if publication.stage is PublicationStage.GATHERING:
                 yield from self._abandon(rejected)
             yield self._as_refused(event.call, rejected)
         yield from self._make_room_for_publications(number)
@@ -323,26 +329,28 @@ class Series:
                 continue
             own = version.segments[event.part.rank : event.part.rank + 1]
             if own and own[0].digest == event.part.segment.digest:
-                return Answered(call=event.call, version=version)
-            return Refused(
+                return VersionAnswered(call=event.call, version=version)
+            return RequestRefused(
                 call=event.call,
-                refusal=Refusal.INVALID,
+                refusal=PublicationRefusal.INVALID,
                 what=f"publication {event.publication} was committed with another part",
                 seen=f"segment {event.part.segment.digest.hex()[:12]} of rank {event.part.rank}",
                 expected="the part that rank has handed in before",
             )
         return None
 
-    def _refusal_of_late(self, event: PartContributed) -> Refused | None:
+    def _refusal_of_late(self, event: PartContributed) -> RequestRefused | None:
         number = event.publication
         if (why := self._abandoned.reasons.get(number)) is not None:
             return self._as_refused(event.call, why)
         newest = self.head.publication
-        committing = [n for n, p in self._publications.items() if p.stage is Stage.COMMITTING]
+        committing = [
+            n for n, p in self._publications.items() if p.stage is PublicationStage.COMMITTING
+        ]
         if number <= max([newest, *committing]):
-            return Refused(
+            return RequestRefused(
                 call=event.call,
-                refusal=Refusal.ABANDONED,
+                refusal=PublicationRefusal.ABANDONED,
                 what=f"publication {number} of {self.name} is over",
                 seen=f"a part of publication {number}",
                 expected=f"one after {max([newest, *committing])}, which was committed last",
@@ -350,7 +358,9 @@ class Series:
         return None
 
     def _make_room_for_publications(self, newest: int) -> Effects:
-        gathering = sorted(n for n, p in self._publications.items() if p.stage is Stage.GATHERING)
+        gathering = sorted(
+            n for n, p in self._publications.items() if p.stage is PublicationStage.GATHERING
+        )
         for number in gathering[: max(len(gathering) - MAX_PENDING, 0)]:
             yield from self._give_up(number, f"publication {newest} has begun meanwhile")
 
@@ -373,10 +383,10 @@ class Series:
         for call in publication.calls:
             yield self._as_refused(call, rejected)
 
-    def _as_refused(self, call: Call, why: PartsRejected) -> Refused:
-        return Refused(
+    def _as_refused(self, call: Call, why: PartsRejected) -> RequestRefused:
+        return RequestRefused(
             call=call,
-            refusal=Refusal.ABANDONED,
+            refusal=PublicationRefusal.ABANDONED,
             what=why.what,
             seen=why.seen,
             expected=why.expected,
@@ -388,9 +398,9 @@ class Series:
         self._abandoned = _Abandoned()
         for publication in publications.values():
             for call in publication.calls:
-                yield Refused(
+                yield RequestRefused(
                     call=call,
-                    refusal=Refusal.STALE_EPOCH,
+                    refusal=PublicationRefusal.STALE_EPOCH,
                     what=f"publication {publication.number} of {self.name} was abandoned: {why}",
                     seen="an earlier epoch",
                     expected=f"epoch {self.head.epoch}, of {self.head.publisher}",
@@ -399,12 +409,12 @@ class Series:
     def _verify_next(self) -> Effects:
         """One publication is verified and committed at a time, the newest complete one first: what
         is older than it becomes no version any more."""
-        if any(p.stage is not Stage.GATHERING for p in self._publications.values()):
+        if any(p.stage is not PublicationStage.GATHERING for p in self._publications.values()):
             return
         complete = [number for number, p in self._publications.items() if p.is_complete]
         if complete:
             publication = self._publications[max(complete)]
-            publication.stage = Stage.VERIFYING
+            publication.stage = PublicationStage.VERIFYING
             yield VerifyParts(
                 epoch=self.head.epoch, publication=publication.number, parts=publication.parts
             )
@@ -412,19 +422,23 @@ class Series:
     def _judged(self, event: PartsVerified | PartsRejected) -> Effects:
         publication = self._publications.get(event.publication)
         is_current = event.epoch == self.head.epoch
-        if publication is None or not is_current or publication.stage is not Stage.VERIFYING:
+        if (
+            publication is None
+            or not is_current
+            or publication.stage is not PublicationStage.VERIFYING
+        ):
             return
         if isinstance(event, PartsRejected):
             yield from self._abandon(event)
         else:
-            publication.stage = Stage.COMMITTING
+            publication.stage = PublicationStage.COMMITTING
             self._wish(lambda now_s: self._commit(event, publication, now_s))
 
     def _commit(self, event: PartsVerified, publication: Publication, now_s: float) -> Effects:
         if event.epoch != self.head.epoch:
             return  # its calls were refused when the epoch ended
         first = publication.parts[0]
-        version = Version(
+        version = PublishedVersion(
             number=self.head.number + 1,
             epoch=event.epoch,
             publication=event.publication,
@@ -438,12 +452,12 @@ class Series:
 
     def _put_newest(
         self,
-        version: Version,
+        version: PublishedVersion,
         now_s: float,
         *,
         then: Sequence[Effect] = (),
         committed: Publication | None = None,
-    ) -> Write:
+    ) -> WriteSeries:
         head = self.head
         digests = {**head.digests, version.number: version.digest}
         for old in sorted(digests)[: max(len(digests) - DIGESTS_KEPT, 0)]:
@@ -463,7 +477,7 @@ class Series:
         del self._publications[publication.number]
         version = self.versions[self.head.number]
         for call in publication.calls:
-            yield Answered(call=call, version=version)
+            yield VersionAnswered(call=call, version=version)
         for number in [n for n in self._publications if n < publication.number]:
             yield from self._give_up(number, f"publication {publication.number} was committed")
 
@@ -475,20 +489,20 @@ class Series:
             yield self._gone(event.call, event.number)
             return
         if version.is_pinned == event.pins:
-            yield Answered(call=event.call, version=version)
+            yield VersionAnswered(call=event.call, version=version)
             return
         pinned = [v.number for v in self.versions.values() if v.is_pinned]
         if event.pins and len(pinned) >= MAX_PINS:
-            yield Refused(
+            yield RequestRefused(
                 call=event.call,
-                refusal=Refusal.OVERLOADED,
+                refusal=PublicationRefusal.OVERLOADED,
                 what=f"{self.name} has as many pinned versions as it may",
                 seen=f"versions {', '.join(map(str, pinned))}",
                 expected=f"fewer than {MAX_PINS}",
             )
             return
         changed = replace(version, is_pinned=event.pins)
-        answer = Answered(call=event.call, version=changed)
+        answer = VersionAnswered(call=event.call, version=changed)
         yield self._write(self.stored, put=[changed], then=[answer])
 
     def _roll_back(self, event: RollbackRequested, now_s: float) -> Effects:
@@ -498,7 +512,7 @@ class Series:
             return
         newest = self.versions.get(self.head.number)
         if newest is not None and newest.digest == old.digest:
-            yield Answered(call=event.call, version=newest)  # the same request once more
+            yield VersionAnswered(call=event.call, version=newest)  # the same request once more
             return
         version = replace(
             old,
@@ -509,7 +523,7 @@ class Series:
             rolled_back_to=old.number,
             is_pinned=False,
         )
-        answer = Answered(call=event.call, version=version)
+        answer = VersionAnswered(call=event.call, version=version)
         yield self._put_newest(version, now_s, then=[answer])
 
     def _clear(self, event: ClearRequested) -> Effects:
@@ -518,11 +532,11 @@ class Series:
         else:
             yield Cleared(call=event.call)
 
-    def _gone(self, call: Call, number: int) -> Refused:
+    def _gone(self, call: Call, number: int) -> RequestRefused:
         kept = ", ".join(map(str, self.head.kept)) or "none"
-        return Refused(
+        return RequestRefused(
             call=call,
-            refusal=Refusal.GONE,
+            refusal=PublicationRefusal.GONE,
             what=f"version {number} of {self.name} is not kept",
             seen=f"version {number}",
             expected=f"one of those that are: {kept}",
@@ -531,7 +545,7 @@ class Series:
     # --- servers and time ---
 
     def _revise(self, event: VersionsChanged) -> Effects:
-        put: list[Version] = []
+        put: list[PublishedVersion] = []
         for number, version in self.versions.items():
             if sum(len(each.segments) for each in put) >= SEGMENTS_A_WRITE:
                 break  # what is left is decided again a little later
@@ -547,7 +561,9 @@ class Series:
             yield self._write(stored, put=put, drop=lost)
 
     @staticmethod
-    def _revised(version: Version, segments: tuple[Segment, ...] | None) -> tuple[Segment, ...]:
+    def _revised(
+        version: PublishedVersion, segments: tuple[PublishedSegment, ...] | None
+    ) -> tuple[PublishedSegment, ...]:
         """The segments with the holders that were decided; never other bytes."""
         if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
             return version.segments
@@ -573,7 +589,7 @@ class Series:
         for number in [
             number
             for number, publication in self._publications.items()
-            if publication.stage is Stage.GATHERING
+            if publication.stage is PublicationStage.GATHERING
             and not publication.is_complete
             and now_s - publication.heard_s > ABANDONED_AFTER_S
         ]:

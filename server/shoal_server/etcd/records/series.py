@@ -15,11 +15,11 @@ from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.core.publications.records import (
     DEFAULT_COPIES,
     DEFAULT_KEEP,
+    PublishedSegment,
+    PublishedVersion,
     Publisher,
-    Segment,
     SeriesHead,
     StoredSeries,
-    Version,
 )
 from shoal_server.etcd import keys
 
@@ -75,11 +75,11 @@ def parse_head(series: str, value: bytes) -> SeriesHead:
     )
 
 
-def encode_version(version: Version) -> bytes:
+def encode_version(version: PublishedVersion) -> bytes:
     return version_to_pb(version).SerializeToString(deterministic=True)
 
 
-def parse_version(series: str, value: bytes) -> Version:
+def parse_version(series: str, value: bytes) -> PublishedVersion:
     """Raises InternalError for bytes that are no version, or whose digest is another one's."""
     found = _parsed(pb.VersionRecord, series, value)
     version = version_from_pb(found)
@@ -88,7 +88,7 @@ def parse_version(series: str, value: bytes) -> Version:
     return version
 
 
-def version_to_pb(version: Version) -> pb.VersionRecord:
+def version_to_pb(version: PublishedVersion) -> pb.VersionRecord:
     """As readers get it."""
     return pb.VersionRecord(
         number=version.number,
@@ -107,8 +107,8 @@ def version_to_pb(version: Version) -> pb.VersionRecord:
     )
 
 
-def version_from_pb(found: pb.VersionRecord) -> Version:
-    return Version(
+def version_from_pb(found: pb.VersionRecord) -> PublishedVersion:
+    return PublishedVersion(
         number=found.number,
         epoch=found.epoch,
         publication=found.publication,
@@ -124,12 +124,12 @@ def version_from_pb(found: pb.VersionRecord) -> Version:
     )
 
 
-def segment_to_pb(segment: Segment) -> pb.Segment:
+def segment_to_pb(segment: PublishedSegment) -> pb.Segment:
     return pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes, holders=segment.holders)
 
 
-def segment_from_pb(segment: pb.Segment) -> Segment:
-    return Segment(
+def segment_from_pb(segment: pb.Segment) -> PublishedSegment:
+    return PublishedSegment(
         digest=segment.digest, num_bytes=segment.num_bytes, holders=tuple(segment.holders)
     )
 

@@ -170,15 +170,19 @@ class WeightHoldings:
         """Each chunk is digested while the next one arrives."""
         writer = SegmentWriter(num_bytes)
         loop = asyncio.get_running_loop()
+        arrived: list[memoryview] = []
         digests: list[asyncio.Future[bytes]] = []
         try:
             async with aclosing(way.receive_chunks(writer)) as chunks:
                 for _ in range(num_chunks(num_bytes)):
-                    chunk = await _soon(anext(chunks))
-                    digests.append(loop.run_in_executor(self._threads, chunk_digest, chunk))
-                    del chunk  # what refers to the buffer keeps it from being sealed
+                    arrived.append(await _soon(anext(chunks)))
+                    digest = loop.run_in_executor(self._threads, chunk_digest, arrived[-1])
+                    digests.append(digest)
             of_chunks = b"".join(await asyncio.gather(*digests))
-            digests.clear()
+            # A thread that has digested a chunk refers to it for a moment still, and what refers to
+            # the buffer keeps it from being sealed.
+            for chunk in arrived:
+                chunk.release()
             return await self._in_thread(partial(writer.seal, of_chunks))
         except BaseException:
             await asyncio.gather(*digests, return_exceptions=True)

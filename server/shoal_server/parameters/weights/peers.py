@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from shoal_proto.segments.sealed import Segment
-from shoal_proto.segments.transfer import SegmentConnection, Staged
+from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.channels import open_aio_channel
 from shoal_proto.tls.names import SERVER_NAME
@@ -53,7 +53,7 @@ class WeightPeers:
         """A segment that another server holds. Raises what that server raises, or Unavailable."""
 
         def fetch(connection: SegmentConnection) -> Segment:
-            staged = Staged(digest)
+            staged = StagedSegment(digest)
             try:
                 request = FetchSegmentRequest(series=series, digest=digest)
                 return connection.fetch(request, staged, TRANSFER_S)

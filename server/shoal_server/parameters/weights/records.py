@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from shoal_server.core.publications.records import Segment, SeriesHead, Version
+from shoal_server.core.publications.records import PublishedSegment, PublishedVersion, SeriesHead
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.mirror import Item, PrefixMirror
@@ -14,7 +14,7 @@ from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
 HEAD = "head"
 
-Record = SeriesHead | Version
+Record = SeriesHead | PublishedVersion
 
 
 class SeriesRecords:
@@ -83,7 +83,7 @@ class SeriesRecords:
                 continue
             head = records.get(HEAD)
             newest = (head.epoch, head.publication) if isinstance(head, SeriesHead) else (0, 0)
-            versions = [each for each in records.values() if isinstance(each, Version)]
+            versions = [each for each in records.values() if isinstance(each, PublishedVersion)]
             self._holdings.follow(series, newest, _positions(versions))
             self._upkeep.follow(series, _segments(versions))
 
@@ -96,7 +96,7 @@ def _parsed(item: Item) -> Record | None:
     return parse_head(series, item.value) if rest == HEAD else parse_version(series, item.value)
 
 
-def _positions(versions: Iterable[Version]) -> Mapping[bytes, Position]:
+def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]:
     """The newest publication that each segment came of, by digest."""
     found: dict[bytes, Position] = {}
     for version in versions:
@@ -106,10 +106,10 @@ def _positions(versions: Iterable[Version]) -> Mapping[bytes, Position]:
     return found
 
 
-def _segments(versions: Iterable[Version]) -> Mapping[bytes, Segment]:
+def _segments(versions: Iterable[PublishedVersion]) -> Mapping[bytes, PublishedSegment]:
     """The segments by digest. Versions with the same bytes share segments, and may name different
     holders: a segment has the holders of all."""
-    found: dict[bytes, Segment] = {}
+    found: dict[bytes, PublishedSegment] = {}
     for version in versions:
         for segment in version.segments:
             known = found.get(segment.digest, segment)

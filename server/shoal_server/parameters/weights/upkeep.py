@@ -43,12 +43,12 @@ class WeightUpkeep:
         self._directory = directory
         self._threads = threads
         self._disk = disk
-        self._wanted: dict[str, Mapping[bytes, records.Segment]] = {}
+        self._wanted: dict[str, Mapping[bytes, records.PublishedSegment]] = {}
         """By series and digest: the segments that a record wants here."""
         self._may_remove = False
         self._wake = asyncio.Event()
 
-    def follow(self, series: str, segments: Mapping[bytes, records.Segment]) -> None:
+    def follow(self, series: str, segments: Mapping[bytes, records.PublishedSegment]) -> None:
         """Take in the segments that the records of a series name."""
         mine = {d: s for d, s in segments.items() if self._server_id in s.holders}
         self._wanted[series] = mine
@@ -114,7 +114,7 @@ class WeightUpkeep:
         log.warning("segment_lacking", series=series, digest=digest.hex(), reason=str(failure))
         return False
 
-    async def _restored(self, series: str, wanted: records.Segment) -> bool:
+    async def _restored(self, series: str, wanted: records.PublishedSegment) -> bool:
         """True if the segment was on disk, and is in memory now."""
         disk = self._disk
         if disk is None or not disk.holds(series, wanted.digest):

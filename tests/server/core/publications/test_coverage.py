@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from shoal_server.core.publications.coverage import (
-    Layout,
     NotCovered,
+    PublishedLayout,
     Slice,
     Tensor,
     check_cover,
@@ -18,15 +18,15 @@ from shoal_server.core.publications.coverage import (
 W = Tensor("w", "float32", (4, 6), 4)
 
 
-def layout(*slices: Slice, tensors: tuple[Tensor, ...] = (W,), size: int = 1000) -> Layout:
-    return Layout(tensors, slices, (size,))
+def layout(*slices: Slice, tensors: tuple[Tensor, ...] = (W,), size: int = 1000) -> PublishedLayout:
+    return PublishedLayout(tensors, slices, (size,))
 
 
 def box(offsets: tuple[int, ...], sizes: tuple[int, ...], segment: int = 0, at: int = 0) -> Slice:
     return Slice(0, offsets, sizes, segment, at)
 
 
-def grid(rows: int, columns: int) -> list[Layout]:
+def grid(rows: int, columns: int) -> list[PublishedLayout]:
     """Parts of a mesh of ranks, each with its block of `w`."""
     height, width = 4 // rows, 6 // columns
     blocks = itertools.product(range(rows), range(columns))
@@ -52,8 +52,8 @@ def test_a_whole_tensor_needs_no_offsets() -> None:
 def test_tensors_of_several_ranks_are_one_list() -> None:
     bias = Tensor("b", "float32", (6,), 4)
     parts = [
-        Layout((W,), (Slice(0, (0, 0), (4, 6), 0, 0),), (96,)),
-        Layout((bias, W), (Slice(0, (0,), (6,), 1, 0),), (24,)),
+        PublishedLayout((W,), (Slice(0, (0, 0), (4, 6), 0, 0),), (96,)),
+        PublishedLayout((bias, W), (Slice(0, (0,), (6,), 1, 0),), (24,)),
     ]
     whole = merged(parts)
     assert [each.name for each in whole.tensors] == ["w", "b"]
@@ -83,13 +83,13 @@ def test_what_is_no_model_is_refused_by_the_tensors_name(slices: list[Slice], wh
 
 def test_ranks_that_disagree_are_refused() -> None:
     other = Tensor("w", "bfloat16", (4, 6), 2)
-    parts = [layout(box((0, 0), (4, 6))), Layout((other,), (), (0,))]
+    parts = [layout(box((0, 0), (4, 6))), PublishedLayout((other,), (), (0,))]
     with pytest.raises(NotCovered, match="disagree on tensor w"):
         merged(parts)
     with pytest.raises(NotCovered, match="not its own"):
         merged([layout(box((0, 0), (4, 6), segment=1))])
     with pytest.raises(NotCovered, match="no size of its own"):
-        merged([Layout((W,), (), ())])
+        merged([PublishedLayout((W,), (), ())])
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -9,8 +9,8 @@ from shoal_server.coordinator.publications import layouts
 from shoal_server.coordinator.publications.leading_check import LeadingCheck
 from shoal_server.core.publications import keeping, series
 from shoal_server.core.publications.protocol import PartContributed
-from shoal_server.core.publications.records import Segment, StoredSeries
-from shoal_server.core.publications.series import Series
+from shoal_server.core.publications.records import PublishedSegment, StoredSeries
+from shoal_server.core.publications.series import PublishedSeries
 from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
 MAX_SEEDS = 60
@@ -21,9 +21,9 @@ Fault = Callable[[Patch], None]
 
 def a_replaced_publisher_is_let_in(patch: Patch) -> None:
     """Its parts count for the epoch that there is now."""
-    real = Series._contribute
+    real = PublishedSeries._contribute
 
-    def contribute(self: Series, event: PartContributed, now_s: float) -> series.Effects:
+    def contribute(self: PublishedSeries, event: PartContributed, now_s: float) -> series.Effects:
         head = self.head
         changed = PartContributed(
             call=event.call,
@@ -34,18 +34,18 @@ def a_replaced_publisher_is_let_in(patch: Patch) -> None:
         )
         yield from real(self, changed, now_s)
 
-    patch.setattr(Series, "_contribute", contribute)
+    patch.setattr(PublishedSeries, "_contribute", contribute)
 
 
 def a_new_leader_drops_at_once(patch: Patch) -> None:
     """It does not know the leases that the one before has granted."""
-    real = Series.__init__
+    real = PublishedSeries.__init__
 
-    def init(self: Series, name: str, stored: StoredSeries, now_s: float) -> None:
+    def init(self: PublishedSeries, name: str, stored: StoredSeries, now_s: float) -> None:
         real(self, name, stored, now_s)
         self._keeps_all_until_s = now_s
 
-    patch.setattr(Series, "__init__", init)
+    patch.setattr(PublishedSeries, "__init__", init)
 
 
 def a_deposed_leader_grants_leases(patch: Patch) -> None:
@@ -75,30 +75,33 @@ def parts_are_not_counted(patch: Patch) -> None:
 
 def a_number_is_that_of_the_versions_that_are_kept(patch: Patch) -> None:
     """Those that were lost count, too."""
-    real = Series._put_newest
+    real = PublishedSeries._put_newest
 
-    def put_newest(self: Series, version: series.Version, *rest: object, **more: object) -> object:
+    def put_newest(
+        self: PublishedSeries, version: series.PublishedVersion, *rest: object, **more: object
+    ) -> object:
         number = max(self.head.kept, default=0) + 1
         return real(self, series.replace(version, number=number), *rest, **more)  # type: ignore[arg-type]
 
-    patch.setattr(Series, "_put_newest", put_newest)
+    patch.setattr(PublishedSeries, "_put_newest", put_newest)
 
 
 def a_committed_part_counts_as_new(patch: Patch) -> None:
     """Its answer was lost; it is told that its publication is over."""
-    patch.setattr(Series, "_known_as_committed", lambda self, event: None)
+    patch.setattr(PublishedSeries, "_known_as_committed", lambda self, event: None)
 
 
 def copies_of_a_server_that_is_gone_are_not_replaced(patch: Patch) -> None:
     """The next loss takes the version."""
 
-    def follow(self: WeightUpkeep, name: str, segments: Mapping[bytes, Segment]) -> None:
+    def follow(self: WeightUpkeep, name: str, segments: Mapping[bytes, PublishedSegment]) -> None:
         return None
 
     patch.setattr(WeightUpkeep, "follow", follow)
 
 
 FOCUS: Mapping[Fault, Collection[str]] = {
+    a_replaced_publisher_is_let_in: ["replace trainer", "pause trainer"],
     a_deposed_leader_grants_leases: ["depose unheard", "slow reader", "cut coordinator"],
     leases_are_held_for_less_than_readers_count_on: ["pause reader"],
     a_number_is_that_of_the_versions_that_are_kept: ["restart server", "kill server"],

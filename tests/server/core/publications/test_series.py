@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shoal_server.core.publications import keeping
-from shoal_server.core.publications.holders import Answer, Holders, StoreServer, servers_for
+from shoal_server.core.publications.holders import Holders, HoldsAnswer, StoreServer, servers_for
 from shoal_server.core.publications.limits import (
     ABANDONED_AFTER_S,
     HELD_S,
@@ -13,34 +13,34 @@ from shoal_server.core.publications.limits import (
     REPLACED_AFTER_S,
 )
 from shoal_server.core.publications.protocol import (
-    Answered,
     BeginRequested,
-    Begun,
-    CallEnded,
+    ContributorLeft,
     Effect,
     Event,
+    HeadWritten,
     NotifyWatchers,
-    Part,
     PartContributed,
     PartsRejected,
     PartsVerified,
-    Refusal,
-    Refused,
+    PublicationBegun,
+    PublicationPart,
+    PublicationRefusal,
+    RequestRefused,
     RollbackRequested,
     TimePassed,
     VerifyParts,
-    Write,
-    Written,
+    VersionAnswered,
+    WriteSeries,
 )
 from shoal_server.core.publications.readers import ReaderReport
 from shoal_server.core.publications.records import (
+    PublishedSegment,
+    PublishedVersion,
     Publisher,
-    Segment,
     SeriesHead,
     StoredSeries,
-    Version,
 )
-from shoal_server.core.publications.series import Series
+from shoal_server.core.publications.series import PublishedSeries
 
 ONE = Publisher(generation=1)
 
@@ -50,7 +50,7 @@ class Run:
 
     def __init__(self, stored: StoredSeries | None = None) -> None:
         self.now_s = 1000.0
-        self.series = Series("j/w", stored or StoredSeries(), self.now_s)
+        self.series = PublishedSeries("j/w", stored or StoredSeries(), self.now_s)
         self.effects: list[Effect] = []
 
     def submit(self, event: Event) -> list[Effect]:
@@ -62,8 +62,8 @@ class Run:
         """Make writes, and find all parts to be as they should, until nothing is in progress."""
         while self.effects:
             effect = self.effects.pop(0)
-            if isinstance(effect, Write):
-                self.submit(Written())
+            if isinstance(effect, WriteSeries):
+                self.submit(HeadWritten())
             elif isinstance(effect, VerifyParts):
                 self.submit(verified(effect))
 
@@ -71,8 +71,8 @@ class Run:
         found = self.submit(
             BeginRequested(**{"call": "b", "publisher": publisher, "keep": 2, "copies": 2} | more)  # type: ignore[arg-type]
         )
-        if found and isinstance(found[0], Write):
-            found = self.submit(Written())
+        if found and isinstance(found[0], WriteSeries):
+            found = self.submit(HeadWritten())
         answer = found[0]
         self.effects.clear()
         return answer
@@ -106,10 +106,10 @@ def contributed(
     step: int = 7,
 ) -> PartContributed:
     digest = f"{content or publication} {rank} {epoch}".encode()
-    part = Part(
+    part = PublicationPart(
         rank=rank,
         world=world,
-        segment=Segment(digest=digest, num_bytes=8, holders=("s1", "s2")),
+        segment=PublishedSegment(digest=digest, num_bytes=8, holders=("s1", "s2")),
         layout=b"",
         layout_key=b"k",
         step=step,
@@ -123,22 +123,24 @@ def contributed(
     )
 
 
-def refusals(effects: Iterable[Effect]) -> dict[object, Refusal]:
-    return {each.call: each.refusal for each in effects if isinstance(each, Refused)}
+def refusals(effects: Iterable[Effect]) -> dict[object, PublicationRefusal]:
+    return {each.call: each.refusal for each in effects if isinstance(each, RequestRefused)}
 
 
 def test_nobody_is_answered_before_the_record_is_durable() -> None:
     run = Run()
     (write,) = run.submit(BeginRequested(call="b", publisher=ONE, keep=2, copies=2))
-    assert isinstance(write, Write) and write.head.epoch == 1
-    assert run.submit(Written())[0] == Begun(call="b", epoch=1, head=0)
+    assert isinstance(write, WriteSeries) and write.head.epoch == 1
+    assert run.submit(HeadWritten())[0] == PublicationBegun(call="b", epoch=1, head=0)
     (verify,) = run.submit(contributed(1))
     assert isinstance(verify, VerifyParts)
     (write,) = run.submit(verified(verify))
-    assert isinstance(write, Write) and write.head.kept == (1,)
+    assert isinstance(write, WriteSeries) and write.head.kept == (1,)
     assert run.series.head.number == 0
-    answer, notified = run.submit(Written())
-    assert isinstance(answer, Answered) and answer.call == "1.0" and answer.version.number == 1
+    answer, notified = run.submit(HeadWritten())
+    assert (
+        isinstance(answer, VersionAnswered) and answer.call == "1.0" and answer.version.number == 1
+    )
     assert notified == NotifyWatchers()
 
 
@@ -149,10 +151,10 @@ def test_one_write_is_in_progress_at_a_time() -> None:
     later = Publisher(generation=2)
     assert run.submit(BeginRequested(call="new", publisher=later, keep=2, copies=2)) == []
     assert run.submit(BeginRequested(call="late", publisher=ONE, keep=2, copies=2)) == []
-    effects = run.submit(Written())
-    assert [type(each) for each in effects] == [Begun, NotifyWatchers, Write]
-    effects = run.submit(Written())
-    assert refusals(effects) == {"late": Refusal.STALE_EPOCH}
+    effects = run.submit(HeadWritten())
+    assert [type(each) for each in effects] == [PublicationBegun, NotifyWatchers, WriteSeries]
+    effects = run.submit(HeadWritten())
+    assert refusals(effects) == {"late": PublicationRefusal.STALE_EPOCH}
     assert run.series.head.epoch == 2
 
 
@@ -163,9 +165,9 @@ def test_a_commit_of_an_epoch_that_has_ended_is_not_written() -> None:
     run.submit(BeginRequested(call="n", publisher=Publisher(generation=2), keep=2, copies=2))
     assert isinstance(verify, VerifyParts)
     assert run.submit(verified(verify)) == []
-    effects = run.submit(Written())
-    assert refusals(effects) == {"1.0": Refusal.STALE_EPOCH}
-    assert run.series.head.number == 0 and not any(isinstance(e, Write) for e in effects)
+    effects = run.submit(HeadWritten())
+    assert refusals(effects) == {"1.0": PublicationRefusal.STALE_EPOCH}
+    assert run.series.head.number == 0 and not any(isinstance(e, WriteSeries) for e in effects)
 
 
 def test_a_newer_publication_that_is_whole_ends_the_older_ones() -> None:
@@ -178,7 +180,7 @@ def test_a_newer_publication_that_is_whole_ends_the_older_ones() -> None:
     run.settle()
     assert run.series.head.number == 1 and run.series.head.publication == 2
     effects = run.submit(contributed(1, rank=1, world=2))
-    assert refusals(effects) == {"1.1": Refusal.ABANDONED}
+    assert refusals(effects) == {"1.1": PublicationRefusal.ABANDONED}
 
 
 def test_parts_that_contradict_each_other_end_the_publication_for_all() -> None:
@@ -186,8 +188,11 @@ def test_parts_that_contradict_each_other_end_the_publication_for_all() -> None:
     run.begin()
     run.submit(contributed(1, world=2))
     effects = run.submit(contributed(1, rank=1, world=2, step=8))
-    assert refusals(effects) == {"1.0": Refusal.ABANDONED, "1.1": Refusal.ABANDONED}
-    assert "step" in next(e.what for e in effects if isinstance(e, Refused))
+    assert refusals(effects) == {
+        "1.0": PublicationRefusal.ABANDONED,
+        "1.1": PublicationRefusal.ABANDONED,
+    }
+    assert "step" in next(e.what for e in effects if isinstance(e, RequestRefused))
 
 
 def test_a_publication_that_nobody_completes_is_given_up() -> None:
@@ -196,10 +201,10 @@ def test_a_publication_that_nobody_completes_is_given_up() -> None:
     run.submit(contributed(1, world=2))
     run.now_s += ABANDONED_AFTER_S + 1
     (refused,) = run.submit(TimePassed())
-    assert isinstance(refused, Refused) and refused.seen == "no part of ranks 1"
+    assert isinstance(refused, RequestRefused) and refused.seen == "no part of ranks 1"
     for number in range(2, 3 + MAX_PENDING):
         found = run.submit(contributed(number, world=2))
-    assert refusals(found) == {"2.0": Refusal.ABANDONED}
+    assert refusals(found) == {"2.0": PublicationRefusal.ABANDONED}
 
 
 def test_a_rejected_publication_stays_rejected_and_a_caller_that_left_is_not_answered() -> None:
@@ -207,10 +212,12 @@ def test_a_rejected_publication_stays_rejected_and_a_caller_that_left_is_not_ans
     run.begin()
     run.submit(contributed(1, world=2))
     run.submit(contributed(1, rank=1, world=2))
-    run.submit(CallEnded(call="1.1"))
+    run.submit(ContributorLeft(call="1.1"))
     effects = run.submit(PartsRejected(epoch=1, publication=1, what="tensor w is not whole"))
-    assert refusals(effects) == {"1.0": Refusal.ABANDONED}
-    assert refusals(run.submit(contributed(1, call="again"))) == {"again": Refusal.ABANDONED}
+    assert refusals(effects) == {"1.0": PublicationRefusal.ABANDONED}
+    assert refusals(run.submit(contributed(1, call="again"))) == {
+        "again": PublicationRefusal.ABANDONED
+    }
 
 
 def test_a_part_of_a_committed_publication_gets_its_version_from_any_later_publisher() -> None:
@@ -219,7 +226,7 @@ def test_a_part_of_a_committed_publication_gets_its_version_from_any_later_publi
     run.publish(1)
     run.begin(Publisher(generation=2))
     (answer,) = run.submit(contributed(1))
-    assert isinstance(answer, Answered) and answer.version.number == 1
+    assert isinstance(answer, VersionAnswered) and answer.version.number == 1
 
 
 def test_there_is_room_for_one_version_more_than_are_kept() -> None:
@@ -230,11 +237,11 @@ def test_there_is_room_for_one_version_more_than_are_kept() -> None:
         run.series.report(ReaderReport(reader=f"r{publication}", leased=(publication,)), run.now_s)
     assert run.series.head.kept == (1, 2, 3)
     refused = run.begin()
-    assert isinstance(refused, Refused) and refused.refusal is Refusal.OVERLOADED
+    assert isinstance(refused, RequestRefused) and refused.refusal is PublicationRefusal.OVERLOADED
     assert "version 1 by r1" in refused.seen
     run.series.report(ReaderReport(reader="r1", sequence=1), run.now_s)
     run.series.report(ReaderReport(reader="r2", sequence=1), run.now_s)
-    assert isinstance(run.begin(), Begun)
+    assert isinstance(run.begin(), PublicationBegun)
     assert run.series.head.kept == (2, 3)
 
 
@@ -279,13 +286,13 @@ def test_a_rollback_is_a_new_version_with_the_old_bytes() -> None:
     run.settle()
     back = run.series.versions[3]
     assert (back.rolled_back_to, back.digest, back.epoch) == (1, old.digest, 1)
-    assert refusals(run.submit(RollbackRequested(call="r", to=7))) == {"r": Refusal.GONE}
+    assert refusals(run.submit(RollbackRequested(call="r", to=7))) == {"r": PublicationRefusal.GONE}
     assert run.publish(3) == 4
 
 
 def stored(*numbers: int, pinned: Iterable[int] = (), keep: int = 2) -> StoredSeries:
     versions = {
-        number: Version(
+        number: PublishedVersion(
             number=number,
             epoch=1,
             publication=number,
@@ -329,8 +336,8 @@ def test_each_rank_begins_at_another_server_and_copies_go_to_another_host() -> N
     assert servers_for(0, 2, []) == []
 
 
-def held_by(*holders: str, digest: bytes = b"d") -> Version:
-    segment = Segment(digest=digest, num_bytes=1, holders=holders)
+def held_by(*holders: str, digest: bytes = b"d") -> PublishedVersion:
+    segment = PublishedSegment(digest=digest, num_bytes=1, holders=holders)
     return replace(stored(1).versions[1], segments=(segment,))
 
 
@@ -339,7 +346,7 @@ def test_a_server_that_is_gone_is_replaced_once_it_may_not_be_back() -> None:
     holders.see(SERVERS, [version], 0.0)
     assert holders.questions([version]) == {"s0": [b"d"], "s1": [b"d"]}
     for server in SERVERS[:2]:
-        holders.note(server, [b"d"], Answer(held=[b"d"]))
+        holders.note(server, [b"d"], HoldsAnswer(held=[b"d"]))
     assert holders.questions([version]) == {}
     holders.see(SERVERS[1:], [version], 1.0)
     assert holders.replaced(version, 2, 1.0 + REPLACED_AFTER_S - 1) is None
@@ -351,13 +358,13 @@ def test_a_version_is_lost_once_no_server_has_had_it_for_a_while() -> None:
     """One that is started again has nothing, though it has the same id."""
     holders, version = Holders(), held_by("s0")
     holders.see(SERVERS, [version], 0.0)
-    holders.note(SERVERS[0], [b"d"], Answer(held=[b"d"]))
+    holders.note(SERVERS[0], [b"d"], HoldsAnswer(held=[b"d"]))
     holders.note_versions([version], 0.0)
     again = [replace(SERVERS[0], incarnation="2"), *SERVERS[1:]]
     holders.see(again, [version], 1.0)
     holders.note_versions([version], 1.0)
     assert holders.lost([version], 1000.0) == []  # nobody has asked it yet
-    holders.note(again[0], [b"d"], Answer(held=[]))
+    holders.note(again[0], [b"d"], HoldsAnswer(held=[]))
     holders.note_versions([version], 2.0)
     assert holders.replaced(version, 2, 1000.0) is None  # there is nobody to have it from
     assert holders.lost([version], 2.0 + LOST_AFTER_S - 1) == []
@@ -369,10 +376,10 @@ def test_a_leaving_server_is_let_go_of_once_others_have_what_it_has() -> None:
     servers = [replace(SERVERS[0], is_leaving=True), *SERVERS[1:]]
     holders.see(servers, [version], 0.0)
     for server in servers[:2]:
-        holders.note(server, [b"d"], Answer(held=[b"d"]))
+        holders.note(server, [b"d"], HoldsAnswer(held=[b"d"]))
     changed = holders.replaced(version, 2, 0.0)
     assert changed is not None and changed.segments[0].holders == ("s0", "s1", "s2")
     assert holders.replaced(changed, 2, 0.0) is None
-    holders.note(servers[2], [b"d"], Answer(held=[b"d"]))
+    holders.note(servers[2], [b"d"], HoldsAnswer(held=[b"d"]))
     done = holders.replaced(changed, 2, 0.0)
     assert done is not None and done.segments[0].holders == ("s1", "s2")

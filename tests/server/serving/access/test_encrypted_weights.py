@@ -16,7 +16,7 @@ from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import AccessDenied
 from shoal_proto.segments import transfer
 from shoal_proto.segments.sealed import Segment, SegmentWriter
-from shoal_proto.segments.transfer import Staged
+from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.tls import identity
 from shoal_proto.tls.names import Caller, Role
 from shoal_proto.tls.sockets import secured
@@ -87,7 +87,7 @@ def test_a_reader_of_another_series_gets_nothing(world: TlsWorld) -> None:
     with identity.using(world.issued(Caller(Role.READER, "reads-another", series="svc/open"))):
         for series in ("svc/secret", "svc/open"):
             with closing(WeightStores(series)) as stores, pytest.raises(Exception) as refused:
-                stores.fetch(servers, Staged(digest), LIMIT_S)
+                stores.fetch(servers, StagedSegment(digest), LIMIT_S)
             # It may ask for its own series, where there is no such segment.
             assert isinstance(refused.value, AccessDenied) == (series == "svc/secret")
         with (

@@ -30,7 +30,8 @@ class SimCoordinator:
         self.is_over = False
         """True if it has ended its newest term."""
         self._over = asyncio.Event()
-        self._term: asyncio.Task[None] | None = None
+        self._leading = asyncio.Lock()
+        self._newest: Sequence[Compare] = ()
         store = LeaderStore(
             cast("Any", SimKeyspace(etcd, self.process)), self._leadership, self._deposed
         )
@@ -55,11 +56,14 @@ class SimCoordinator:
             self.process.act(0.0, self._over.set)
 
     async def _lead(self, conditions: Sequence[Compare]) -> None:
+        self._newest = conditions
         self._over.set()
-        if self._term is not None:
-            await asyncio.wait([self._term])
+        async with self._leading:  # one term at a time, as a coordinator's loop has it
+            if self._newest is conditions:
+                await self._lead_until_over(conditions)
+
+    async def _lead_until_over(self, conditions: Sequence[Compare]) -> None:
         self._over = asyncio.Event()
-        self._term = asyncio.current_task()
         self._conditions = conditions
         self.is_over = False
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from support.sim.virtual_time import Clock
 
 from shoal_proto.v1 import weights_pb2 as pb
-from shoal_server.core.publications.records import Publisher, StoredSeries, Version
+from shoal_server.core.publications.records import PublishedVersion, Publisher, StoredSeries
 from shoal_server.etcd import keys
 from shoal_server.etcd.records import series as records
 
@@ -52,7 +52,7 @@ class Ledger:
     contents: dict[bytes, Content] = field(default_factory=dict)
     series: dict[str, StoredSeries] = field(default_factory=dict)
     """As etcd has them."""
-    ever: dict[str, dict[int, Version]] = field(default_factory=lambda: defaultdict(dict))
+    ever: dict[str, dict[int, PublishedVersion]] = field(default_factory=lambda: defaultdict(dict))
     """Every version that was ever committed."""
     owners: dict[tuple[str, int], Publisher] = field(default_factory=dict)
     layouts: dict[bytes, pb.Layout] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Ledger:
             assert made.publication == version.publication, f"{name}: mixed publications"
             assert (made.rank, made.series) == (rank, name), f"{name}: segments are mixed up"
 
-    def _check_whole(self, name: str, version: Version) -> None:
+    def _check_whole(self, name: str, version: PublishedVersion) -> None:
         """I7: each element once. Counted, not computed."""
         if version.rolled_back_to:
             return

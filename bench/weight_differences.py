@@ -1,0 +1,91 @@
+"""Differences between versions of published weights, beside exclusive or with zstandard.
+
+    make bench NAME=weight_differences
+    .venv/bin/python bench/weight_differences.py --mb 256 --rounds 5
+
+A step of Adam is simulated as its effect on bf16 weights: float32 master weights N(0, 0.028) change
+by the learning rate times N(0, 1), clipped at 3, and are rounded before and after. For each rate:
+
+- `changed`: share of the weights that are another bf16 number;
+- `over_full`: bytes of the whole over bytes of the difference;
+- `over_xor`: bytes of the difference over those of the exclusive or, compressed by zstandard at
+  level 1, which other systems send;
+- `encode`, `apply`: GB of the whole per second of CPU time on one core, best of the rounds; `xor`:
+  the same of the other way.
+
+Each result is compared with the target, bit for bit.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from shoal_difference import codec
+
+RATES = (3e-7, 1e-6, 3e-6, 1e-5, 1e-4)
+T = TypeVar("T")
+
+
+def bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def step(count: int, rate: float) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
+    """The weights before and after."""
+    draw = np.random.default_rng(0)
+    weights = draw.standard_normal(count, np.float32) * np.float32(0.028)
+    update = np.clip(draw.standard_normal(count, np.float32), -3, 3) * np.float32(rate)
+    return bf16(weights), bf16(weights + update)
+
+
+def fastest(work: Callable[[], T], rounds: int) -> tuple[float, T]:
+    """CPU seconds of the best round, and the result."""
+    best_s = float("inf")
+    for _ in range(rounds):
+        began_s = time.process_time()
+        result = work()
+        best_s = min(best_s, time.process_time() - began_s)
+    return best_s, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    compressor = zstandard.ZstdCompressor(level=1)
+    for rate in RATES:
+        before, after = step(asked.mb * 2**19, rate)
+        into = np.zeros_like(before)
+
+        def encode() -> bytes:
+            elements = [(2, before.nbytes)]  # noqa: B023 - called in this turn of the loop
+            return b"".join(codec.encode(before, after, elements))  # noqa: B023
+
+        encode_s, difference = fastest(encode, asked.rounds)
+        view = memoryview(into).cast("B")
+        apply_s, _ = fastest(lambda: codec.apply(before, difference, view), asked.rounds)  # noqa: B023
+        assert np.array_equal(into, after)
+        xor_s, xor = fastest(
+            lambda: compressor.compress((before ^ after).tobytes()),  # noqa: B023
+            asked.rounds,
+        )
+        gigabytes = before.nbytes / 1e9
+        print(
+            f"rate {rate:g}  changed {np.mean(before != after):.4f}"
+            f"  over_full {before.nbytes / len(difference):.1f}"
+            f"  over_xor {len(difference) / len(xor):.3f}"
+            f"  encode {gigabytes / encode_s:.2f} GB/s  apply {gigabytes / apply_s:.2f} GB/s"
+            f"  xor {gigabytes / xor_s:.2f} GB/s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
