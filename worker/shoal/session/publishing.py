@@ -23,7 +23,7 @@ from shoal_proto.names import check_name
 from shoal_proto.v1 import weights_pb2
 
 
-class PublishedSeries:
+class SessionSeries:
     """Made by `session.series`. Every member makes the same calls."""
 
     def __init__(
