@@ -198,9 +198,14 @@ TABLE = {
     ("docs/weights.md", "shoal up"): (
         "tests/docs/test_weights_page.py::test_the_scripts_of_the_page_publish_and_read"
     ),
-    ("docs/weights.md", "shoal weights list"): (
-        "tests/server/coordinator/publications/test_service.py"
-    ),
+    (
+        "docs/status.md",
+        "shoal weights list",
+    ): "tests/server/coordinator/publications/test_service.py",
+    (
+        "docs/weights.md",
+        "shoal weights list",
+    ): "tests/server/coordinator/publications/test_service.py",
     ("docs/weights.md", "VLLM_SERVER_DEV_MODE=1"): "tests/worker/integrations/test_vllm.py",
     ("docs/weights.md", "from vllm.distributed"): "tests/worker/integrations/test_vllm.py",
     ("docs/weights.md", "from shoal.integrations import trl"): (
