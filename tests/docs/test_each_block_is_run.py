@@ -166,9 +166,6 @@ TABLE = {
         "docs/strategies.md",
         "for part in batch.parts(4)",
     ): "tests/worker/session/test_micro_batches.py",
-    ("docs/status.md", "shoal weights list"): (
-        "tests/server/coordinator/publications/test_service.py"
-    ),
     ("docs/strategies.md", "model, optimizer = session.distribute(torch.compile("): (
         "tests/worker/strategies/test_compiled_models.py"
     ),
