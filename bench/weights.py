@@ -1,7 +1,7 @@
 """Published weights, beside what the machine can do and beside others, by turns in the same run.
 
     make bench NAME=weights
-    .venv/bin/python bench/weights.py --mb 1024 --rounds 10 --peers /path/to/venv/bin/python
+    .venv/bin/python bench/weights.py --mb 1024 --rounds 10 --readers 1 4 8
 
 A model of bf16 tensors of 8 MiB each is published by one process and installed by others, each
 into tensors of its own.
@@ -13,8 +13,7 @@ into tensors of its own.
   copies it out again, as soon as it is told.
 - `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback, digests included,
   over those of a bare socket.
-- `safetensors` (a file on tmpfs, renamed, and loaded), `torch_rpc`, and with `--peers` (a Python
-  that has it) `ray` (`put` of numpy arrays, `get` in actors): the same journey.
+- `safetensors` (a file on tmpfs, renamed, and loaded) and `torch_rpc`: the same journey.
 """
 
 import argparse
@@ -251,6 +250,13 @@ def cluster() -> Iterator[str]:
             yield running.coordinator
 
 
+def let_go() -> None:
+    """The series goes with its cluster."""
+    import shoal  # noqa: PLC0415
+
+    shoal.end_publishing(SERIES)
+
+
 def socket_bytes_per_s(mb: int, rounds: int) -> list[float]:
     """A bare socket on loopback: one side sends the bytes, the other takes them into its memory."""
     data, found = bytearray(mb << 20), []
@@ -303,8 +309,8 @@ def with_readers(options: argparse.Namespace, count: int) -> list[Any]:
         stack.callback((SHM / "shoal-bench.safetensors").unlink, missing_ok=True)
         raw = torch.from_file(str(floor), shared=True, size=mb << 20, dtype=torch.uint8)
         copy_into(raw, model)
-        coordinator = stack.enter_context(cluster())
-        os.environ["SHOAL_COORDINATOR"] = coordinator
+        os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
+        stack.callback(let_go)
         entrants: dict[str, Turn] = {}
         own = Readers(stack, "shoal", count, mb).ready()
         entrants["shoal"] = shoal_turn(model, own)
@@ -365,6 +371,7 @@ def over_tcp(options: argparse.Namespace) -> list[Any]:
     model = model_of(options.mb, 2.5)
     with ExitStack() as stack:
         os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
+        stack.callback(let_go)
         readers = Readers(stack, "shoal-tcp", 1, options.mb).ready()
         turn = shoal_turn(model, readers)
         own, theirs = [], []

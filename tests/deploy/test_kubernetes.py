@@ -23,7 +23,14 @@ from shoal_client.cli import installed_commands, read_config
 from shoal_server.core.limits import Limits
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
-from shoal_server.status.views import JobView, MemberView, Readiness, SamplesView, ShardsView
+from shoal_server.status.views import (
+    JobView,
+    MemberView,
+    PublishedSeriesView,
+    Readiness,
+    SamplesView,
+    ShardsView,
+)
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VARIANTS = ["", "base", "overlays/dev", "overlays/gpu", "overlays/spot"]
@@ -231,6 +238,9 @@ class Nothing:
 
     async def shards(self, job: str) -> ShardsView | None:
         return None
+
+    def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:
+        return ()
 
 
 async def answer(url: str) -> httpx.Response:

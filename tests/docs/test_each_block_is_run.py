@@ -166,6 +166,9 @@ TABLE = {
         "docs/strategies.md",
         "for part in batch.parts(4)",
     ): "tests/worker/session/test_micro_batches.py",
+    ("docs/status.md", "shoal weights list"): (
+        "tests/server/coordinator/publications/test_service.py"
+    ),
     ("docs/strategies.md", "model, optimizer = session.distribute(torch.compile("): (
         "tests/worker/strategies/test_compiled_models.py"
     ),
@@ -195,9 +198,14 @@ TABLE = {
     ("docs/weights.md", "shoal up"): (
         "tests/docs/test_weights_page.py::test_the_scripts_of_the_page_publish_and_read"
     ),
-    ("docs/weights.md", "shoal weights list"): (
-        "tests/server/coordinator/publications/test_service.py"
-    ),
+    (
+        "docs/status.md",
+        "shoal weights list",
+    ): "tests/server/coordinator/publications/test_service.py",
+    (
+        "docs/weights.md",
+        "shoal weights list",
+    ): "tests/server/coordinator/publications/test_service.py",
     ("docs/weights.md", "VLLM_SERVER_DEV_MODE=1"): "tests/worker/integrations/test_vllm.py",
     ("docs/weights.md", "from vllm.distributed"): "tests/worker/integrations/test_vllm.py",
     ("docs/weights.md", "from shoal.integrations import trl"): (

@@ -51,7 +51,7 @@ from shoal.weights.script import end_publishing as end_publishing
 from shoal.weights.script import publish as publish
 from shoal.weights.script import subscribe as subscribe
 from shoal.weights.subscription import Subscription as Subscription
-from shoal.weights.version import Version as Version
+from shoal.weights.version import WeightVersion as WeightVersion
 from shoal.without_session.distribute import clip_grad_norm as clip_grad_norm
 from shoal.without_session.distribute import data_share as data_share
 from shoal.without_session.distribute import distribute as distribute

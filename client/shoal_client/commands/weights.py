@@ -53,8 +53,8 @@ class WeightsConfig:
     to: Annotated[int, Parameter(metavar="N")] = 0
     """For rollback: the number of the version whose bytes become the newest version."""
     into: Annotated[str, Parameter(metavar="DIR", show_default=False)] = ""
-    """For export: the directory to write, or with --format sglang the one above those of
-    versions, `weight_v000057`."""
+    """For export: the directory to write; for SGLang the one above those of versions,
+    `weight_v000057`."""
     format: Literal["safetensors", "sglang"] = "safetensors"
     """For export: as a Hugging Face model, or as SGLang, slime and miles pull versions."""
     base: Annotated[str, Parameter(metavar="DIR", show_default=False)] = ""

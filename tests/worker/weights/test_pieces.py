@@ -27,14 +27,14 @@ from shoal.state.shards import Chunk, TensorShard
 from shoal.weights.pieces import (
     HeldTensor,
     HeldWeights,
-    Piece,
+    PublishedPiece,
     balanced,
     check_dtype,
     held_by_all,
     held_in,
     part_of,
 )
-from shoal.weights.reading import PublishedLayout, merged, whole_tensors
+from shoal.weights.reading import VersionLayout, merged, whole_tensors
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.weights_pb2 import Layout
 
@@ -161,7 +161,7 @@ def publish(name: str) -> tuple[bytes, Any, int]:
 
 
 def assembled(parts: Sequence[tuple[bytes, Any, int]]) -> dict[str, Tensor]:
-    layout = PublishedLayout(merged([Layout.FromString(own) for own, _, _ in parts]))
+    layout = VersionLayout(merged([Layout.FromString(own) for own, _, _ in parts]))
     segments = {rank: torch.from_numpy(raw) for rank, (_, raw, _) in enumerate(parts)}
     return whole_tensors(layout, segments)
 
@@ -169,7 +169,7 @@ def assembled(parts: Sequence[tuple[bytes, Any, int]]) -> dict[str, Tensor]:
 @pytest.mark.sampled("name")
 @pytest.mark.parametrize("name", CASES)
 def test_the_parts_of_all_ranks_are_the_model_of_one_process(name: str) -> None:
-    """Coverage is checked by `PublishedLayout`: it raises for an element missing or there twice."""
+    """Coverage is checked by `VersionLayout`: it raises for an element missing or there twice."""
     world_size, case = CASES[name]
     parts = run_on_gloo(world_size, publish, name)
     ours, theirs = assembled(parts), one_process(case.training)
@@ -226,7 +226,7 @@ def test_names_of_a_tied_tensor_share_its_bytes() -> None:
     assert part.num_bytes == 64
     segment = torch.zeros(part.num_bytes, dtype=torch.uint8)
     part.copy_into(segment)
-    found = whole_tensors(PublishedLayout(part.layout), {0: segment})
+    found = whole_tensors(VersionLayout(part.layout), {0: segment})
     assert found["head.weight"] is found["embedding.weight"]
     assert torch.equal(found["head.weight"], tensors["embedding.weight"])
 
@@ -240,7 +240,7 @@ def test_floating_point_numbers_are_published_in_the_dtype_asked_for() -> None:
     part = part_of(held(0, 1, tensors), torch.bfloat16)
     segment = torch.zeros(part.num_bytes, dtype=torch.uint8)
     part.copy_into(segment)
-    found = whole_tensors(PublishedLayout(part.layout), {0: segment})
+    found = whole_tensors(VersionLayout(part.layout), {0: segment})
     assert {name: each.dtype for name, each in found.items()} == {
         "w": torch.bfloat16,
         "half": torch.bfloat16,
@@ -254,7 +254,7 @@ def test_tensors_that_lie_apart_in_memory_are_published_by_their_values() -> Non
     part = part_of(held(0, 1, tensors))
     segment = torch.zeros(part.num_bytes, dtype=torch.uint8)
     part.copy_into(segment)
-    found = whole_tensors(PublishedLayout(part.layout), {0: segment})
+    found = whole_tensors(VersionLayout(part.layout), {0: segment})
     assert all(torch.equal(found[name], each) for name, each in tensors.items())
 
 
@@ -273,7 +273,7 @@ def test_what_others_publish_is_listed_and_has_no_bytes() -> None:
 
 def test_parts_are_balanced_though_one_tensor_dwarfs_the_rest() -> None:
     pieces = [
-        Piece(name=name, chunk=Chunk.whole(t.shape), tensor=t, dtype=t.dtype)
+        PublishedPiece(name=name, chunk=Chunk.whole(t.shape), tensor=t, dtype=t.dtype)
         for name, t in {"small": torch.zeros(10), "large": torch.zeros(1000, 4)}.items()
     ]
     for count in (2, 3, 7):

@@ -10,7 +10,7 @@ from support.weights.memory_series import MemorySeries
 from torch import Tensor, nn
 
 from shoal.weights.pieces import HeldWeights, held_by_all
-from shoal.weights.series import Place, Publications, SeriesOptions, held_state
+from shoal.weights.series import Publications, PublishingPlace, SeriesOptions, held_state
 from shoal_proto.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -23,7 +23,7 @@ from shoal_proto.errors import (
     VersionGone,
 )
 
-ALONE = Place(number=1, rank=0, world_size=1)
+ALONE = PublishingPlace(number=1, rank=0, world_size=1)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_version_is_what_was_there_when_publish_returned(
 def test_ranks_parts_become_one_version_whichever_comes_first(series: MemorySeries) -> None:
     ranks = [Publications("job/policy", series.connect, SeriesOptions()) for _ in range(3)]
     tickets = [
-        each.publish(held(2.0, 5, rank, 3), Place(number=1, rank=rank, world_size=3))
+        each.publish(held(2.0, 5, rank, 3), PublishingPlace(number=1, rank=rank, world_size=3))
         for rank, each in reversed(list(enumerate(ranks)))
     ]
     versions = {ticket.wait("committed", 10) for ticket in tickets}
@@ -86,8 +86,8 @@ def test_ranks_parts_become_one_version_whichever_comes_first(series: MemorySeri
 def test_what_a_lost_generation_had_on_its_way_is_abandoned(series: MemorySeries) -> None:
     """The next one publishes at once, and gets the next number."""
     publications = Publications("job/policy", series.connect, SeriesOptions())
-    lost = publications.publish(held(1.0, 1), Place(number=1, rank=0, world_size=2))
-    found = publications.publish(held(2.0, 2), Place(number=2, rank=0, world_size=1))
+    lost = publications.publish(held(1.0, 1), PublishingPlace(number=1, rank=0, world_size=2))
+    found = publications.publish(held(2.0, 2), PublishingPlace(number=2, rank=0, world_size=1))
     assert found.wait("committed", 10).number == 1
     with pytest.raises(PublicationAbandoned):
         lost.wait("committed", 10)
@@ -97,7 +97,7 @@ def test_what_a_lost_generation_had_on_its_way_is_abandoned(series: MemorySeries
 def test_the_third_publication_waits_for_the_first(
     series: MemorySeries, publications: Publications
 ) -> None:
-    place = Place(number=1, rank=0, world_size=2)
+    place = PublishingPlace(number=1, rank=0, world_size=2)
     series.holds.clear()
     for step in (1, 2):
         publications.publish(held(step, step, 0, 2), place)
@@ -114,7 +114,7 @@ def test_the_third_publication_waits_for_the_first(
 def test_a_publication_that_one_rank_alone_makes_holds_nothing_up(series: MemorySeries) -> None:
     """As a member does that joins late: its first one is abandoned once a later one is complete."""
     ranks = [Publications("job/policy", series.connect, SeriesOptions()) for _ in range(2)]
-    places = [Place(number=1, rank=rank, world_size=2) for rank in range(2)]
+    places = [PublishingPlace(number=1, rank=rank, world_size=2) for rank in range(2)]
     ranks[1].publish(held(1.0, 1, 1, 2), places[1])
     tickets = [each.publish(held(2.0, 2, rank, 2), places[rank]) for rank, each in enumerate(ranks)]
     for ticket in tickets:

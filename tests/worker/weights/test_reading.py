@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shoal.state.shards import Chunk, TensorShard
 from shoal.weights.pieces import HeldTensor, HeldWeights, part_of
-from shoal.weights.reading import Installation, PublishedLayout, merged
+from shoal.weights.reading import Installation, VersionLayout, merged
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 from shoal_proto.v1.weights_pb2 import Layout, Slice, TensorSpec
 
@@ -63,7 +63,7 @@ def install_on_mesh(dim: int, publishers: int, placements: list[Any]) -> dict[st
         else torch.zeros(shape)
         for name, shape in SHAPES.items()
     }
-    installation = Installation(PublishedLayout(raw), targets)
+    installation = Installation(VersionLayout(raw), targets)
     needed = installation.ranges or segments
     installation.write({each: segments[each] for each in needed})
     wholes = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in targets.items()}
@@ -83,7 +83,7 @@ def test_a_mesh_of_readers_installs_its_own_slices(dim: int, placements: list[An
 
 def test_only_bytes_that_hold_something_of_a_slice_are_needed() -> None:
     raw, segments = published(0, 4)
-    layout = PublishedLayout(raw)
+    layout = VersionLayout(raw)
     assert layout.ranges_of({"tall": Chunk.whole((13, 4))}).keys() == {0, 1, 2, 3}
     assert layout.ranges_of({"empty": Chunk.whole((0, 3))}) == {}
     [scalar] = layout.ranges_of({"scalar": Chunk.whole(())})[0]
@@ -107,7 +107,7 @@ def test_a_module_takes_a_version_that_other_ranks_cut() -> None:
 
     raw, segments = published(1, 5)
     model = Model()
-    Installation(PublishedLayout(raw), model).write(segments)
+    Installation(VersionLayout(raw), model).write(segments)
     assert all(torch.equal(each, values(name)) for name, each in model.state_dict().items())
 
 
@@ -146,10 +146,10 @@ def rows(start: int, count: int, at: int = 0, segment: int = 0) -> Slice:
 )
 def test_a_layout_that_is_none_is_refused(layout: Layout, reason: str) -> None:
     with pytest.raises(MalformedMessage, match=reason):
-        PublishedLayout(layout)
+        VersionLayout(layout)
 
 
 def test_names_that_differ_are_shown() -> None:
     raw, _ = published(0, 1)
     with pytest.raises(InvalidSpec, match="without mine; with empty, flat"):
-        Installation(PublishedLayout(raw), {"mine": torch.zeros(2), "wide": torch.zeros(5, 12)})
+        Installation(VersionLayout(raw), {"mine": torch.zeros(2), "wide": torch.zeros(5, 12)})

@@ -17,7 +17,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient as _VLLMClient
 
 from shoal.weights.script import publish
-from shoal.weights.version import Version
+from shoal.weights.version import WeightVersion
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
@@ -57,7 +57,7 @@ class _Publisher:
         """What vLLM's engines are told."""
         return {"series": self.series, "coordinator": self.coordinator}
 
-    def publish(self, named: Iterable[tuple[str, Tensor]]) -> Version:
+    def publish(self, named: Iterable[tuple[str, Tensor]]) -> WeightVersion:
         tensors = {name: tensor.detach() for name, tensor in named}
         ticket = publish(self.series, tensors, coordinator=self.coordinator)
         version = ticket.wait("committed", timeout=COMMIT_S)
@@ -74,7 +74,7 @@ class VLLMClient(_VLLMClient):
         super().__init__(*args, **kwargs)
         self._publisher = _Publisher(series, coordinator)
         self._collected: dict[str, Tensor] | None = None
-        self.version: Version | None = None
+        self.version: WeightVersion | None = None
         """The one that was published last."""
 
     def init_communicator(self, device: Any = 0) -> None:
@@ -128,7 +128,7 @@ class WeightTransferClient(_WeightTransfer):
         self.vllm = vllm_client
         self.weight_sync_timeout = weight_sync_timeout
         self._publisher = _Publisher(series, coordinator)
-        self.version: Version | None = None
+        self.version: WeightVersion | None = None
 
     def init_weight_transfer(self) -> None:
         self.vllm.wait_for_server_ready()

@@ -20,7 +20,7 @@ from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngi
 
 from shoal.weights.script import publish, subscribe
 from shoal.weights.subscription import Subscription, Weights
-from shoal.weights.version import Version
+from shoal.weights.version import WeightVersion
 from shoal_proto.errors import InvalidSpec, VersionGone
 
 log = structlog.get_logger(__name__)
@@ -76,7 +76,7 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
 
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
-    ) -> Version | None:
+    ) -> WeightVersion | None:
         """Publish what the generator yields, as the version of this step, and return once it is
         committed. Other ranks go through their generators only: yielding is a collective."""
         if not self.is_master:
@@ -118,7 +118,7 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
             self._subscription = subscribe(self.series, coordinator=self.coordinator)
         return self._subscription
 
-    async def _version_of(self, step: int | None) -> Version:
+    async def _version_of(self, step: int | None) -> WeightVersion:
         """The version of a step, waited for; a later one, if that was passed by."""
         subscription = self._subscribed()
         last = 0

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from shoal.weights.script import publish, subscribe
 from shoal.weights.subscription import Subscription, Weights
-from shoal.weights.version import Version
+from shoal.weights.version import WeightVersion
 from shoal_proto.errors import InvalidSpec, PublicationAbandoned, ShoalError
 
 log = structlog.get_logger(__name__)
@@ -275,7 +275,7 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
 # --- engines that follow a series by themselves ---
 
 
-def install(client: VLLMWeightSyncClient, version: Version | int) -> None:
+def install(client: VLLMWeightSyncClient, version: WeightVersion | int) -> None:
     """Have an engine install a version, and label its outputs with the number."""
     number = version if isinstance(version, int) else version.number
     client.start_weight_update()
@@ -288,7 +288,7 @@ def follow(
     series: str,
     *,
     coordinator: str | None = None,
-    until: Callable[[Version], bool] = lambda version: False,
+    until: Callable[[WeightVersion], bool] = lambda version: False,
 ) -> None:
     """Have an engine install the newest version each time there is one, until `until` says so of
     one that it has installed. Versions that were published meanwhile are skipped."""

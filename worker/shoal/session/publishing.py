@@ -10,8 +10,8 @@ from shoal.session.elastic_controller import ElasticController
 from shoal.weights.pieces import HeldWeights
 from shoal.weights.series import (
     Contributor,
-    Place,
     Publications,
+    PublishingPlace,
     SeriesOptions,
     Ticket,
     held_state,
@@ -23,7 +23,7 @@ from shoal_proto.names import check_name
 from shoal_proto.v1 import weights_pb2
 
 
-class Series:
+class SessionSeries:
     """Made by `session.series`. Every member makes the same calls."""
 
     def __init__(
@@ -88,10 +88,10 @@ class Series:
         held: HeldWeights = strategy.weights()
         if model is not None:
             held = held_state(model, step=held.step, rank=rank, world_size=world_size)
-        place = Place(number=generation.number, rank=rank, world_size=world_size)
+        place = PublishingPlace(number=generation.number, rank=rank, world_size=world_size)
         return self._publications.publish(held, place, metadata)
 
-    def _connect(self, place: Place) -> Contributor:
+    def _connect(self, place: PublishingPlace) -> Contributor:
         generation = self._generation
         assert generation is not None, "what is published is of one"
         return SeriesPublisher(

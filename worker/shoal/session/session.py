@@ -34,7 +34,7 @@ from shoal.session.distribution import Chosen, Distribution, How, Models, Optimi
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
 from shoal.session.leaving import Leaving
-from shoal.session.publishing import Series
+from shoal.session.publishing import SessionSeries
 from shoal.session.shared_calls import Reduction, SharedCalls, Value, present, stop
 from shoal.session.step import Step, Steps
 from shoal.session.step_reports import StepReports, check_entered
@@ -434,7 +434,7 @@ class Session:
         keep: int = 2,
         copies: int = 2,
         dtype: torch.dtype | None = None,
-    ) -> Series:
+    ) -> SessionSeries:
         """A series of versions of the model, `JOB/name`, which readers outside of the job fetch:
         rollout engines, evaluators, serving replicas. See docs/weights.md.
 
@@ -452,7 +452,7 @@ class Session:
         check_entered(self._reports, "session.series")
         options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
         fields, check_closed = self._trained.fields, self._steps.check_closed
-        found = Series(self._controller, fields, name, options, check_closed)
+        found = SessionSeries(self._controller, fields, name, options, check_closed)
         self._held.push(found.end)
         return found
 

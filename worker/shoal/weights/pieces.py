@@ -87,7 +87,7 @@ def held_by_all(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class PublishedPiece:
     """A rectangular part of a tensor that this rank publishes."""
 
     name: str
@@ -104,10 +104,10 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankPart:
     """One rank's pieces, each with its place in the segment."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[PublishedPiece]
     places: Sequence[int]
     """Where each piece begins, in bytes."""
     layout: Layout
@@ -128,7 +128,7 @@ class Part:
         copy_staged(targets, [piece.tensor for piece in self.pieces])
 
 
-def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> Part:
+def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
     """This rank's part of a version, with floating point numbers in `dtype`, if one is given.
 
     Raises InvalidSpec for a tensor whose dtype no reader knows.
@@ -154,10 +154,10 @@ def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> Part:
         for name in (piece.name, *further.get(piece.name, ())):
             # The same bytes under each name of a tied tensor.
             layout.slices.add(tensor=numbers[name]).MergeFrom(own)
-    return Part(pieces=pieces, places=places, layout=layout)
+    return RankPart(pieces=pieces, places=places, layout=layout)
 
 
-def balanced(pieces: Sequence[Piece], index: int, count: int) -> Iterator[Piece]:
+def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterator[PublishedPiece]:
     """What the one at `index` publishes of pieces that `count` ranks hold: about as many bytes as
     each other one, and together with them all. Tensors are cut between rows only."""
     total = sum(piece.num_bytes for piece in pieces)
@@ -175,14 +175,14 @@ def balanced(pieces: Sequence[Piece], index: int, count: int) -> Iterator[Piece]
         before += piece.num_bytes
 
 
-def _by_replicas(held: HeldWeights, dtype: torch.dtype | None) -> Iterator[list[Piece]]:
+def _by_replicas(held: HeldWeights, dtype: torch.dtype | None) -> Iterator[list[PublishedPiece]]:
     """Pieces of this rank. What the same ranks hold is laid in a line, and cut between them."""
-    groups: dict[tuple[int, ...], list[Piece]] = {}
+    groups: dict[tuple[int, ...], list[PublishedPiece]] = {}
     for name, each in held.tensors.items():
         ranks = tuple(sorted(each.replicas))
         if held.rank in ranks and each.shard.chunk.num_elements:
             groups.setdefault(ranks, []).append(
-                Piece(
+                PublishedPiece(
                     name=name,
                     chunk=each.shard.chunk,
                     tensor=each.shard.tensor.detach(),
@@ -199,7 +199,7 @@ def _rows_of(chunk: Chunk) -> tuple[int, int]:
     return next(((dim, size) for dim, size in enumerate(chunk.sizes) if size > 1), (0, 1))
 
 
-def _narrowed(piece: Piece, dim: int, start: int, stop: int) -> Piece:
+def _narrowed(piece: PublishedPiece, dim: int, start: int, stop: int) -> PublishedPiece:
     offsets, sizes = list(piece.chunk.offsets), list(piece.chunk.sizes)
     offsets[dim] += start
     sizes[dim] = stop - start
@@ -237,7 +237,7 @@ def _renamed(spec: TensorSpec, name: str) -> TensorSpec:
     return TensorSpec(name=name, dtype=spec.dtype, shape=spec.shape)
 
 
-def _slice_of(piece: Piece, shape: tuple[int, ...], *, segment: int, at: int) -> Slice:
+def _slice_of(piece: PublishedPiece, shape: tuple[int, ...], *, segment: int, at: int) -> Slice:
     if piece.chunk == Chunk.whole(shape):
         return Slice(segment=segment, at=at)
     return Slice(offsets=piece.chunk.offsets, sizes=piece.chunk.sizes, segment=segment, at=at)

@@ -8,7 +8,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from shoal.weights.series import Contributor, Place, Publications, SeriesOptions, Ticket, held_state
+from shoal.weights.series import (
+    Contributor,
+    Publications,
+    PublishingPlace,
+    SeriesOptions,
+    Ticket,
+    held_state,
+)
 from shoal.weights.subscription import Subscription, looking_at, reader_id
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import SeriesReader
@@ -20,7 +27,7 @@ from shoal_proto.tls import identity
 from shoal_proto.v1 import weights_pb2
 
 COORDINATOR_VARIABLE = "SHOAL_COORDINATOR"
-ALONE = Place(number=0, rank=0, world_size=1)
+ALONE = PublishingPlace(number=0, rank=0, world_size=1)
 
 
 def subscribe(
@@ -103,7 +110,7 @@ class _Own:
         self._count += 1
         return self.publications.publish(held, ALONE, metadata, number=self._count)
 
-    def _connect(self, place: Place) -> Contributor:
+    def _connect(self, place: PublishingPlace) -> Contributor:
         return SeriesPublisher(
             self._addresses,
             self._series,

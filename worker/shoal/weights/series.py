@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shoal.layouts.base import shard_of
 from shoal.state.shards import TensorShard
-from shoal.weights.pieces import HeldTensor, HeldWeights, Part, check_dtype, part_of
-from shoal.weights.version import Version
+from shoal.weights.pieces import HeldTensor, HeldWeights, RankPart, check_dtype, part_of
+from shoal.weights.version import WeightVersion
 from shoal_proto.errors import (
     DeadlineExceeded,
     InvalidSpec,
@@ -86,7 +86,7 @@ class Contributor(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PublishingPlace:
     """Where this rank publishes: a later place replaces this one, and abandons its publications."""
 
     number: int
@@ -95,14 +95,14 @@ class Place:
     world_size: int
 
 
-Connect = Callable[[Place], Contributor]
+Connect = Callable[[PublishingPlace], Contributor]
 
 
 class Ticket:
     """One publication on its way. Its methods may be called on any thread."""
 
     def __init__(
-        self, publication: int, step: int, look: "Callable[[int], Version] | None" = None
+        self, publication: int, step: int, look: "Callable[[int], WeightVersion] | None" = None
     ) -> None:
         """`look` gives a version of this number as the coordinator has it now."""
         self._look = look
@@ -116,7 +116,9 @@ class Ticket:
         self._replicated = threading.Event()
         self._ended = threading.Event()
 
-    def wait(self, level: Level = "committed", timeout: float | None = None) -> Version | None:
+    def wait(
+        self, level: Level = "committed", timeout: float | None = None
+    ) -> WeightVersion | None:
         """Return once the publication has come so far.
 
         "replicated": every copy of this rank's bytes is on its server. "committed": all ranks'
@@ -138,7 +140,7 @@ class Ticket:
             raise self.failure
         if self._record is None:
             return None
-        found = Version(self._record)
+        found = WeightVersion(self._record)
         while level == "durable" and self._look is not None and not found.is_durable:
             if time.monotonic() > ends_s:
                 raise self._late(level, timeout)
@@ -247,7 +249,7 @@ class _Publication:
     """One rank's part on its way."""
 
     contributor: Contributor
-    part: Part
+    part: RankPart
     writer: SegmentWriter
     ticket: Ticket
     before: Ticket | None
@@ -263,7 +265,7 @@ class Publications:
         name: str,
         connect: Connect,
         options: SeriesOptions,
-        look: Callable[[int], Version] | None = None,
+        look: Callable[[int], WeightVersion] | None = None,
     ) -> None:
         """`look`: see `Ticket`."""
         self.name = name
@@ -272,7 +274,7 @@ class Publications:
         self._connect = connect
         self._contributors: list[Contributor] = []
         """As many as publications are on their way: each is for one at a time."""
-        self._place: Place | None = None
+        self._place: PublishingPlace | None = None
         self._writers = PreparedWriters()
         self._tickets: list[Ticket] = []
         """Of what is on its way, oldest first."""
@@ -283,7 +285,7 @@ class Publications:
     def publish(
         self,
         held: HeldWeights,
-        place: Place,
+        place: PublishingPlace,
         metadata: Mapping[str, object] | None = None,
         *,
         number: int | None = None,
@@ -332,7 +334,7 @@ class Publications:
         self._numbers = (step, count)
         return step * STEP_PUBLICATIONS + count + 1
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, place: PublishingPlace) -> None:
         """Publish from this place. A rank by itself sends one publication after the other."""
         if self._contributors and place == self._place:
             return

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.weights.reading import Installation, Target, VersionLayout, whole_tensors
-from shoal.weights.version import Version
+from shoal.weights.version import WeightVersion
 from shoal_client.weights.reader import Base, SeriesReader
 from shoal_proto.errors import (
     ChecksumMismatch,
@@ -43,7 +43,7 @@ WAIT_S = 1.0
 CATCH_UP_S = 3.0
 """How long a version with a later number than the newest known one is waited for."""
 
-Wanted = Version | int | Literal["newest"]
+Wanted = WeightVersion | int | Literal["newest"]
 
 
 class Weights(Mapping[str, Tensor]):
@@ -53,7 +53,7 @@ class Weights(Mapping[str, Tensor]):
     this process' copy of its pages only.
     """
 
-    def __init__(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, version: WeightVersion, tensors: Mapping[str, Tensor]) -> None:
         self.version = version
         self._tensors = tensors
 
@@ -89,7 +89,7 @@ class Subscription:
         self._reader = reader
         self._layouts: dict[bytes, VersionLayout] = {}
         self._installing = threading.RLock()
-        self._installed: Version | None = None
+        self._installed: WeightVersion | None = None
         self._base: Base | None = None
         """What was fetched over a network last."""
 
@@ -100,24 +100,24 @@ class Subscription:
         """Number of the version that this reader has installed; 0: none."""
         return 0 if self._installed is None else self._installed.number
 
-    def newest(self) -> Version | None:
+    def newest(self) -> WeightVersion | None:
         """The newest version, without waiting; None if nothing is published."""
         versions = self.versions()
         return versions[-1] if versions else None
 
-    def versions(self) -> list[Version]:
+    def versions(self) -> list[WeightVersion]:
         """The versions that are kept, oldest first."""
-        return [Version(record) for record in self._reader.view().versions]
+        return [WeightVersion(record) for record in self._reader.view().versions]
 
-    def wait(self, newer_than: int | None = None, timeout: float | None = None) -> Version:
+    def wait(self, newer_than: int | None = None, timeout: float | None = None) -> WeightVersion:
         """The newest version once there is one above `newer_than`, by default the installed one.
 
         Versions in between are skipped. Raises DeadlineExceeded after `timeout` seconds.
         """
         bound = self.version if newer_than is None else newer_than
-        return Version(self._reader.wait(bound, timeout))
+        return WeightVersion(self._reader.wait(bound, timeout))
 
-    def __iter__(self) -> Iterator[Version]:
+    def __iter__(self) -> Iterator[WeightVersion]:
         """The newest version each time, for ever; those published meanwhile are skipped."""
         last = self.version
         while True:
@@ -155,7 +155,7 @@ class Subscription:
 
     def _fetch(self, record: weights_pb2.VersionRecord, into: Target | None) -> Weights:
         if into is not None:
-            self.check_newer(Version(record))
+            self.check_newer(WeightVersion(record))
         self._reader.lease(record.number)
         try:
             layout = self._layout_of(record)
@@ -165,7 +165,7 @@ class Subscription:
             took_s = time.perf_counter() - started_s
         finally:
             self._reader.release(record.number)
-        found = Version(record)
+        found = WeightVersion(record)
         memory = {number: memory_of(each) for number, each in segments.items()}
         num_bytes = sum(each.num_bytes for each in segments.values())
         if target is None:
@@ -175,7 +175,7 @@ class Subscription:
         self._report(found, took_s, num_bytes)
         return Weights(found, {})
 
-    def installed(self, weights: Weights | Version) -> None:
+    def installed(self, weights: Weights | WeightVersion) -> None:
         """Report that the version serves now. Raises Regressed if a newer one did before."""
         version = weights.version if isinstance(weights, Weights) else weights
         with self._installing:
@@ -184,11 +184,11 @@ class Subscription:
 
     _fetched = (0.0, 0)
 
-    def _report(self, version: Version, took_s: float, num_bytes: int) -> None:
+    def _report(self, version: WeightVersion, took_s: float, num_bytes: int) -> None:
         self._installed = version
         self._reader.report(version.number, version.record.digest, took_s, num_bytes)
 
-    def check_newer(self, version: Version) -> None:
+    def check_newer(self, version: WeightVersion) -> None:
         """Raise Regressed if the version is older than the one that is installed."""
         if version.number < self.version:
             raise Regressed(
@@ -200,7 +200,7 @@ class Subscription:
             )
 
     def _record_of(self, wanted: Wanted) -> weights_pb2.VersionRecord:
-        if isinstance(wanted, Version):
+        if isinstance(wanted, WeightVersion):
             return wanted.record
         versions = self._reader.view().versions
         if wanted == "newest":
@@ -268,7 +268,7 @@ class Subscription:
 
     async def wait_async(
         self, newer_than: int | None = None, timeout: float | None = None
-    ) -> Version:
+    ) -> WeightVersion:
         """As `wait`, without blocking the event loop."""
         ends_s = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -284,11 +284,11 @@ class Subscription:
         """As `fetch`, without blocking the event loop."""
         return await asyncio.to_thread(self.fetch, version, into)
 
-    async def __aiter__(self) -> AsyncIterator[Version]:
+    async def __aiter__(self) -> AsyncIterator[WeightVersion]:
         async for version in self.stream():
             yield version
 
-    async def stream(self, every: int | None = None) -> AsyncIterator[Version]:
+    async def stream(self, every: int | None = None) -> AsyncIterator[WeightVersion]:
         """Versions as they are committed: the newest each time, or with `every=1` each version that
         is still kept, with `every=10` those whose numbers are multiples of 10."""
         if every is not None and every < 1:
@@ -341,13 +341,13 @@ def memory_of(segment: Segment) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], Version]:
+def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], WeightVersion]:
     """Gives a version of a number as the coordinator has it at the moment of the call."""
 
-    def look(number: int) -> Version:
+    def look(number: int) -> WeightVersion:
         reader = SeriesReader(addresses, series, reader_id())
         try:
-            return Version(reader.record(number))
+            return WeightVersion(reader.record(number))
         finally:
             reader.close()
 

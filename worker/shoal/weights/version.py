@@ -7,7 +7,7 @@ from functools import cached_property
 from shoal_proto.v1 import weights_pb2
 
 
-class Version:
+class WeightVersion:
     """Immutable. Two are equal if they have the same number and digest."""
 
     def __init__(self, record: weights_pb2.VersionRecord) -> None:
@@ -61,7 +61,7 @@ class Version:
         return self.record.rolled_back_to or None
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Version):
+        if not isinstance(other, WeightVersion):
             return NotImplemented
         return (self.number, self.digest) == (other.number, other.digest)
 
@@ -69,4 +69,4 @@ class Version:
         return hash((self.number, self.digest))
 
     def __repr__(self) -> str:
-        return f"Version({self.number}, step={self.step}, digest={self.digest[:12]})"
+        return f"WeightVersion({self.number}, step={self.step}, digest={self.digest[:12]})"
