@@ -158,7 +158,9 @@ class WeightHoldings:
         return segment
 
     def _free(self, series: str, segments: Iterable[Segment]) -> None:
-        for segment in segments:
+        """Hold these no more. A connection that is sending one keeps it until it is done."""
+        gone = list(segments)
+        for segment in gone:
             log.info(
                 "segment_freed",
                 series=series,
@@ -166,6 +168,11 @@ class WeightHoldings:
                 num_bytes=segment.num_bytes,
             )
             self._claims.pop((series, segment.digest)).close()
+        if gone:
+            # The kernel takes its time over gigabytes: the last reference goes on a thread, once
+            # the callers have given up theirs.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.run_in_executor, None, gone.clear)
 
     async def _from_chunks(self, num_bytes: int, way: SegmentWay) -> Segment:
         """While a chunk arrives, the one before is digested, and memory for the next made ready."""
