@@ -9,7 +9,7 @@ import os
 import pytest
 from support.sim.publications.schedule import simulate_publications
 
-NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
+NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "40"))
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
