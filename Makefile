@@ -100,7 +100,8 @@ nightly: $(VENV)/.installed ## the longer tests, and 10,000 seeds of each simula
 	$(BIN)/python -m pytest -m "nightly and not docker and not browser"
 	SHOAL_SIMULATION_SEEDS=10000 SHOAL_STATEFUL_EXAMPLES=3000 $(BIN)/python -m pytest \
 		tests/server/core/membership/test_job_simulation.py tests/server/core/membership/test_job_stateful.py \
-		tests/server/core/replication/test_replication_simulation.py
+		tests/server/core/replication/test_replication_simulation.py \
+		tests/server/core/publications/test_publication_simulation.py
 
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed ## send a real cluster what nobody of ours would, for a minute (FUZZ_SECONDS=300 FUZZ="--seed 7")
