@@ -23,6 +23,7 @@ from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.rooms import KeptRooms
 from shoal.data.batches import Loader, Order
 from shoal.strategies.layout.fsdp import FSDP
+from shoal_proto.v1 import membership_pb2 as pb
 
 LONG_S = 3600.0
 NUM_BYTES = 1 << 16
@@ -97,7 +98,8 @@ def trained_in_generations(num_generations: int) -> tuple[list[bool], float]:
     for step in range(run.num_steps):
         if step and step % per_generation == 0:
             strategy.abandon()
-            strategy.enter(generation_of(names, names[rank], 1 + step // per_generation))
+            number, kept = 1 + step // per_generation, dict.fromkeys(names, pb.STATE_ACTION_KEEP)
+            strategy.enter(generation_of(names, names[rank], number, kept))
         memory = strategy._layout().shared_memory
         assert memory is not None
         rooms.append(memory.room.obj)

@@ -12,6 +12,7 @@ from shoal.backends.in_memory.run import run_in_memory
 from shoal.model.module_proxy import shown
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1 import membership_pb2 as pb
 
 
 class Scaled(nn.Module):
@@ -73,7 +74,8 @@ def through_two_generations(strategy_name: str) -> None:
     rank = strategy._layout().world.rank
     strategy.abandon()
     names = ["m0", "m1"]
-    strategy.enter(generation_of(names, names[rank], 2))
+    kept = dict.fromkeys(names, pb.STATE_ACTION_KEEP)
+    strategy.enter(generation_of(names, names[rank], 2, kept))
     after = model.get_submodule("drop")
     assert after is not before
     assert (after.p, model.scale) == (0.125, 0.25)
