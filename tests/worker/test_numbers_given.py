@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 import shoal
 from shoal.session.joining import join
 from shoal.session.session import Session
+from shoal.weights.series import SeriesOptions
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
@@ -142,6 +143,21 @@ def sharded(name: str, given: Any) -> object:
     return found.columns, found.turns, found.shuffle_buffer, found.lengths
 
 
+def series(name: str, given: Any) -> object:
+    options: Any = {name: given}
+    return SeriesOptions(**options)
+
+
+def published(name: str, given: Any) -> object:
+    """Numbers are looked at before the coordinator is."""
+    options: Any = {name: given}
+    with pytest.raises(InvalidSpec) as refused:
+        shoal.publish("no series", {}, **options)
+    if name in refused.value.what:
+        raise refused.value
+    return refused.value.what
+
+
 def table(owner: str, name: str, given: Any) -> object:
     options: Any = {"embedding_dim": 3, "num_embeddings": 4, name: given}
     found = getattr(shoal, owner)(**options)
@@ -204,6 +220,12 @@ ARGUMENTS = [
     *(batched(name, 2) for name in ("global_batch_size", "epochs", "seed")),
     *(batched("num_workers", 0), batched("timeout", 0.0)),
     batched("prefetch_factor", 2, num_workers=1),
+    *(
+        Argument(owner, name, 3, partial(series, name))
+        for owner in ("Session", "publish")
+        for name in ("keep", "copies")
+    ),
+    Argument("publish", "step", 3, partial(published, "step")),
     in_session("weight", 4.0, nothing),
     in_session("max_norm", 0.5, nothing),
     in_session("num_parts", 2, nothing),

@@ -23,6 +23,7 @@ from shoal_difference.codec import apply
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.names import SERIES_RULE, check_name, is_series
+from shoal_proto.numbers_given import as_index
 from shoal_proto.tls import identity
 from shoal_proto.v1 import weights_pb2
 
@@ -73,6 +74,7 @@ def publish(
     number afterwards. `step` is a number of the script's own. Options as of `session.series`; those
     of the first call count.
     """
+    step = as_index("step", step)
     addresses = _connected(series, coordinator)
     options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
     with _held.lock:

@@ -22,6 +22,7 @@ from shoal_proto.errors import (
     PublicationAbandoned,
     ShoalError,
 )
+from shoal_proto.numbers_given import as_index
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.v1 import weights_pb2
 
@@ -57,8 +58,9 @@ class SeriesOptions:
 
     def __post_init__(self) -> None:
         for name, most in (("keep", 1000), ("copies", 16)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            value = as_index(name, getattr(self, name))
+            object.__setattr__(self, name, value)
+            if not 1 <= value <= most:
                 raise InvalidSpec(
                     f"{name} is out of range", seen=repr(value), expected=f"1 to {most}"
                 )
