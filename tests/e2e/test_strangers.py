@@ -174,7 +174,7 @@ def test_no_secret_is_told(shoal_command: Shoal, tmp_path: Path) -> None:
         secrets_[launch] = f"the launch secret of {pid}"
         names = {name for name in environments[pid] if name.startswith("SHOAL_")}
         assert names - {"SHOAL_TEST_MARK"} <= documented() - {"SHOAL_LAUNCH_SECRET"}
-    assert len(secrets_) == 1 + 2 + 9
+    assert len(secrets_) == 1 + 2 + 10
     for pid, command in found.items():
         held = " ".join(environments[pid].values())
         for each, what in secrets_.items():
