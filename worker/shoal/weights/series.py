@@ -222,10 +222,12 @@ class PreparedWriters:
 
     def prepare(self, num_bytes: int) -> None:
         """Get the next one ready, in the background."""
-        self._preparing = threading.Thread(
+        preparing = threading.Thread(
             target=self._prepare, args=(num_bytes,), name="prepare-segment", daemon=True
         )
-        self._preparing.start()
+        preparing.start()
+        # Only now: the trainer's thread joins what it finds here, which must have been started.
+        self._preparing = preparing
 
     def _prepare(self, num_bytes: int) -> None:
         try:
@@ -235,7 +237,9 @@ class PreparedWriters:
             log.info("segment_not_prepared", num_bytes=num_bytes, reason=str(error))
             return
         with self._lock:
-            self._next = writer
+            unused, self._next = self._next, writer
+        if unused is not None:
+            unused.close()
 
     def close(self) -> None:
         if self._preparing is not None:
