@@ -79,7 +79,9 @@ for package in (shoal, shoal_client, shoal_proto, shoal_server):
     modules += [each.name for each in found]
 for name in modules:
     # MPI's library is found beside the interpreter, and the wheels of this one are elsewhere.
-    if not name.endswith("__main__") and not name.startswith("shoal.backends.mpi."):
+    # Programs that have Shoal as their plug-in are not installed with it.
+    plug_ins = ("shoal.integrations." + each for each in ("trl", "verl", "vllm"))
+    if not name.endswith("__main__") and not name.startswith(("shoal.backends.mpi.", *plug_ins)):
         importlib.import_module(name)
 print(len(modules))
 """

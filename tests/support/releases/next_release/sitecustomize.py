@@ -11,10 +11,12 @@ import grpc._channel
 import grpc.aio._channel
 
 from shoal_proto.health import HealthFigures
+from shoal_proto.protocol import ProtocolRange
 from shoal_proto.v1 import identity_pb2
 from shoal_server.coordinator.persistence import codec
 from shoal_server.etcd.remote import wire
 from shoal_server.serving import rpc
+from shoal_server.status import health
 
 NEW_FIELD = identity_pb2.Token(of_the_next_release="next").SerializeToString()  # type: ignore[call-arg]
 """The field as each message has it: all have it under one number."""
@@ -87,6 +89,8 @@ def extending(plain: Callable[..., Any]) -> Callable[..., Any]:
 wire.transaction_request = transaction_request
 rpc._encoded = encoded
 HealthFigures.said = said
+# Its own coordinator passes over the figure as one of this release does, and shows it nowhere.
+health.OWN_PROTOCOLS = ProtocolRange(1, 1)  # type: ignore[attr-defined]
 codec._roster_to_pb = roster_to_pb
 for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
     for channel in (grpc._channel.Channel, grpc.aio._channel.Channel):
