@@ -155,7 +155,7 @@ def test_publications_of_one_step_have_numbers_of_their_own(
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"copies": 0}, {"keep": True}, {"copies": 99}])
 def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(InvalidSpec, match="(keep|copies) is (out of range|not an integer)"):
+    with pytest.raises(InvalidSpec, match=r"(keep|copies) is (out of range|not an integer)"):
         SeriesOptions(**options)
 
 

@@ -10,13 +10,10 @@ from typing import Any
 import grpc._channel
 import grpc.aio._channel
 
-from shoal_proto.health import HealthFigures
-from shoal_proto.protocol import ProtocolRange
 from shoal_proto.v1 import identity_pb2
 from shoal_server.coordinator.persistence import codec
 from shoal_server.etcd.remote import wire
 from shoal_server.serving import rpc
-from shoal_server.status import health
 
 NEW_FIELD = identity_pb2.Token(of_the_next_release="next").SerializeToString()  # type: ignore[call-arg]
 """The field as each message has it: all have it under one number."""
@@ -63,14 +60,6 @@ def encoded(serialize: Any, reply: Any) -> bytes:
     return plain_encoded(serialize, reply) + NEW_FIELD
 
 
-plain_said = HealthFigures.said
-
-
-def said(figures: HealthFigures) -> dict[str, Any]:
-    """The figures of a health report, and a new one."""
-    return {**plain_said(figures), "figure_of_the_next_release": 1}
-
-
 def extending(plain: Callable[..., Any]) -> Callable[..., Any]:
     """The channel's method, whose requests then have the new field."""
 
@@ -88,9 +77,6 @@ def extending(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 wire.transaction_request = transaction_request
 rpc._encoded = encoded
-HealthFigures.said = said
-# Its own coordinator passes over the figure as one of this release does, and shows it nowhere.
-health.OWN_PROTOCOLS = ProtocolRange(1, 1)  # type: ignore[attr-defined]
 codec._roster_to_pb = roster_to_pb
 for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
     for channel in (grpc._channel.Channel, grpc.aio._channel.Channel):
