@@ -90,7 +90,7 @@ class Driver:
         self._failures: list[str] = []
         self.fetched_by: dict[str, Host] = {}
         self._rosters: dict[str, pb.Roster] = {}
-        """By digest."""
+        """Rosters by digest."""
         self.lost: set[str] = set()
         """Members that are gone on purpose."""
         self.num_beats = self.num_late_beats = self.num_failed_beats = 0
@@ -242,7 +242,7 @@ class Driver:
         shown.roster.CopyFrom(self._rosters[shown.digest])
 
     def host_of(self, player: Played) -> Host:
-        """What the player's host has fetched."""
+        """Rosters that the player's host has fetched."""
         return self.fetched_by.setdefault(player.core.identity.info.host, Host())
 
     async def _beat(self, players: list[Played], phase: float) -> None:

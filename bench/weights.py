@@ -151,7 +151,7 @@ class Readers:
             each.stdin.flush()
 
     def last_done_s(self, number: int) -> float:
-        """When the last of them had installed the round's model."""
+        """The time at which the last of them had installed the round's model."""
         times = []
         for each in self.processes:
             while True:
@@ -171,7 +171,7 @@ class Readers:
 
 
 Turn = Callable[[int], tuple[float, float]]
-"""One round of its number: how long the publisher was kept, and until the last reader was done."""
+"""A round by its number: seconds of the publisher, and until the last reader was done."""
 
 
 def shoal_turn(model: dict[str, torch.Tensor], readers: Readers) -> Turn:
@@ -284,7 +284,7 @@ def socket_bytes_per_s(mb: int, rounds: int) -> list[float]:
 
 
 def by_turns(entrants: dict[str, Turn], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """One round of each after the other, so that the rest of the machine meets all alike."""
+    """Rounds of all systems by turns, so that other load meets all alike."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in entrants}
     for number in range(1, rounds + 3):
         for name, turn in entrants.items():
