@@ -229,7 +229,7 @@ def refused() -> dict[str, str]:
                 exchange.gather(b"no inventory", group)
                 raise MalformedMessage("as the other one is told")
             if label == "boundless" and rank:
-                exchange.gather(bytes(exchange.MAX_TEXT_BYTES + 1), group)
+                exchange.gather(bytes(exchange.MAX_MESSAGE_BYTES + 1), group)
             found[label] = str(exchange.reshard(group, held, needs_of("rows", rank, 2)).step)
         except ShoalError as error:
             found[label] = type(error).__name__

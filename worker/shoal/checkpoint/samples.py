@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import structlog
 
 from shoal.checkpoint.bucket_paths import CheckpointPath
-from shoal.data.batches import Order, Position
-from shoal.data.content import FIELD
+from shoal.data.order import CONTENT_FIELD, Order, Position
 from shoal.state.replicated import State
 from shoal.state.shards import StateShard
 from shoal_proto.errors import InvalidSpec
@@ -93,8 +92,8 @@ class TrainedSamples:
 
     def _warn_of_other_content(self, path: CheckpointPath, written: object) -> None:
         # No refusal: mended labels are other content, and a reason to go on.
-        before = written.get(FIELD) if isinstance(written, dict) else None
-        now = self._samples.get(FIELD)
+        before = written.get(CONTENT_FIELD) if isinstance(written, dict) else None
+        now = self._samples.get(CONTENT_FIELD)
         if before and now and before != now:
             log.warning(
                 "checkpoint_of_other_samples",

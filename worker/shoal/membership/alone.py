@@ -13,7 +13,7 @@ import structlog
 
 from shoal.torch_private.c10d import HashStore
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.liveness.beat_board import Doing
+from shoal_client.liveness.trainer_activity import TrainerActivity
 from shoal_client.membership.member import Member
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -154,7 +154,7 @@ class LoneMember:
     def progress(self, step: int) -> None:
         """Nobody waits to hear of it."""
 
-    def does(self, doing: Doing) -> None:
+    def does(self, doing: TrainerActivity) -> None:
         """Nobody waits to hear of it."""
 
     def pause(self, reason: str, limit_s: float) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from shoal_client.liveness.beat_board import Doing
+from shoal_client.liveness.trainer_activity import TrainerActivity
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, GenerationRecord, Limits, RosterEntry
@@ -33,7 +33,7 @@ class Context:
     """What ended the membership, if something did. Free to call; any thread."""
     shared_directory: Path | None = None
     """Of the workers of this host, if their launcher made one."""
-    does: Callable[[Doing], None] = lambda doing: None
+    does: Callable[[TrainerActivity], None] = lambda doing: None
     """Takes what the trainer does, for the heartbeats. Any thread."""
 
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from shoal.backends.network.own_gpu import LocalPlace, check_gpu
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batch_options import fields_of
-from shoal.data.batches import Order
 from shoal.data.content import content_fields
+from shoal.data.order import Order
 from shoal.data.share_sizes import ShareSizes
 from shoal.layouts.synced_batchnorm import (
     has_sync_batchnorm,

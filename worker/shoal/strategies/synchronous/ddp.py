@@ -16,7 +16,7 @@ from shoal.compression.exchange import exchange_for
 from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.compression.wire import Traffic
-from shoal.data.batches import Order
+from shoal.data.order import Order
 from shoal.layouts.base import Layout, World
 from shoal.layouts.buffers import RunningBuffers
 from shoal.layouts.gradients import not_reduced

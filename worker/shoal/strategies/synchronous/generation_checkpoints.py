@@ -7,6 +7,7 @@ import structlog
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from shoal.backends.abortable.gather import gather
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.bucket_paths import CheckpointPath
 from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
@@ -17,7 +18,6 @@ from shoal.checkpoint.storage import check, complete
 from shoal.membership.generation import Generation
 from shoal.model.same_optimizer import replaced_settings
 from shoal.state.optimizer_state import settings_of
-from shoal.state.resharding import gather
 from shoal.state.shards import StateShard
 from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal_proto.errors import CheckpointFailed, StateLost

@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.backends.abortable.gather import gather
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.choice import backend_for
 from shoal.backends.network.gloo import GlooBackend
 from shoal.backends.process_group.interface import Backend, Group
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.samples import TrainedSamples
-from shoal.data.batches import Order, Position
+from shoal.data.order import Order, Position
 from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
 from shoal.state.registered.comparison import UNTRAINED, compare
 from shoal.state.registered.objects import RegisteredState
-from shoal.state.resharding import gather
 from shoal.step_context import BatchNormMembers
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
