@@ -11,8 +11,7 @@ from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.state import resharding as exchange
 from shoal.state import shared_exchange
-from shoal.state.resharding import Needs
-from shoal.state.shards import Chunk, StateShard, TensorShard
+from shoal.state.shards import Chunk, Needs, StateShard, TensorShard
 from shoal_proto.errors import MalformedMessage, ShoalError
 
 SHAPES: dict[str, tuple[int, ...]] = {

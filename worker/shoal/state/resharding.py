@@ -27,14 +27,12 @@ from shoal.state.inventory import (
     to_message,
     unpack,
 )
-from shoal.state.shards import Chunk, StateShard, TensorShard
+from shoal.state.shards import Chunk, Needs, StateShard, TensorShard
 from shoal.state.shared_exchange import SharedExchange
 from shoal.state.step_choice import ChosenStep, choose
 from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 from shoal_proto.errors import InvalidSpec
 
-Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
-"""(name, whole shape, dtype) -> the chunk that the rank needs of the tensor; None: nothing."""
 Place = Callable[[str, Chunk], Tensor | None]
 """(name, the chunk that the rank needs) -> host memory of that size and dtype to put it into, in
 any strides; None: memory is made for it."""

@@ -1,13 +1,12 @@
 """The whole model of what ranks hold."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.model.tied_tensors import under_all_names
@@ -41,22 +40,6 @@ def whole_model(
     copies = {name: tensor.to("cpu", copy=True) for name, tensor in without_elements.items()}
     found = under_all_names(tensors | copies, further)
     return {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
-
-
-def on_host(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own state_dict, copied into host memory; tied tensors are one in it too."""
-    copies: dict[int, Any] = {}
-    for tensor in (held := model.state_dict(keep_vars=True)).values():
-        if id(tensor) not in copies:
-            copies[id(tensor)] = _copied(tensor)
-    return {name: copies[id(tensor)] for name, tensor in held.items()}
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    # What a module adds by get_extra_state.
-    return copy.deepcopy(value)
 
 
 def _needed(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:

@@ -232,15 +232,15 @@ class LayoutStrategy(SynchronousStrategy):
             memory = binding.layout.shared_memory
             state_shard = reshard(group, held, needs, borrow=True, place=place, memory=memory)
         except StateLost:
-            path = self._checkpoints.newest(generation, group)
-            if path is None:
+            kept = self._checkpoints.newest(generation, group)
+            if kept is None:
                 raise
         else:
-            path = None if state_shard.step else self._checkpoints.newest(generation, group)
-            if path is None:
+            kept = None if state_shard.step else self._checkpoints.newest(generation, group)
+            if kept is None:
                 self._checkpoints.samples.adopt(state_shard)
                 return state_shard
-        return self._checkpoints.read(path, needs, None if self._has_state else self._optimizer)
+        return self._checkpoints.read(kept, needs, None if self._has_state else self._optimizer)
 
     def cut(self, generation: int) -> None:
         super().cut(generation)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerActivity:
+class TrainerStatus:
     """One report of a trainer."""
 
     moved: int = 0
