@@ -76,21 +76,15 @@ def test_packages_import_each_other_in_no_circle() -> None:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
 
-IN_CIRCLES = {("shoal.layouts.gradients", "shoal.layouts.base")}
-"""Imports of today that close a circle: to be removed, and none to be added."""
-
-
 def test_modules_import_each_other_in_no_circle() -> None:
     known = {name: {*imported(path)} - {name} for name, path in modules().items()}
-    for module, other in IN_CIRCLES:
-        known[module].remove(other)
     try:
         TopologicalSorter(known).prepare()
     except CycleError as error:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
 
-MAX_RADIUS_MODULES, MAX_RADIUS_LINES = 87, 14_012
+MAX_RADIUS_MODULES, MAX_RADIUS_LINES = 87, 13_968
 """Reading radius of the strategy "ddp": to be lowered with it, and never raised."""
 
 

@@ -7,14 +7,16 @@ everybody holds everything), then bytes from rank to rank. Nothing is unpickled.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.gather import MAX_MESSAGE_BYTES, gather
+from shoal.backends.abortable.gather import MAX_MESSAGE_BYTES, gather, let_all_hear
 from shoal.backends.abortable.p2p import AbortableP2P, Message
 from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.model.tied_tensors import under_all_names
 from shoal.state.inventory import (
     Meta,
     Table,
@@ -27,7 +29,7 @@ from shoal.state.inventory import (
     to_message,
     unpack,
 )
-from shoal.state.shards import Chunk, Needs, StateShard, TensorShard
+from shoal.state.shards import MODEL, Chunk, Needs, StateShard, TensorShard
 from shoal.state.shared_exchange import SharedExchange
 from shoal.state.step_choice import ChosenStep, choose
 from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
@@ -92,6 +94,32 @@ def reshard(
         values=dict(chosen.values),
         elsewhere=frozenset(chosen.metas) - shards.keys(),
     )
+
+
+def whole_model(
+    group: dist.ProcessGroup,
+    state_shard: StateShard,
+    without_elements: Mapping[str, Tensor],
+    order: Sequence[str],
+) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer by its names in the user's model, on the host.
+
+    Collective: each rank gives what it holds, and each gets all; tied tensors are one under several
+    names. `without_elements`: what no rank tells of, as it holds nothing. `order`: the names as the
+    model's own state_dict has them, so that both can be gone through together. Raises as `reshard`.
+    """
+    whole = reshard(group, [state_shard], _of_model)
+    # No rank may leave while another still waits for its shards.
+    let_all_hear(group)
+    further: Any = state_shard.values["tied"]
+    tensors = {name.removeprefix(MODEL): shard.tensor for name, shard in whole.shards.items()}
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in without_elements.items()}
+    found = under_all_names(tensors | copies, further)
+    return {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
+
+
+def _of_model(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
+    return Chunk.whole(shape) if name.startswith(MODEL) else None
 
 
 def _told(word: bytes, group: dist.ProcessGroup, exchange: SharedExchange | None) -> list[bytes]:

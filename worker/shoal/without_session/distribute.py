@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shoal.backends.choice import init_static_world
 from shoal.backends.process_group.transports import is_gloo
 from shoal.layouts.base import Layout, LossFunction, World
-from shoal.layouts.gradients import clip
+from shoal.layouts.clipping import clip
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.layouts.replicated import ReplicatedLayout
 from shoal.model.devices import device_of

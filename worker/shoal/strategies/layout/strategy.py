@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from shoal.data.order import Order
 from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
-from shoal.layouts.gradients import clip, not_reduced, scale
+from shoal.layouts.clipping import clip, scale
+from shoal.layouts.gradients import not_reduced
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.layouts.several import SeveralLayouts
