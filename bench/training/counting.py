@@ -19,7 +19,7 @@ from training.strategy_models import GLOBAL_BATCH, NUM_SAMPLES, new_model, new_o
 
 import shoal
 from shoal.backends.process_group.collectives import counts, reset_counts
-from shoal.data.batches import share
+from shoal.data.order import share
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 NUM_RANKS = 4

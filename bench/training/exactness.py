@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_TOKENS, VOCABULARY, WIDTH = 1000, 64, 6, 41, 32
 PERIOD_STEPS = 400

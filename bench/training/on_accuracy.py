@@ -15,7 +15,8 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 import shoal
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 
 SSP_BOUND = 4
 STRATEGIES: Mapping[str, Callable[[LRScheduler], shoal.AsyncSGD]] = {

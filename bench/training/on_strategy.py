@@ -16,7 +16,7 @@ from strategy_models import shares as num_shares
 from torch.nn.functional import mse_loss
 
 import shoal
-from shoal.data.batches import share
+from shoal.data.order import share
 
 
 def on_shoal(strategy: str, pause_s: float, blocks: Blocks) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from shoal.data.batches import Order
+from shoal.data.order import Order
 
 CLASSES = 8
 

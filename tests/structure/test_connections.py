@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from structure.test_house import ROOT, modules
+from structure.reading_radius import ROOT, modules
 
 GRPC_PLACE = "shoal_proto.tls.channels"
 HTTP_PLACE = "shoal_client.connection.http"

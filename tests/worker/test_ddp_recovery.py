@@ -17,7 +17,8 @@ from support.processes.ranks import Rank, Ranks
 from support.training import rank_bodies
 from support.training.rank_bodies import EPOCHS, NUM_SAMPLES, NUM_STEPS, Run
 
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5

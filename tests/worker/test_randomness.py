@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import share
+from shoal.data.order import share
 from shoal.randomness import at, mix, part, present, sample_generator, seed_torch
 from shoal.randomness.dropout import draw, key_dropout, samples_along
 

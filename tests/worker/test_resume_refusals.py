@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import shoal
 from shoal.checkpoint import names
 from shoal.checkpoint.directory import complete
-from shoal.data.batches import Order
+from shoal.data.order import Order
 from shoal.model.same_optimizer import check_same_optimizer
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, ShapeMismatch

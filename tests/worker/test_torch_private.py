@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.layouts.gradients import _local_gradients
+from shoal.layouts.gradients import local_gradients
 from shoal.layouts.tensor.parts import local
 from shoal.torch_private import c10d
 from shoal.torch_private.dtensor import local_of
@@ -189,7 +189,7 @@ def whole_and_cut() -> tuple[bool, bool]:
     rows = torch.arange(6.0).view(2, 3)
     weight = nn.Parameter(distribute_tensor(rows, mesh, [Shard(1)]))
     weight.grad = distribute_tensor(rows, mesh, [Replicate()])
-    found = _local_gradients({"weight": weight})["weight"]
+    found = local_gradients({"weight": weight})["weight"]
     own = rows[:, :2] if rank == 0 else rows[:, 2:]
     return torch.equal(found, own), found is local_of(weight.grad)
 

@@ -1,6 +1,5 @@
 """By which way the calls to one server go: a bulk connection, opened when it is needed, or gRPC."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,6 @@ import structlog
 
 from shoal_client.bulk.connection import Connection
 from shoal_client.bulk.opening import connect
-from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply, OpenBulkRequest
 
@@ -19,31 +17,11 @@ log = structlog.get_logger(__name__)
 AGAIN_S = 30.0
 """After which time a way is looked for anew where there was none."""
 
-TRANSPORTS = ("auto", "tcp", "grpc")
-TRANSPORT_VARIABLE = "SHOAL_TRANSPORT"
-
 
 class Opening(Protocol):
     """Parameters.OpenBulk of the server."""
 
     def __call__(self, request: OpenBulkRequest, /, *, timeout: float) -> OpenBulkReply: ...
-
-
-def transport_of(asked: str | None) -> str:
-    """`auto`: shared memory with a server on this machine, a TCP socket to any other; `tcp`: that
-    to all of them; `grpc`, to which the others fall back. None: as the environment says.
-
-    Raises InvalidSpec for another one.
-    """
-    transport = os.environ.get(TRANSPORT_VARIABLE, "auto") if asked is None else asked
-    if transport not in TRANSPORTS:
-        raise InvalidSpec(
-            "unknown transport",
-            seen=repr(transport),
-            expected=", ".join(TRANSPORTS),
-            fix=f"Set {TRANSPORT_VARIABLE} or `transport` to one of them.",
-        )
-    return transport
 
 
 class BulkWay:

@@ -13,7 +13,7 @@ incarnation.
     16      8      worker      when a thread of it last ran, by the same clock
     24      4      worker      length of the claim; 0: not a member
     28      4      worker      CRC-32 of the claim
-    32      8      worker      what has moved in its bring-up: see `Doing`
+    32      8      worker      what has moved in its bring-up: see `TrainerStatus`
     40      8      worker      0: nothing to say; 1: its trainer waits for others; else since when
                                it has been in the script's own code, by the same clock: an odd
                                number where it waits for a batch to be loaded, an even one elsewhere
@@ -43,6 +43,7 @@ from types import TracebackType
 from google.protobuf.message import DecodeError
 
 from shoal_client.liveness.lifeline import SIZE_BYTES, Lifeline
+from shoal_client.liveness.trainer_status import TrainerStatus
 from shoal_proto.errors import (
     AddressInUse,
     Fenced,
@@ -110,26 +111,6 @@ _PASSING = (AddressInUse, NoServers, PeersUnreachable)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doing:
-    """What a member's trainer does, for its heartbeats."""
-
-    moved: int = 0
-    """Changes as long as its bring-up gets on."""
-    waits: bool = False
-    """Whether it waits for other members."""
-    own_code_since_ns: int = 0
-    """Since when it has been in the script's own code, by CLOCK_MONOTONIC; 0: it is not."""
-    loads: bool = False
-    """Whether it waits there for a batch to be loaded."""
-
-    @property
-    def own_code_s(self) -> float:
-        """For how many seconds it has been there; 0: it is not."""
-        since_ns = self.own_code_since_ns
-        return max(time.monotonic_ns() - since_ns, 0) / 1e9 if since_ns else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class SlotClaim:
     """Who asks for beats: a member, and the process that it is."""
 
@@ -137,7 +118,7 @@ class SlotClaim:
     heartbeat_s: float
     token: Token
     step: int
-    doing: Doing
+    doing: TrainerStatus
 
 
 class BeatSlot:
@@ -213,7 +194,7 @@ class BeatSlot:
         """Steps committed so far, for the next beat."""
         self._put(_STEP, step)
 
-    def does(self, doing: Doing) -> None:
+    def does(self, doing: TrainerStatus) -> None:
         """What its trainer does now, for the next beat."""
         self._put(_MOVED, doing.moved)
         since = (doing.own_code_since_ns & ~1) | int(doing.loads)
@@ -253,7 +234,7 @@ class BeatSlot:
             heartbeat_s=heartbeat_s,
             token=token,
             step=self._get(_STEP),
-            doing=Doing(
+            doing=TrainerStatus(
                 moved=self._get(_MOVED),
                 waits=doing == _WAITS,
                 own_code_since_ns=doing if doing > _WAITS else 0,
@@ -337,7 +318,7 @@ class BeatBoard:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}:{index}"
 
 
-def beat_of(token: Token, step: int, doing: Doing) -> pb.Beat:
+def beat_of(token: Token, step: int, doing: TrainerStatus) -> pb.Beat:
     """One member's heartbeat, as of now."""
     return pb.Beat(
         token=token,

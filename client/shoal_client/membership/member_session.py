@@ -18,7 +18,8 @@ import structlog
 
 from shoal_client.connection.certificate_wait import wait_s
 from shoal_client.connection.coordinators import CLOSE_WITHIN_S, Coordinators, chance
-from shoal_client.liveness.beat_board import Doing, Ending
+from shoal_client.liveness.beat_board import Ending
+from shoal_client.liveness.trainer_status import TrainerStatus
 from shoal_client.membership import calls
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack
@@ -78,7 +79,7 @@ class MemberSession:
             directory = member.shared_directory / "rosters"
             shared = HostFiles(directory, self._threads.closing, LOCK_WAIT_S)
         self._rosters = Rosters(self._fetched_roster, shared)
-        self._doing = Doing()
+        self._doing = TrainerStatus()
         # A signal handler puts into it: a SimpleQueue is safe from there.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -214,7 +215,7 @@ class MemberSession:
         if self._slot is not None:
             self._slot.progress(step)
 
-    def does(self, doing: Doing) -> None:
+    def does(self, doing: TrainerStatus) -> None:
         """What the trainer does, for the heartbeats. Free to call; any thread."""
         self._doing = doing
         if self._slot is not None:

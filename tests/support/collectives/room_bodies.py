@@ -21,7 +21,8 @@ from support.processes.ranks import Report
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.rooms import KeptRooms
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.strategies.layout.fsdp import FSDP
 from shoal_proto.v1 import membership_pb2 as pb
 

@@ -11,8 +11,7 @@ from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.state import resharding as exchange
 from shoal.state import shared_exchange
-from shoal.state.resharding import Needs
-from shoal.state.shards import Chunk, StateShard, TensorShard
+from shoal.state.shards import Chunk, Needs, StateShard, TensorShard
 from shoal_proto.errors import MalformedMessage, ShoalError
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -229,7 +228,7 @@ def refused() -> dict[str, str]:
                 exchange.gather(b"no inventory", group)
                 raise MalformedMessage("as the other one is told")
             if label == "boundless" and rank:
-                exchange.gather(bytes(exchange.MAX_TEXT_BYTES + 1), group)
+                exchange.gather(bytes(exchange.MAX_MESSAGE_BYTES + 1), group)
             found[label] = str(exchange.reshard(group, held, needs_of("rows", rank, 2)).step)
         except ShoalError as error:
             found[label] = type(error).__name__

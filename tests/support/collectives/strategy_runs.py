@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.backends.process_group.interface import Group
-from shoal.data.batches import Batch, Loader, share
+from shoal.data.batches import Batch, Loader
+from shoal.data.order import share
 from shoal.layouts.base import LossFunction
 from shoal.membership.generation import Generation
 from shoal.session.micro_batches import MicroBatches, scaled

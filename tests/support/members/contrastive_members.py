@@ -12,7 +12,8 @@ from support.training.rank_bodies import session_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from shoal.data.batches import Batch, Loader, Order
+from shoal.data.batches import Batch, Loader
+from shoal.data.order import Order
 from shoal.session.session import Session
 from shoal_proto.errors import InvalidSpec
 

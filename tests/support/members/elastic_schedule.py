@@ -19,7 +19,7 @@ from support.training.elastic_bodies import Elastic
 from support.training.local_sgd_bodies import LocalRun
 
 from shoal.checkpoint.directory import complete
-from shoal.data.batches import Order
+from shoal.data.order import Order
 from shoal_client.local.cluster import LocalCluster
 
 MARGIN_S, MAX_MARGIN_STEPS = 1.0, 150

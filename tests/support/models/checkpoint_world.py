@@ -18,12 +18,12 @@ from torch import nn
 
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.peers import GroupPeers
-from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.reading import read
 from shoal.checkpoint.writing import write
 from shoal.layouts.base import Layout
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.model.tied_tensors import tied
-from shoal.state.shards import MODEL, Chunk, StateShard, TensorShard
+from shoal.state.shards import MODEL, Chunk, StateShard, TensorShard, everything
 from shoal_proto.errors import CheckpointFailed
 
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn, tanh
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.strategies.layout.strategy import LayoutStrategy
-from shoal_client.bulk.way import TRANSPORT_VARIABLE
+from shoal_client.bulk.transport import TRANSPORT_VARIABLE
 from shoal_proto.errors import InvalidSpec
 
 

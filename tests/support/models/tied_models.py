@@ -6,7 +6,8 @@ from support.models import tensor_models
 from support.models.tensor_models import POSITIONS, VOCABULARY, WIDTH
 from torch import Tensor, nn
 
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 
 
 class TwoNames(nn.Module):

@@ -9,7 +9,8 @@ import torch
 from support.collectives.strategy_runs import PLAIN, Manner, take_step_alone
 from torch import Tensor, nn
 
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
 
 NUM_SAMPLES = 47

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.processes.ranks import Ranks, Report
 from torch import Tensor, nn
 
-from shoal.data.batches import share
+from shoal.data.order import share
 from shoal.layouts.base import LayOut, Layout, World
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.state.shards import MODEL, StateShard, TensorShard

@@ -16,7 +16,8 @@ from support.training.rank_bodies import Run, session_of
 from torch import Tensor, fx, nn
 
 import shoal
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.layouts.base import LossFunction
 from shoal.state.peer_copies import PeerCopies
 from shoal.strategies import find_strategy

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.integrations.lightning import SessionStrategy
 
 ORDER = Order(num_samples=50, global_batch_size=12, num_epochs=3, seed=5)

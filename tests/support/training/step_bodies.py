@@ -15,7 +15,8 @@ from support.training.rank_bodies import session_of
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from shoal.data.batches import Batch, Loader, Order
+from shoal.data.batches import Batch, Loader
+from shoal.data.order import Order
 from shoal.layouts.base import LossFunction
 from shoal.session.session import Session
 

@@ -22,8 +22,8 @@ from support.oracles.plain_torch import train
 import shoal
 from shoal.checkpoint import storage
 from shoal.checkpoint.background import Checkpoints
-from shoal.checkpoint.reading import everything, read
-from shoal.state.shards import StateShard
+from shoal.checkpoint.reading import read
+from shoal.state.shards import StateShard, everything
 from shoal_proto.errors import CheckpointFailed, InvalidSpec
 
 

@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 import shoal
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.bucket_paths import BucketPath, located
-from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.reading import read
 from shoal.checkpoint.storage import complete
-from shoal.state.shards import StateShard
+from shoal.state.shards import StateShard, everything
 from shoal.torch_private.checkpoint import FsspecReader
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import CheckpointFailed, InvalidSpec, MalformedMessage

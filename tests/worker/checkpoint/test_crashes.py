@@ -17,8 +17,9 @@ from support.processes.worlds import run_on_gloo
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.checkpoint.background import Checkpoints
-from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.reading import read
 from shoal.checkpoint.storage import newest
+from shoal.state.shards import everything
 
 
 @pytest.mark.sampled()

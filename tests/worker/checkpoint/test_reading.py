@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorPr
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from shoal.checkpoint import names
-from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.reading import read
 from shoal.checkpoint.writing import write
-from shoal.state.shards import Chunk
+from shoal.state.shards import Chunk, everything
 from shoal_proto.errors import (
     ChecksumMismatch,
     DtypeMismatch,

@@ -18,10 +18,10 @@ from support.models.checkpoint_world import (
 from torch.optim import SGD
 
 from shoal.checkpoint import write_plan
-from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.reading import read
 from shoal.checkpoint.writing import write
 from shoal.state.optimizer_state import SLOTS, mark_of, take_slots
-from shoal.state.shards import Chunk, StateShard, TensorShard
+from shoal.state.shards import Chunk, StateShard, TensorShard, everything
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
 # DCP says so of every single process.

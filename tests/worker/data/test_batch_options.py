@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from shoal.data.batch_options import BatchOptions, fields_of
-from shoal.data.batches import Order
+from shoal.data.order import Order
 from shoal_proto.errors import InvalidSpec
 
 DATASET = TensorDataset(torch.arange(10))

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from shoal.data.batches import Batch, Loader, Order, dataset_size, describe, share
+from shoal.data.batches import Batch, Loader, dataset_size, describe
 from shoal.data.loading import Loading
+from shoal.data.order import Order, share
 from shoal.data.parts import cut
 from shoal_proto.errors import InvalidSpec
 

@@ -22,8 +22,9 @@ from support.training import loading_bodies
 from support.training.loading_bodies import Augmented, LoadingRun
 from torch.utils.data import Dataset, default_collate
 
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
 from shoal.data.loading import Loading
+from shoal.data.order import Order
 from shoal.data.samples import FailedSample
 from shoal.torch_private.dataloader import processes_of
 from shoal_client.local.cluster import LocalCluster

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.data.parts import cut, has_all_rows, rows_of_fewer
 from shoal.data.samples import Samples
 from shoal_proto.errors import InvalidSpec

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.data.batches import LARGEST_KEPT_ORDER, Order
+from shoal.data.order import LARGEST_KEPT_ORDER, Order
 from shoal.data.permutation import KeyedPermutation
 
 

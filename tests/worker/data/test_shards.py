@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.data.batch_options import BatchOptions, fields_of
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
 from shoal.data.loading import Loading
+from shoal.data.order import Order
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, SampleFailed
 

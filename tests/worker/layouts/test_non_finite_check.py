@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import shoal
 from shoal.backends.process_group.collectives import counts, reset_counts
 from shoal.layouts.base import Layout
-from shoal.layouts.gradients import clip
+from shoal.layouts.clipping import clip
 from shoal.strategies.layout.hybrid import Hybrid
 from shoal.strategies.layout.pipeline import Pipeline
 from shoal.strategies.layout.strategy import LayoutStrategy

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.layouts.synced_batchnorm import sync_batchnorm
 from shoal.step_context import BatchNormMembers, StepContext, set_current
 from shoal.strategies import find_strategy

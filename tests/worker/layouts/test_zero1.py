@@ -19,7 +19,7 @@ from support.processes.worlds import (
 from torch import Tensor, nn
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.layouts.gradients import clip
+from shoal.layouts.clipping import clip
 from shoal.layouts.replicated import ReplicatedLayout, Zero1Layout, lay_in_one_piece, partition
 from shoal.state.shards import MODEL, OPTIM, StateShard
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient

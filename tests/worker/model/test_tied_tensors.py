@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shoal.layouts.base import materialise
 from shoal.layouts.optimizer_binding import MetaModel
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied, under_all_names
-from shoal.state.whole_model import on_host
+from shoal.state.host_copies import state_dict_on_host
 from shoal_proto.errors import InvalidSpec
 
 
@@ -44,7 +44,7 @@ def test_copies_without_weights_are_tied_like_the_model_each_time() -> None:
 def test_a_state_on_the_host_is_a_copy_and_has_the_ties() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tied_models.knotted(0)[0].to(device)
-    state = on_host(model)
+    state = state_dict_on_host(model)
     assert list(state) == list(model.state_dict())
     for name, tensor in model.state_dict().items():
         assert state[name].device.type == "cpu"

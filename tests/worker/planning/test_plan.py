@@ -137,8 +137,8 @@ def lay_out(strategy: Any, model: nn.Module, world: World) -> Any:
         return ReplicatedLayout(
             model,
             world,
-            bucket_mb=strategy._bucket_mb,
-            find_unused_parameters=strategy._find_unused_parameters,
+            bucket_mb=strategy.bucket_mb,
+            find_unused_parameters=strategy.find_unused_parameters,
         )
     return strategy.lay_out(model, world)
 

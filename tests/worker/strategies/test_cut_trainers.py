@@ -56,7 +56,7 @@ class Cut:
     def __init__(self) -> None:
         self.backend, self.group = DeafBackend(), GenerationGroup()
         context = Context(job="job", coordinators=[], token=Token, limits=Limits())
-        group = self.group.connect(self.backend, None, generation_of(["m0", "m1"], "m0"), context)
+        group = self.group.connect(self.backend, generation_of(["m0", "m1"], "m0"), context)
         self.opened = self.group.open(group)
         self.group.cut(1)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.processes.load import unhurried
 
 from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
-from shoal_client.liveness.beat_board import Doing
+from shoal_client.liveness.trainer_status import TrainerStatus
 
 LIMIT_S = 0.4
 
@@ -18,7 +18,7 @@ class Watched:
 
     def __init__(self, held_until_s: Callable[[], float]) -> None:
         self.hung, self.looked = threading.Event(), threading.Semaphore(0)
-        self.doing: list[Doing] = []
+        self.doing: list[TrainerStatus] = []
         self._began_s = time.monotonic()
         self.watch = HangWatch(
             HangWatchConfig(
@@ -36,7 +36,7 @@ class Watched:
         self.watch.stage(TrainerStage.TRAINING, 3, group)
         self.watch.start()
 
-    def _does(self, doing: Doing) -> None:
+    def _does(self, doing: TrainerStatus) -> None:
         self.doing.append(doing)
         self.looked.release()
 

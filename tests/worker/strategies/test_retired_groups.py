@@ -15,7 +15,8 @@ import shoal
 from shoal.backends.network import retired
 from shoal.backends.network.gloo import GlooBackend
 from shoal.backends.process_group.interface import Group, Seat
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.membership.generation import Generation
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.c10d import HashStore

@@ -13,7 +13,8 @@ from torch.optim import SGD, Optimizer
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.session.micro_batches import MicroBatches, scaled
 from shoal.step_context import StepContext, set_current
 from shoal.strategies.synchronous.strategy import SynchronousStrategy

@@ -12,7 +12,8 @@ from support.members.contrastive_members import of_all, of_own
 from torch import Tensor
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.layouts.gathered_rows import RowGathers, Share
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy

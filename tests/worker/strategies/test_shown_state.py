@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 

@@ -24,7 +24,8 @@ from torch.nn.functional import mse_loss
 import shoal
 from shoal import randomness
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.session.micro_batches import MicroBatches
 from shoal.step_context import PresentSamples, StepContext, set_current
 from shoal.strategies.base import Strategy

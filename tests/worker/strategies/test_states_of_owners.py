@@ -15,7 +15,8 @@ from support.collectives.strategy_runs import Run, difference
 from torch import Tensor, nn
 
 import shoal
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal_proto.errors import GenerationBroken, StateLost
 
 TOLERANCE = 1e-6

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.data.batches import share
+from shoal.data.order import share
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec, ShoalError, UnknownStrategy
 

@@ -3,17 +3,18 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import structlog
+import torch.distributed as dist
 
-from shoal.checkpoint import storage, writing
+from shoal.checkpoint import reading, storage, writing
 from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
-from shoal.checkpoint.peers import ALONE, Peers
-from shoal.state.shards import StateShard
+from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
+from shoal.state.shards import Needs, StateShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
@@ -64,8 +65,36 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._continues = False
+        self._peers: Peers = ALONE
+        self._complete: Mapping[int, CheckpointPath] = {}
         self.written_step: int | None = None
-        """Of the newest that was written. Any thread."""
+        """The step of the newest checkpoint that was written. Any thread."""
+
+    # --- what a strategy calls: see `shoal.checkpoint.interface` ---
+
+    def probe(self) -> None:
+        storage.check(self.directory)
+
+    def steps(self) -> Collection[int]:
+        self._complete = storage.complete(self.directory)
+        return self._complete.keys()
+
+    def location(self, step: int) -> str:
+        return str(self._path(step))
+
+    def read(self, step: int, needs: Needs) -> StateShard:
+        return reading.read(self._path(step), needs)
+
+    def _path(self, step: int) -> CheckpointPath:
+        return self._complete.get(step) or storage.path_of_step(self.directory, step)
+
+    def join(self, world_size: int) -> None:
+        self._peers = GroupPeers(dist.new_group()) if world_size > 1 else ALONE
+
+    def leave(self) -> None:
+        self._peers = ALONE
+
+    # --- what a script calls, too ---
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after so many committed steps."""
@@ -76,11 +105,15 @@ class Checkpoints:
         return storage.newest(self.directory)
 
     def offer(
-        self, state_shard: StateShard, peers: Peers = ALONE, writes: Callable[[str], bool] = _any
+        self,
+        state_shard: StateShard,
+        peers: Peers | None = None,
+        writes: Callable[[str], bool] = _any,
     ) -> None:
         """Have a checkpoint written of what this rank holds, which may change after the return.
 
-        Called on all ranks after the same step. Waits while the one before is being written: at
+        `peers`: the ranks that write it together; None: those that it has joined, if any. Called
+        on all ranks after the same step. Waits while the one before is being written: at
         most one is in flight. Shards whose name `writes` declines are left to other ranks and not
         copied; what several ranks offer is written once all the same.
 
@@ -96,7 +129,7 @@ class Checkpoints:
         own = replace(state_shard, shards=shards, elsewhere=elsewhere).copied()
         self._thread = threading.Thread(
             target=self._write,
-            args=(own, peers),
+            args=(own, peers or self._peers),
             name=f"shoal-checkpoint-{state_shard.step}",
             # Storage that never answers must not keep the process from ending.
             daemon=True,

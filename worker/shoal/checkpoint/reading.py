@@ -4,7 +4,7 @@ plain torch. Ranks read for themselves and need not talk to each other."""
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, BinaryIO
@@ -17,12 +17,8 @@ from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
 from shoal.checkpoint.entries import Place
 from shoal.checkpoint.index import Index, Stored, read_index
 from shoal.state.optimizer_state import SLOTS
-from shoal.state.shards import Chunk, StateShard, TensorShard
+from shoal.state.shards import Chunk, Needs, StateShard, TensorShard
 from shoal_proto.errors import CheckpointFailed, ChecksumMismatch, MalformedMessage, ShoalError
-
-Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
-"""(name, shape, dtype) of a tensor in the checkpoint -> the chunk of it to read; None for nothing.
-Asked once for every tensor of model and optimizer; may raise ShapeMismatch or DtypeMismatch."""
 
 
 def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
@@ -61,11 +57,6 @@ def check_written(path: CheckpointPath, index: bytes) -> None:
             " the state: settings of the optimizer, registered objects.",
             details={"path": str(path)},
         ) from error
-
-
-def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
-    """Needs all of it."""
-    return Chunk.whole(shape)
 
 
 def _nothing(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

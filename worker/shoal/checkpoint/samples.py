@@ -11,9 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from shoal.checkpoint.bucket_paths import CheckpointPath
-from shoal.data.batches import Order, Position
-from shoal.data.content import FIELD
+from shoal.data.order import CONTENT_FIELD, Order, Position
 from shoal.state.replicated import State
 from shoal.state.shards import StateShard
 from shoal_proto.errors import InvalidSpec
@@ -65,7 +63,7 @@ class TrainedSamples:
         """Go on from what a member has held."""
         self.origin = _origin_of(held.values)
 
-    def resume(self, path: CheckpointPath, state_shard: StateShard) -> None:
+    def resume(self, path: str, state_shard: StateShard) -> None:
         """Go on from a checkpoint: at its sample.
 
         Raises InvalidSpec if its step stands amid other samples.
@@ -87,18 +85,16 @@ class TrainedSamples:
             origin=self.origin,
         )
         self.origin = was.position(state_shard.step)
-        log.info(
-            "batch_size_changed", path=str(path), was=before["global_batch"], **vars(self.origin)
-        )
+        log.info("batch_size_changed", path=path, was=before["global_batch"], **vars(self.origin))
 
-    def _warn_of_other_content(self, path: CheckpointPath, written: object) -> None:
+    def _warn_of_other_content(self, path: str, written: object) -> None:
         # No refusal: mended labels are other content, and a reason to go on.
-        before = written.get(FIELD) if isinstance(written, dict) else None
-        now = self._samples.get(FIELD)
+        before = written.get(CONTENT_FIELD) if isinstance(written, dict) else None
+        now = self._samples.get(CONTENT_FIELD)
         if before and now and before != now:
             log.warning(
                 "checkpoint_of_other_samples",
-                path=str(path),
+                path=path,
                 hint="the data set has the size that it had, and holds other samples: those of a"
                 " validation part may be among them now, unless its split is seeded",
             )
@@ -110,7 +106,7 @@ def _origin_of(values: Mapping[str, Any]) -> Position:
 
 
 def check_samples(
-    path: CheckpointPath,
+    path: str,
     state_shard: StateShard,
     samples: Mapping[str, str],
     must_match: Iterable[str],
@@ -123,7 +119,7 @@ def check_samples(
     written: Any = state_shard.values.get(SAMPLES)
     if not isinstance(written, dict):
         if state_shard.step and samples:
-            log.warning("checkpoint_without_samples", path=str(path), step=state_shard.step)
+            log.warning("checkpoint_without_samples", path=path, step=state_shard.step)
         return
     for field in must_match:
         if field in written and field in samples and written[field] != samples[field]:

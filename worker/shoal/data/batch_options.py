@@ -14,8 +14,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from shoal.data.batches import Dataset, Loader, Order, dataset_size, describe
+from shoal.data.batches import Dataset, Loader, dataset_size, describe
 from shoal.data.loading import Loading
+from shoal.data.order import Order
 from shoal.data.samples import Collate
 from shoal.data.shard_order import ShardOrder
 from shoal.data.shards import Shards

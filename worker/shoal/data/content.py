@@ -28,10 +28,10 @@ from torch.utils.data import Dataset as TorchDataset
 
 from shoal.data.arrow_columns import columns_at, is_arrow, rows_taken
 from shoal.data.batches import Dataset, dataset_size
+from shoal.data.order import CONTENT_FIELD
 from shoal.data.shards import Shards
 from shoal_proto.packing.listings import pack
 
-FIELD = "dataset_content"
 NUM_SAMPLES = 64
 """So many are looked at, in each data set that this one is made of."""
 NUM_EXACT, NUM_ROUGH = 16, 4
@@ -82,7 +82,7 @@ def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], 
     lines = (
         f"value {number} of those that are looked at: {word}" for number, word in enumerate(words)
     )
-    return {FIELD: _digest_of(words)}, {**listings, FIELD: pack(lines)}
+    return {CONTENT_FIELD: _digest_of(words)}, {**listings, CONTENT_FIELD: pack(lines)}
 
 
 def _words_of(dataset: Dataset) -> list[Word]:

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from shoal.data.batches import Order
+from shoal.data.order import Order
 from shoal.data.shards import Shards
 from shoal.randomness import mix
 

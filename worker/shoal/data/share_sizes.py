@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from shoal import step_context
-from shoal.data.batches import Order
+from shoal.data.order import Order
 from shoal.torch_private.watching import before_calls
 
 log = structlog.get_logger(__name__)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from shoal.backends.choice import init_static_world
-from shoal.data.batches import share
+from shoal.data.order import share
 from shoal.integrations.keras_sharded import shard_optimizer
 from shoal.integrations.keras_tensor import LayerSplits, split_layers, track_values, whole_value
 from shoal.layouts.tensor.parts import local

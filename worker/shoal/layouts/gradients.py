@@ -1,50 +1,15 @@
-"""What is asked of all gradients of a layout at once."""
+"""The gradients on one rank: their norms, their faults, and the errors that name these."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.waiter import wait_abortable
 from shoal.torch_private.dtensor import gradient_cut_as, local_of
-from shoal.torch_private.tensors import foreach_mul_, foreach_norm
+from shoal.torch_private.tensors import foreach_norm
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient
-
-if TYPE_CHECKING:
-    from shoal.layouts.base import Layout
-
-
-@torch.no_grad()
-def clip(layout: "Layout", max_norm: float, among: Collection[str] | None = None) -> Tensor:
-    """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm.
-
-    Collective. As torch.nn.utils.clip_grad_norm_ does on one process: each element of each
-    parameter counts once, whichever rank holds it and however many do. The message also carries
-    what a layout's verdict is to tell. `among`: the gradients of these parameters only.
-    """
-    gradients = _local_gradients(
-        {k: p for k, p in layout.parameters.items() if among is None or k in among}
-    )
-    counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
-    message = sum_of_squares(foreach_norm(counted), layout.world.device)
-    non_finite_check = layout.non_finite_check
-    if non_finite_check is not None:
-        message = torch.cat([message, non_finite_check.flags(layout.parameters)])
-    group = layout.world.group
-    wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
-    if non_finite_check is not None:
-        non_finite_check.set_flags(message[1:])
-    total = message[0].sqrt()
-    # The same small number as in torch, and the same order: clipped runs stay equal to one process.
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    held = list(gradients.values())
-    # Gradients may lie on the host of a rank that computes on a GPU.
-    foreach_mul_(held, factor.to(held[0].device) if held else factor)
-    return total
 
 
 def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -55,15 +20,6 @@ def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
         alike = torch.stack([norm for norm in norms if (norm.device, norm.dtype) == kind])
         found += alike.double().square().sum().to(device)
     return found
-
-
-@torch.no_grad()
-def scale(layout: "Layout", factor: float) -> None:
-    """Multiply all gradients of this rank."""
-    foreach_mul_(
-        list(_local_gradients(layout.parameters).values()),
-        torch.tensor(factor, dtype=torch.float64),
-    )
 
 
 def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSpec:
@@ -134,7 +90,7 @@ def _not_finite(
 
 def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
     """The first parameter whose gradient on this rank holds a NaN or Inf; empty if none does."""
-    gradients = _local_gradients(parameters)
+    gradients = local_gradients(parameters)
     # One pass over all. The norm of finite numbers can overflow, so only the exact test condemns.
     norms = foreach_norm(list(gradients.values()))
     if not norms or math.isfinite(torch.stack([n.float() for n in norms]).sum().item()):
@@ -142,7 +98,7 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
     return next((name for name, g in gradients.items() if not bool(torch.isfinite(g).all())), "")
 
 
-def _local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """This rank's part of each gradient that there is, in the gradient's own memory."""
     found = {}
     for name, parameter in parameters.items():

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.last_word import let_all_hear
-from shoal.state.resharding import gather
+from shoal.backends.abortable.gather import gather, let_all_hear
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1

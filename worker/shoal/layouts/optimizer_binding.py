@@ -38,8 +38,8 @@ from shoal.state.optimizer_state import (
     take_slots,
 )
 from shoal.state.replicated import beside, check_no_more, missing, names_in, refuse_tensors
+from shoal.state.resharding import whole_model
 from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
-from shoal.state.whole_model import whole_model
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import (
     DtypeMismatch,

@@ -18,9 +18,8 @@ from shoal.layouts.buffers import RunningBuffers
 from shoal.layouts.gradients import not_reduced
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import OPTIM
-from shoal.torch_private.replicated_module import ReplicatedModule
+from shoal.torch_private.replicated_module import ReplicatedModule, bucket_size
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.numbers_given import as_number
 
 # Parameters of any dtype may stand at a multiple of this in the memory of their owner.
 ALIGNMENT_BYTES = 16
@@ -49,7 +48,7 @@ class ReplicatedLayout(Layout):
         compressor: Compressor | None = None,
     ) -> None:
         """`compressor` keeps what it holds back: the same one for each generation of a member."""
-        bucket_mb = checked_bucket(bucket_mb)
+        bucket_mb = bucket_size(bucket_mb)
         materialise(model, world.device)
         self.world = world
         self.data_index, self.data_count = world.rank, world.world_size
@@ -123,7 +122,7 @@ class ReplicatedLayout(Layout):
         self._ddp.end_backward()
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
-        return meets_in_forward(self._ddp, is_first_step=is_first_step)
+        return self._ddp.meets_in_forward(is_first_step=is_first_step)
 
     def begin(self) -> None:
         self.exchange.begin(self.step)
@@ -283,18 +282,3 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     if sum((size - 1) * stride for size, stride in pairs) + 1 == tensor.numel():
         return tensor.stride()
     return torch.empty(tensor.shape, device="meta").stride()
-
-
-def meets_in_forward(ddp: ReplicatedModule, *, is_first_step: bool) -> bool:
-    """Whether a forward pass with gradients communicates: it sends buffers, if there are any, and
-    the second one of all tells the order of buckets."""
-    syncs: bool = ddp.will_sync_module_buffers()  # type: ignore[no-untyped-call]
-    return is_first_step or syncs
-
-
-def checked_bucket(bucket_mb: float) -> float:
-    """The size as Python's number; raises InvalidSpec for one that no bucket can have."""
-    found = as_number("bucket_mb", bucket_mb)
-    if not found > 0:
-        raise InvalidSpec("bucket_mb is out of range", seen=f"{found}", expected="above 0")
-    return found

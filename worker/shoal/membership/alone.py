@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from shoal.torch_private.c10d import HashStore
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.liveness.beat_board import Doing
+from shoal_client.liveness.trainer_status import TrainerStatus
 from shoal_client.membership.member import Member
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -33,13 +32,6 @@ LIMITS = pb.Limits(
 )
 """What `shoal coordinator` has by default."""
 WITH_SEVERAL = "Start it with `shoal run -n 3 SCRIPT`, which also starts a cluster for it."
-
-
-class LoneStore(HashStore):
-    """The keys of a generation of one: all of them are its own, so no call waits."""
-
-    def abort(self, reason: str) -> None:
-        """Nothing waits here that could be ended."""
 
 
 class LoneMember:
@@ -154,7 +146,7 @@ class LoneMember:
     def progress(self, step: int) -> None:
         """Nobody waits to hear of it."""
 
-    def does(self, doing: Doing) -> None:
+    def does(self, doing: TrainerStatus) -> None:
         """Nobody waits to hear of it."""
 
     def pause(self, reason: str, limit_s: float) -> None:

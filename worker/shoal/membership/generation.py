@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
-from shoal_client.liveness.beat_board import Doing
+from shoal.membership.stores import GenerationStores, LoneStores
+from shoal_client.liveness.trainer_status import TrainerStatus
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, GenerationRecord, Limits, RosterEntry
@@ -31,9 +31,9 @@ class Context:
     """True if this member is to leave and no generation follows without it. Any thread."""
     ended: Callable[[], ShoalError | None] = lambda: None
     """What ended the membership, if something did. Free to call; any thread."""
-    shared_directory: Path | None = None
-    """Of the workers of this host, if their launcher made one."""
-    does: Callable[[Doing], None] = lambda doing: None
+    stores: GenerationStores = field(default_factory=LoneStores)
+    """Where the members of a generation meet. The strategy closes them."""
+    does: Callable[[TrainerStatus], None] = lambda doing: None
     """Takes what the trainer does, for the heartbeats. Any thread."""
 
 

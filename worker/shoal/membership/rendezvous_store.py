@@ -33,6 +33,26 @@ HOST_WAIT_S = 10.0
 """For another rank that reads: it waits for the slowest of all. Then this rank reads too."""
 
 
+class RendezvousStores:
+    """`GenerationStores` of a member of several, over one connection to the coordinators."""
+
+    is_shared = True
+
+    def __init__(self, coordinators: Sequence[str], shared_directory: Path | None = None) -> None:
+        """`coordinators`: host:port of each. `shared_directory`: of the ranks of this host."""
+        self._coordinators = Coordinators(coordinators)
+        self._shared_directory = shared_directory
+
+    def open(self, token: Token, timeout_s: float, *, once_a_host: bool = False) -> Store:
+        directory = self._shared_directory if once_a_host else None
+        return RendezvousStore(
+            self._coordinators, token, timeout_s=timeout_s, shared_directory=directory
+        )
+
+    def close(self) -> None:
+        self._coordinators.close()
+
+
 class RendezvousStore(Store):
     """One generation's keys. Any method may be called from any thread.
 

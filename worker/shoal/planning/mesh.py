@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.data.batches import share
+from shoal.data.order import share
 from shoal.layouts.hybrid.layout import HybridPlan, buckets, plan_of_stage
 from shoal.layouts.pipeline.schedules import StepInputs, num_microbatches
 from shoal.layouts.pipeline.stages import Stage

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.backends.choice import backend_for
 from shoal.backends.network.own_gpu import LocalPlace, check_gpu
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batch_options import fields_of
-from shoal.data.batches import Order
 from shoal.data.content import content_fields
+from shoal.data.order import Order
 from shoal.data.share_sizes import ShareSizes
 from shoal.layouts.synced_batchnorm import (
     has_sync_batchnorm,
@@ -252,7 +253,9 @@ class Distribution:
                 )
             # All members or none: nobody could connect to some of each.
             self.fields["reconfigure"] = "true"
-        chosen.choose_backend(device.type, options.backend, reconfigures=options.reconfigures)
+        if chosen.synchronous:
+            name, reconfigures = options.backend or None, options.reconfigures
+            chosen.use_backend(backend_for(device.type, name, reconfigures=reconfigures))
 
     def _refuse_several(self, chosen: Strategy) -> None:
         if not chosen.trains_several:

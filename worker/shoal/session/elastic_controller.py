@@ -14,6 +14,8 @@ from shoal.data.share_sizes import ShareSizes
 from shoal.membership.alone import LoneMember
 from shoal.membership.draining import Drained, drained
 from shoal.membership.generation import Context, Generation
+from shoal.membership.rendezvous_store import RendezvousStores
+from shoal.membership.stores import GenerationStores, LoneStores
 from shoal.membership.validators import ValidatorSet
 from shoal.strategies.base import Strategy
 from shoal.tracking.job_log import JobLog
@@ -158,10 +160,16 @@ class ElasticController:
                 is_away=lambda: self.membership.is_away,
                 leaves_unreplaced=lambda: self.membership.leaves_unreplaced,
                 ended=lambda: self.membership.failure,
-                shared_directory=self.member.shared_directory,
+                stores=self._stores(),
                 does=self.membership.does,
             )
         )
+
+    def _stores(self) -> GenerationStores:
+        addresses = self.member.coordinators
+        if not addresses:
+            return LoneStores()
+        return RendezvousStores(addresses, self.member.shared_directory)
 
     def drop_strategy(self) -> None:
         """Train with none: its model was refused."""

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shoal.data.batch_options import own_collate
-from shoal.data.batches import Batch, Dataset, Loader, Order, dataset_size, describe
+from shoal.data.batches import Batch, Dataset, Loader, dataset_size, describe
 from shoal.data.content import content_of
+from shoal.data.order import Order
 from shoal.data.samples import Collate
 from shoal.membership.generation import Generation
 from shoal.session.shared_calls import SharedCalls, named, reduce

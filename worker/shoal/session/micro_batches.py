@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from shoal import randomness
-from shoal.data.batches import Batch, share
+from shoal.data.batches import Batch
+from shoal.data.order import share
 from shoal.data.parts import cut, has_all_rows, rows_of_fewer
 from shoal.layouts.base import LossFunction
 from shoal.layouts.buffers import BuffersAside

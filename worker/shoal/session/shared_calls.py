@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.last_word import let_all_hear
+from shoal.backends.abortable.gather import gather, gather_if_different, let_all_hear
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
-from shoal.state.resharding import gather, gather_if_different
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import GenerationBroken, InvalidSpec, JobFinished
 from shoal_proto.numbers_given import plain_number

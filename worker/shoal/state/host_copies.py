@@ -4,6 +4,7 @@ A copy from a GPU goes at the bus' full speed, and without the host, only into p
 On a CPU the same functions copy at once, and memory is memory.
 """
 
+import copy
 import ctypes
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 log = structlog.get_logger(__name__)
 
@@ -194,3 +195,19 @@ def _batches(
 def as_bytes(tensor: Tensor) -> Tensor:
     """A view of the bytes of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def state_dict_on_host(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own state_dict, copied into host memory; a tied tensor is copied once."""
+    copies: dict[int, Any] = {}
+    for tensor in (held := model.state_dict(keep_vars=True)).values():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copied(tensor)
+    return {name: copies[id(tensor)] for name, tensor in held.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    # What a module adds by get_extra_state.
+    return copy.deepcopy(value)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.abortable.gather import gather
 from shoal.state.host_buffers import StepCopies
 from shoal.state.inventory import (
     Inventory,
@@ -28,7 +29,6 @@ from shoal.state.inventory import (
     to_json,
     unpack,
 )
-from shoal.state.resharding import gather
 from shoal.state.shards import Chunk, StateShard
 from shoal_proto.errors import GenerationBroken, InternalError, InvalidSpec
 

@@ -7,17 +7,17 @@ everybody holds everything), then bytes from rank to rank. Nothing is unpickled.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.abortable.gather import MAX_MESSAGE_BYTES, gather, let_all_hear
 from shoal.backends.abortable.p2p import AbortableP2P, Message
-from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.model.tied_tensors import under_all_names
 from shoal.state.inventory import (
-    MAX_TEXT_BYTES,
     Meta,
     Table,
     chunks_from_json,
@@ -29,20 +29,16 @@ from shoal.state.inventory import (
     to_message,
     unpack,
 )
-from shoal.state.shards import Chunk, StateShard, TensorShard
+from shoal.state.shards import MODEL, Chunk, Needs, StateShard, TensorShard
 from shoal.state.shared_exchange import SharedExchange
 from shoal.state.step_choice import ChosenStep, choose
 from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 from shoal_proto.errors import InvalidSpec
 
-Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
-"""(name, whole shape, dtype) -> the chunk that the rank needs of the tensor; None: nothing."""
 Place = Callable[[str, Chunk], Tensor | None]
 """(name, the chunk that the rank needs) -> host memory of that size and dtype to put it into, in
 any strides; None: memory is made for it."""
 
-FIRST_BYTES = 16 * 1024
-"""A rank's word up to this long takes one collective, a longer one two."""
 IN_FLIGHT_BYTES = 64 * 1024 * 1024
 """Bounds what one rank has in buffers; shared among its peers."""
 MIN_BUCKET_BYTES = 256 * 1024
@@ -50,8 +46,6 @@ MAX_BUCKET_BYTES = 8 * 1024 * 1024
 ROUNDS_IN_FLIGHT = 2
 # Every part starts at a multiple of this in its bucket, so that any dtype can be viewed there.
 _ALIGNMENT_BYTES = 16
-_LENGTH_BYTES = 8
-_DIGEST_BYTES = 16
 
 
 def reshard(
@@ -102,45 +96,36 @@ def reshard(
     )
 
 
+def whole_model(
+    group: dist.ProcessGroup,
+    state_shard: StateShard,
+    without_elements: Mapping[str, Tensor],
+    order: Sequence[str],
+) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer by its names in the user's model, on the host.
+
+    Collective: each rank gives what it holds, and each gets all; tied tensors are one under several
+    names. `without_elements`: what no rank tells of, as it holds nothing. `order`: the names as the
+    model's own state_dict has them, so that both can be gone through together. Raises as `reshard`.
+    """
+    whole = reshard(group, [state_shard], _of_model)
+    # No rank may leave while another still waits for its shards.
+    let_all_hear(group)
+    further: Any = state_shard.values["tied"]
+    tensors = {name.removeprefix(MODEL): shard.tensor for name, shard in whole.shards.items()}
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in without_elements.items()}
+    found = under_all_names(tensors | copies, further)
+    return {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
+
+
+def _of_model(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
+    return Chunk.whole(shape) if name.startswith(MODEL) else None
+
+
 def _told(word: bytes, group: dist.ProcessGroup, exchange: SharedExchange | None) -> list[bytes]:
     """As `gather`, in memory that all ranks share where there is some."""
-    words = exchange.gather(word, MAX_TEXT_BYTES) if exchange is not None else None
+    words = exchange.gather(word, MAX_MESSAGE_BYTES) if exchange is not None else None
     return gather(word, group) if words is None else words
-
-
-def gather(word: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """What each rank says, by rank; all say something at the same time.
-
-    Raises MalformedMessage, on all ranks, if one says more than MAX_TEXT_BYTES.
-    """
-    words = _gather(len(word).to_bytes(_LENGTH_BYTES, "big") + word, FIRST_BYTES, group)
-    lengths = [int.from_bytes(each[:_LENGTH_BYTES], "big") for each in words]
-    for rank, length in enumerate(lengths):
-        if length > MAX_TEXT_BYTES:
-            raise malformed(rank, f"{length} bytes")
-    begun = [each[_LENGTH_BYTES:] for each in words]
-    rest_bytes = max(lengths) - (FIRST_BYTES - _LENGTH_BYTES)
-    if rest_bytes > 0:
-        rests = _gather(word[FIRST_BYTES - _LENGTH_BYTES :], rest_bytes, group)
-        begun = [first + rest for first, rest in zip(begun, rests, strict=True)]
-    return [each[:length] for each, length in zip(begun, lengths, strict=True)]
-
-
-def gather_if_different(word: bytes, group: dist.ProcessGroup) -> list[bytes] | None:
-    """What each rank says, by rank, as `gather`; None if all say the same, of which only a digest
-    was sent."""
-    digest = blake2b(word, digest_size=_DIGEST_BYTES).digest()
-    digests = _gather(digest, _DIGEST_BYTES, group)
-    return None if len(set(digests)) == 1 else gather(word, group)
-
-
-def _gather(word: bytes, padded_bytes: int, group: dist.ProcessGroup) -> list[bytes]:
-    own = bytearray(padded_bytes)
-    own[: min(len(word), padded_bytes)] = word[:padded_bytes]
-    sent = torch.frombuffer(own, dtype=torch.uint8)
-    received = [torch.empty(padded_bytes, dtype=torch.uint8) for _ in range(group.size())]
-    wait_abortable(dist.all_gather(received, sent, group=group, async_op=True), group)
-    return [each.numpy().tobytes() for each in received]
 
 
 def _asked(chosen: ChosenStep, needs: Needs) -> dict[str, Chunk]:

@@ -10,7 +10,7 @@ what one layout wrote another can read:
 where <parameter> is the fully qualified name in the user's model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -87,6 +87,16 @@ class Chunk:
             slice(own - base, own - base + size)
             for own, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
         )
+
+
+Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
+"""(name, whole shape, dtype) of a tensor -> the chunk of it that a rank needs; None: nothing.
+Called once for every tensor of a state; may raise ShapeMismatch or DtypeMismatch."""
+
+
+def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
+    """The needs of a rank that holds the whole state."""
+    return Chunk.whole(shape)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,23 +16,21 @@ A step is committed when `end_step` returns, or it did not happen: whatever fail
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.data.batches import Order
-from shoal.layouts.base import Layout, LossFunction, World
+from shoal.backends.process_group.interface import Backend
+from shoal.checkpoint.interface import CheckpointStore
+from shoal.data.order import Order
+from shoal.layouts.base import LossFunction
 from shoal.membership.generation import Context, Generation
 from shoal.state.registered.objects import RegisteredState
 from shoal.weights.pieces import HeldWeights
 from shoal_proto.errors import InvalidSpec, ShoalError
-
-if TYPE_CHECKING:
-    from shoal.checkpoint.background import Checkpoints
-    from shoal.layouts.optimizer_binding import MetaModel
 
 
 class Strategy(ABC):
@@ -77,16 +75,11 @@ class Strategy(ABC):
         (UnsupportedOptimizer, InvalidSpec ...) at once. Called once.
         """
 
-    def choose_backend(  # noqa: B027
-        self, device_type: str, name: str, *, reconfigures: bool = False
-    ) -> None:
-        """Which backend carries the collectives, if there are any; empty: the device's own.
-        `reconfigures`: each generation takes the group of the one before, connected anew.
+    def use_backend(self, backend: Backend) -> None:  # noqa: B027 - not all have collectives
+        """Take this backend for the collectives. Synchronous strategies: called before
+        `distribute`."""
 
-        Called before `distribute`. Raises InvalidSpec for one that is unknown or not there.
-        """
-
-    def keep_checkpoints(self, checkpoints: "Checkpoints") -> None:
+    def keep_checkpoints(self, checkpoints: CheckpointStore) -> None:
         """Write checkpoints, and start from one where no member has state. Called before all else.
 
         Raises InvalidSpec for a strategy whose state members do not hold.
@@ -335,18 +328,6 @@ class Strategy(ABC):
     @abstractmethod
     def has_state(self) -> bool:
         """Whether this member holds trained state, from a generation it has fully entered."""
-
-    def lay_out_static(self, meta_model: "MetaModel", optimizer: Optimizer, world: World) -> Layout:
-        """A layout over ranks that never change, for `shoal.distribute` without a session.
-
-        Raises InvalidSpec for a strategy that does not train without one, or what it refuses the
-        model or optimizer with.
-        """
-        raise InvalidSpec(
-            f"strategy {self.name} needs a session",
-            seen="shoal.distribute() without one",
-            expected="with shoal.join(...) as session: session.distribute(...)",
-        )
 
     def hang_in(self, generation: int) -> str:
         """What hung in the generation, if this member ended it for that; else nothing."""

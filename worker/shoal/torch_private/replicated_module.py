@@ -11,8 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from shoal.torch_private.watching import before_calls
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.numbers_given import as_number
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
+def bucket_size(bucket_mb: float) -> float:
+    """The size as Python's number; raises InvalidSpec for one that no bucket can have."""
+    found = as_number("bucket_mb", bucket_mb)
+    if not found > 0:
+        raise InvalidSpec("bucket_mb is out of range", seen=f"{found}", expected="above 0")
+    return found
 
 
 class ReplicatedModule(DistributedDataParallel):
@@ -41,6 +51,12 @@ class ReplicatedModule(DistributedDataParallel):
         self._was_called = self._reduces_behind = False
         self._num_checkpoints = 0
         before_calls(CheckpointFunction, "apply", _note_checkpoint)
+
+    def meets_in_forward(self, *, is_first_step: bool) -> bool:
+        """True if a forward pass with gradients communicates: it sends buffers, if there are any,
+        and the second pass of all tells the order of buckets."""
+        syncs: bool = self.will_sync_module_buffers()  # type: ignore[no-untyped-call]
+        return is_first_step or syncs
 
     def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
         with self._finishing():

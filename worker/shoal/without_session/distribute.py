@@ -15,16 +15,21 @@ from torch.optim import Optimizer
 from shoal.backends.choice import init_static_world
 from shoal.backends.process_group.transports import is_gloo
 from shoal.layouts.base import Layout, LossFunction, World
-from shoal.layouts.gradients import clip
+from shoal.layouts.clipping import clip
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
+from shoal.layouts.replicated import ReplicatedLayout
 from shoal.model.devices import device_of
+from shoal.model.elementwise_optimizers import refuse_lbfgs
 from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
+from shoal.model.gradients import refuse_layers
 from shoal.model.module_proxy import proxy_of, retarget, take_modes
 from shoal.model.tied_tensors import give_own_memory
 from shoal.state.resharding import reshard
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
+from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.synchronous.ddp import DDP
 from shoal.without_session.ending import free_at_exit
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_number
@@ -45,7 +50,7 @@ class FixedRanksTraining:
             device=device_of(model),
             group=group,
         )
-        self.layout: Layout = strategy.lay_out_static(meta_model, optimizer, world)
+        self.layout = laid_out(strategy, meta_model, optimizer, world)
         self._binding = OptimizerBinding(meta_model, optimizer, self.layout)
         held = [meta_model.initial()] if world.rank == 0 else []
         self._binding.fill(reshard(group, held, self._binding.needs))
@@ -99,6 +104,33 @@ class FixedRanksTraining:
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._binding.whole_model(0, self.layout.world.group)
+
+
+def laid_out(
+    strategy: Strategy, meta_model: MetaModel, optimizer: Optimizer, world: World
+) -> Layout:
+    """The layout of a strategy over ranks that never change.
+
+    Raises InvalidSpec for a strategy that needs a session, and what the strategy refuses the model
+    or the optimizer with.
+    """
+    if isinstance(strategy, LayoutStrategy):
+        return strategy.lay_out_static(meta_model, optimizer, world)
+    if isinstance(strategy, DDP):
+        refuse_lbfgs(strategy.name, optimizer)
+        refuse_layers(strategy.name, meta_model.model)
+        return ReplicatedLayout(
+            meta_model.copy(),
+            world,
+            bucket_mb=strategy.bucket_mb,
+            find_unused_parameters=strategy.find_unused_parameters,
+            compressor=strategy.compressor,
+        )
+    raise InvalidSpec(
+        f"strategy {strategy.name} needs a session",
+        seen="shoal.distribute() without one",
+        expected="with shoal.join(...) as session: session.distribute(...)",
+    )
 
 
 def distribute(

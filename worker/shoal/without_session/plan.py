@@ -1,14 +1,18 @@
 """What a strategy would do with a model, told before anything runs."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from shoal.model.frameworks import as_torch, fits_by_itself
-from shoal.planning.figures import Plan, Subject
+from shoal.planning.figures import Plan, Subject, uncompressed
+from shoal.planning.replicated import ReplicatedFigures
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.ddp import DDP
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
@@ -34,8 +38,8 @@ def plan(
     if world_size < 1:
         raise InvalidSpec("world_size is out of range", seen=f"{world_size}", expected="1 or more")
     found = find_strategy(strategy)
-    answer = getattr(found, "figures", None)
-    if answer is None:
+    figures = figures_of(found)
+    if figures is None:
         raise InvalidSpec(
             f"strategy {found.name!r} has no plan",
             seen=type(found).__name__,
@@ -48,7 +52,22 @@ def plan(
             expected="a torch.optim.Optimizer, or none",
             fix="Plan without an optimizer; its state is then left out.",
         )
-    told: Plan = answer(
+    return figures(
         Subject(model=as_torch(model), world_size=world_size, optimizer=optimizer, inputs=inputs)
     )
-    return told
+
+
+def figures_of(strategy: Strategy) -> Callable[[Subject], Plan] | None:
+    """What computes the figures of a strategy: its own method, see `Planned`; None: nothing."""
+    if isinstance(strategy, DDP):
+        return partial(_ddp_figures, strategy)
+    found: Callable[[Subject], Plan] | None = getattr(strategy, "figures", None)
+    return found
+
+
+def _ddp_figures(ddp: DDP, subject: Subject) -> Plan:
+    """Gradients are counted as without compression."""
+    figures = ReplicatedFigures(
+        subject, ddp.bucket_mb, find_unused_parameters=ddp.find_unused_parameters
+    )
+    return figures.ddp(uncompressed(ddp.compression))

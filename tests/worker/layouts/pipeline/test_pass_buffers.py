@@ -18,7 +18,8 @@ from support.processes.worlds import (
 from torch import Tensor, nn
 
 import shoal
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal_proto.errors import InvalidSpec
 
 from ...strategies import test_equality as equality

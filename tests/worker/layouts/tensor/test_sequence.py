@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader, Order
+from shoal.data.batches import Loader
+from shoal.data.order import Order
 from shoal.layouts.base import World
 from shoal.layouts.tensor.layout import TensorLayout
 from shoal.layouts.tensor.plan import Role, TensorPlan

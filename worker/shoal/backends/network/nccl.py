@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.communicators import connect
-from shoal.backends.abortable.last_word import let_all_hear
+from shoal.backends.abortable.gather import let_all_hear
 from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.backends.network import retired
 from shoal.backends.network.aborts import Aborts

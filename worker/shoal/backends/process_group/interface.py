@@ -6,7 +6,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from shoal.torch_private.c10d import Store
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InternalError, InvalidSpec
 
 LONGEST_S = 24 * 3600.0
 """Time limit of what a transport does where a session's own watch finds a hang."""
@@ -79,6 +79,25 @@ class Backend(Protocol):
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether the error tells that a collective failed, rather than the user's own code."""
+
+
+class _NoBackend:
+    """The backend of a strategy that was given none: it makes no group."""
+
+    name = "none"
+    is_watched = False
+
+    def group(self, seat: Seat, store: Store) -> Group:
+        raise InternalError("a strategy was given no backend", expected="use_backend before enter")
+
+    def stands_since_s(self, now_s: float) -> float | None:
+        return None
+
+    def is_failure(self, error: BaseException) -> bool:
+        return False
+
+
+NO_BACKEND = _NoBackend()
 
 
 def refuse_default_group() -> None:

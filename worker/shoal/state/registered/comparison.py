@@ -7,8 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal.backends.abortable.last_word import let_all_hear
-from shoal.state.resharding import gather_if_different
+from shoal.backends.abortable.gather import gather_if_different, let_all_hear
 from shoal.state.shards import Json
 from shoal_proto.errors import RegisteredStateDiffers
 

@@ -33,7 +33,7 @@ from shoal.membership.generation import Context, Generation
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.gradients import StepGradients, refuse_sparse
 from shoal.model.tied_tensors import persistent_buffers, tied
-from shoal.state.whole_model import on_host
+from shoal.state.host_copies import state_dict_on_host
 from shoal.strategies.asynchronous.first_values import await_servers, first_values
 from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.asynchronous.loss_watch import LossMonitor
@@ -501,7 +501,7 @@ class AsyncSGD(Strategy):
         """The values this member computes with, on the host: behind the last sample those of the
         job, before that as of its last push. Buffers are its own; the optimizer's state lives on
         the servers."""
-        return on_host(self._shared.model)
+        return state_dict_on_host(self._shared.model)
 
     def weights(self) -> HeldWeights:
         """The values in hand, whole: one member publishes for all."""

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.data.batches import Order
+from shoal.data.order import Order
 from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
-from shoal.layouts.gradients import clip, not_reduced, scale
+from shoal.layouts.clipping import clip, scale
+from shoal.layouts.gradients import not_reduced
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.layouts.several import SeveralLayouts
@@ -232,15 +233,15 @@ class LayoutStrategy(SynchronousStrategy):
             memory = binding.layout.shared_memory
             state_shard = reshard(group, held, needs, borrow=True, place=place, memory=memory)
         except StateLost:
-            path = self._checkpoints.newest(generation, group)
-            if path is None:
+            kept = self._checkpoints.newest(generation, group)
+            if kept is None:
                 raise
         else:
-            path = None if state_shard.step else self._checkpoints.newest(generation, group)
-            if path is None:
+            kept = None if state_shard.step else self._checkpoints.newest(generation, group)
+            if kept is None:
                 self._checkpoints.samples.adopt(state_shard)
                 return state_shard
-        return self._checkpoints.read(path, needs, None if self._has_state else self._optimizer)
+        return self._checkpoints.read(kept, needs, None if self._has_state else self._optimizer)
 
     def cut(self, generation: int) -> None:
         super().cut(generation)

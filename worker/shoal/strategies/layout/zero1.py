@@ -15,6 +15,7 @@ from shoal.model.several import refuse_untrained
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.torch_private.replicated_module import bucket_size
 
 
 class Zero1(LayoutStrategy):
@@ -47,7 +48,7 @@ class Zero1(LayoutStrategy):
         copy_every_steps: int = 10,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
-        self._bucket_mb = replicated.checked_bucket(bucket_mb)
+        self._bucket_mb = bucket_size(bucket_mb)
         self._find_unused_parameters = find_unused_parameters
         self._compression = None if compression is None else find_compression(compression)
         self._compressor = self._compression.compressor() if self._compression else None

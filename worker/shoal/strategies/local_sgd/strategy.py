@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
@@ -31,6 +30,7 @@ from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.planning.figures import Plan, Subject, uncompressed
+from shoal.state.shards import everything
 from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
 from shoal.strategies.local_sgd.outer_loop import OuterLoop
@@ -192,8 +192,9 @@ class LocalSGD(SynchronousStrategy):
             self._outer_loop.take(given)
             self._step = given.step
         self._checkpoints.join_writers(generation.world_size)
-        if self._step == 0 and (path := self._checkpoints.newest(generation, group)):
-            state_shard = self._checkpoints.read(path, everything, self._optimizer)
+        kept = self._checkpoints.newest(generation, group) if self._step == 0 else None
+        if kept is not None:
+            state_shard = self._checkpoints.read(kept, everything, self._optimizer)
             self._outer_loop.adopt(state_shard)
             self._step = state_shard.step
         self._rank = generation.rank

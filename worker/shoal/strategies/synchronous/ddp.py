@@ -9,19 +9,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
 from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.compression.wire import Traffic
-from shoal.data.batches import Order
-from shoal.layouts.base import Layout, World
+from shoal.data.order import Order
 from shoal.layouts.buffers import RunningBuffers
 from shoal.layouts.gradients import not_reduced
-from shoal.layouts.optimizer_binding import MetaModel
-from shoal.layouts.replicated import ReplicatedLayout, checked_bucket, meets_in_forward
 from shoal.membership.generation import Generation, receivers_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
@@ -34,18 +30,16 @@ from shoal.model.gradients import (
 )
 from shoal.model.several import models_of, proxies_of, refuse_untrained
 from shoal.model.tied_tensors import persistent_buffers, tied
-from shoal.planning.figures import Plan, Subject, uncompressed
-from shoal.planning.replicated import ReplicatedFigures
+from shoal.state.host_copies import state_dict_on_host
 from shoal.state.registered.objects import into_shard, into_state, of_shard, of_state
 from shoal.state.replicated import ReplicatedState, State
-from shoal.state.shards import StateShard
+from shoal.state.shards import StateShard, everything
 from shoal.state.transfer import receive, send
-from shoal.state.whole_model import on_host
 from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
-from shoal.torch_private.replicated_module import ReplicatedModule
+from shoal.torch_private.replicated_module import ReplicatedModule, bucket_size
 from shoal.torch_private.tensors import foreach_mul_
 from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_proto.errors import GenerationBroken, InvalidSpec
@@ -97,11 +91,11 @@ class DDP(SynchronousStrategy):
         compression: str | Compression | None = None,
     ) -> None:
         super().__init__()
-        self._bucket_mb = checked_bucket(bucket_mb)
-        self._find_unused_parameters = find_unused_parameters
-        self._compression = None if compression is None else find_compression(compression)
+        self.bucket_mb = bucket_size(bucket_mb)
+        self.find_unused_parameters = find_unused_parameters
+        self.compression = None if compression is None else find_compression(compression)
         # Lives over all generations: what it holds back is this member's own.
-        self._compressor = self._compression.compressor() if self._compression else None
+        self.compressor = self.compression.compressor() if self.compression else None
         self._traffic = Traffic()
         self._replicas: dict[str, ModelReplica] = {}
         self._rank = 0
@@ -112,7 +106,7 @@ class DDP(SynchronousStrategy):
         refuse_extra_state(model)
         refuse_layers(self.name, model)
         refuse_untrained(self.name, model)
-        refuse_compressed_models(self._compression, model)
+        refuse_compressed_models(self.compression, model)
         refuse_parameter_hooks(model)
         self._state = ReplicatedState(model, optimizer)
         self._gradients = StepGradients(model.parameters(), optimizer)
@@ -120,30 +114,13 @@ class DDP(SynchronousStrategy):
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
             "backend": self._backend.name,
-            "compression": str(self._compression or "none"),
+            "compression": str(self.compression or "none"),
         }
         self._model, self._optimizer = model, optimizer
         self._registered.follow(optimizer)
         self._hyperparameters = Hyperparameters(optimizer)
         self._passes.train(model, optimizer)
         return proxies_of(model, self._module_of), optimizer
-
-    def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
-        refuse_lbfgs(self.name, optimizer)
-        refuse_layers(self.name, meta_model.model)
-        return ReplicatedLayout(
-            meta_model.copy(),
-            world,
-            bucket_mb=self._bucket_mb,
-            find_unused_parameters=self._find_unused_parameters,
-            compressor=self._compressor,
-        )
-
-    def figures(self, subject: Subject) -> Plan:
-        """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""
-        return ReplicatedFigures(
-            subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
-        ).ddp(uncompressed(self._compression))
 
     def fields(self) -> Mapping[str, str]:
         return self._fields
@@ -157,8 +134,9 @@ class DDP(SynchronousStrategy):
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         self._align(generation, group)
         self._checkpoints.join_writers(generation.world_size)
-        if self._step == 0 and (path := self._checkpoints.newest(generation, group)):
-            state_shard = self._checkpoints.read(path, everything, self._optimizer)
+        kept = self._checkpoints.newest(generation, group) if self._step == 0 else None
+        if kept is not None:
+            state_shard = self._checkpoints.read(kept, everything, self._optimizer)
             self._state.adopt(state_shard)
             self._registered.adopt(of_shard(state_shard))
             self._step = state_shard.step
@@ -198,13 +176,13 @@ class DDP(SynchronousStrategy):
                 model,
                 process_group=group,
                 init_sync=False,
-                bucket_cap_mb=self._bucket_mb,
+                bucket_cap_mb=self.bucket_mb,
                 gradient_as_bucket_view=True,
-                find_unused_parameters=self._find_unused_parameters,
+                find_unused_parameters=self.find_unused_parameters,
                 is_told_of_passes=True,
                 unfinished=partial(self._not_averaged, [model]),
             )
-            exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
+            exchange = exchange_for(group, self._state.name_of, self._traffic, self.compressor)
             self._replicas[name] = ModelReplica(ddp, exchange)
             self._replicas[name].watch(self._passes.ours)
 
@@ -231,7 +209,7 @@ class DDP(SynchronousStrategy):
         if self._passes.in_step and replica is not None and torch.is_grad_enabled():
             self._tell_parts()
             first = self._agreement is not None and self._agreement.is_first_step
-            if meets_in_forward(replica.ddp, is_first_step=first):
+            if replica.ddp.meets_in_forward(is_first_step=first):
                 self._announce()
             return replica.ddp
         return models_of(self._model)[name]
@@ -282,7 +260,7 @@ class DDP(SynchronousStrategy):
         self._passes.updated()
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
-        refuse_compressed_weights(self._compression)
+        refuse_compressed_weights(self.compression)
         self.backward(loss, self._weigh(weight))
 
     def _scale_gradients(self, factor: float) -> None:
@@ -292,7 +270,7 @@ class DDP(SynchronousStrategy):
     @property
     def unscales(self) -> bool:
         # An Inf would stay with what a compression holds back.
-        return self._compression is None
+        return self.compression is None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         own = self._agreement is not None and self._agreement.weights.are_own
@@ -377,7 +355,7 @@ class DDP(SynchronousStrategy):
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """The whole model on the host; the same on every member behind the same step."""
-        return on_host(self._model)
+        return state_dict_on_host(self._model)
 
     def weights(self) -> HeldWeights:
         world_size = self.group.size()

@@ -7,18 +7,13 @@ import structlog
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shoal.checkpoint.background import Checkpoints
-from shoal.checkpoint.bucket_paths import CheckpointPath
-from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
-from shoal.checkpoint.reading import Needs
-from shoal.checkpoint.reading import read as read_state
+from shoal.backends.abortable.gather import gather
+from shoal.checkpoint.interface import CheckpointStore
 from shoal.checkpoint.samples import TrainedSamples
-from shoal.checkpoint.storage import check, complete
 from shoal.membership.generation import Generation
 from shoal.model.same_optimizer import replaced_settings
 from shoal.state.optimizer_state import settings_of
-from shoal.state.resharding import gather
-from shoal.state.shards import StateShard
+from shoal.state.shards import Needs, StateShard
 from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal_proto.errors import CheckpointFailed, StateLost
 from shoal_proto.v1 import membership_pb2 as pb
@@ -37,8 +32,7 @@ class GenerationCheckpoints:
     def __init__(self, position: ScriptPosition) -> None:
         """`position`: a checkpoint is written where all members leave, too."""
         self._position = position
-        self._checkpoints: Checkpoints | None = None
-        self._writers: Peers | None = None
+        self._checkpoints: CheckpointStore | None = None
         self.samples = TrainedSamples({}, None, moves=False)
         self._is_first = False
         self.owed = False
@@ -46,10 +40,10 @@ class GenerationCheckpoints:
         self.failure: CheckpointFailed | None = None
         """What the job's last one failed with."""
 
-    def keep(self, checkpoints: Checkpoints) -> None:
+    def keep(self, checkpoints: CheckpointStore) -> None:
         """Write these, and start from one of them. Called before all else. Raises InvalidSpec where
         nothing can be kept."""
-        check(checkpoints.directory)
+        checkpoints.probe()
         self._checkpoints = checkpoints
 
     def trains_on(self, samples: TrainedSamples) -> None:
@@ -59,64 +53,66 @@ class GenerationCheckpoints:
     def join_writers(self, world_size: int) -> None:
         """Collective: form the group in which the members write checkpoints, if they do."""
         if self._checkpoints is not None:
-            self._writers = GroupPeers(dist.new_group()) if world_size > 1 else ALONE
+            self._checkpoints.join(world_size)
 
     def steps(self) -> Sequence[int]:
         """Steps of the complete ones that this member sees, the newest 100."""
         if self._checkpoints is None:
             return ()
-        return sorted(complete(self._checkpoints.directory))[-MAX_CHECKPOINTS_NAMED:]
+        return sorted(self._checkpoints.steps())[-MAX_CHECKPOINTS_NAMED:]
 
-    def newest(self, generation: Generation, group: dist.ProcessGroup) -> CheckpointPath | None:
-        """Collective: the newest complete checkpoint that every member sees; None without any.
+    def newest(self, generation: Generation, group: dist.ProcessGroup) -> int | None:
+        """The step of the newest complete checkpoint that every member sees; None without any.
+        Collective.
 
         Raises StateLost on all alike where the generation has nothing else to start from.
         """
         self._is_first = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
-        own = complete(self._checkpoints.directory) if self._checkpoints is not None else {}
+        own = self._checkpoints.steps() if self._checkpoints is not None else ()
         if self._checkpoints is None and not needed:
             return None
-        words = gather(json.dumps(sorted(own)).encode(), group)
-        common = set.intersection(*(set(json.loads(word)) for word in words))
+        messages = gather(json.dumps(sorted(own)).encode(), group)
+        common: set[int] = set.intersection(*(set(json.loads(each)) for each in messages))
         if common:
-            return own[max(common)]
+            return max(common)
         if needed:
             raise StateLost(
                 "nobody holds the state that the job had reached, and no checkpoint is seen by all",
-                seen="; ".join(f"rank {rank}: {json.loads(w)}" for rank, w in enumerate(words)),
+                seen="; ".join(f"rank {rank}: {json.loads(e)}" for rank, e in enumerate(messages)),
                 expected="a complete checkpoint that every member sees",
                 fix="Run it with --fresh to start from step 0.",
             )
         return None
 
-    def read(
-        self, path: CheckpointPath, needs: Needs, fresh: Optimizer | None = None
-    ) -> StateShard:
-        """What is needed of it. Raises InvalidSpec if its step stands for other samples. The
-        settings of an optimizer that is `fresh`, still as the script has made it, are compared."""
-        state_shard = read_state(path, needs)
+    def read(self, step: int, needs: Needs, fresh: Optimizer | None = None) -> StateShard:
+        """What is needed of the checkpoint of that step. The settings of an optimizer that is
+        `fresh`, still as the script has made it, are compared.
+
+        Raises InvalidSpec if the step stands for other samples.
+        """
+        assert self._checkpoints is not None
+        state_shard, path = self._checkpoints.read(step, needs), self._checkpoints.location(step)
         self.samples.resume(path, state_shard)
         settings = settings_of(state_shard.values)
         changed = replaced_settings(fresh, settings) if fresh is not None else []
         if changed and self._is_first:
             log.warning(
                 "settings_from_checkpoint",
-                path=str(path),
+                path=path,
                 settings="; ".join(changed[:MAX_SETTINGS_NAMED]),
                 num_settings=len(changed),
                 hint="training goes on with those of the checkpoint; to train with others, set them"
                 " in the loop on every member, as optimizer.param_groups[0]['lr']"
                 " (docs/checkpoints.md)",
             )
-        log.info("checkpoint_read", path=str(path), step=state_shard.step)
+        log.info("checkpoint_read", path=path, step=state_shard.step)
         return state_shard
 
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
         """Where one is due after so many steps, the last just committed, have it written."""
         checkpoints = self._checkpoints
         if checkpoints is not None and self.due(step):
-            assert self._writers is not None
             try:
                 checkpoints.close()
             except CheckpointFailed as error:
@@ -125,14 +121,15 @@ class GenerationCheckpoints:
                 log.error("checkpoint_failed", step=step, reason=str(error))
                 if checkpoints.is_writing:
                     return
-            checkpoints.offer(self.samples.told(state_shard()), self._writers, writes)
+            checkpoints.offer(self.samples.told(state_shard()), writes=writes)
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write one of the whole state, which this member holds; return once it is written, or has
         failed. Nothing if the newest is of that step."""
         if self._checkpoints is None or not step or self.written_step == step:
             return
-        self._writers, self._position.checkpoint_at = ALONE, step
+        self._checkpoints.leave()
+        self._position.checkpoint_at = step
         self.write(step, state_shard, lambda _: True)
         self.conclude()
 

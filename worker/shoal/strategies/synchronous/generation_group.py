@@ -16,10 +16,7 @@ from shoal.backends.abortable.waiter import wait_abortable, waiters_of
 from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.rooms import KeptRooms
-from shoal.membership.alone import LoneStore
 from shoal.membership.generation import Context, Generation
-from shoal.membership.rendezvous_store import RendezvousStore
-from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import InternalError, NonFiniteGradient
 
 log = structlog.get_logger(__name__)
@@ -52,17 +49,8 @@ class GenerationGroup:
         self._freeing: Group | None = None
         """The group under which a thread of ours frees the trainer."""
 
-    def connect(
-        self,
-        backend: Backend,
-        coordinators: Coordinators | None,
-        generation: Generation,
-        context: Context,
-    ) -> Group:
-        """The group of a generation, not opened yet; cut already if its generation is over.
-
-        Without coordinators it is that of a member which trains alone.
-        """
+    def connect(self, backend: Backend, generation: Generation, context: Context) -> Group:
+        """The group of a generation, not opened yet; cut already if its generation is over."""
         me = generation.me
         peers = generation.record.roster.entries
         watched, limits = backend.is_watched, context.limits
@@ -75,16 +63,7 @@ class GenerationGroup:
             bring_up_s=LONGEST_S if watched else limits.bring_up_s,
             collective_s=LONGEST_S if watched else limits.collective_s,
         )
-        store = (
-            LoneStore()
-            if coordinators is None
-            else RendezvousStore(
-                coordinators,
-                generation.token,
-                timeout_s=seat.bring_up_s,
-                shared_directory=context.shared_directory,
-            )
-        )
+        store = context.stores.open(generation.token, seat.bring_up_s, once_a_host=True)
         with self._lock:
             self._group = group = backend.group(seat, store)
             self.number = generation.number

@@ -18,7 +18,7 @@ import structlog
 import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import AbortableWaiter, waiters_of
-from shoal_client.liveness.beat_board import Doing
+from shoal_client.liveness.trainer_status import TrainerStatus
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +61,7 @@ class HangWatchConfig:
     """Counts what moves between members in the background."""
     held_until_s: Callable[[], float]
     """Up to when no limit ran, by `time.monotonic`: now, while somebody is paused."""
-    does: Callable[[Doing], None]
+    does: Callable[[TrainerStatus], None]
     """Takes what the trainer does, for the heartbeats."""
     hung: Callable[[int], None]
     """Cuts the group of the generation."""
@@ -166,7 +166,7 @@ class HangWatch:
             self._sign_s = max(self._sign_s, now_s)
         own_code_ns = 0 if waits or stage is TrainerStage.AWAY else int(self._sign_s * 1e9)
         self._config.does(
-            Doing(
+            TrainerStatus(
                 moved=self._moved,
                 waits=waits,
                 own_code_since_ns=own_code_ns,

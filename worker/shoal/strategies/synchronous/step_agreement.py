@@ -12,9 +12,8 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from shoal.backends.abortable.last_word import let_all_hear
+from shoal.backends.abortable.gather import gather, let_all_hear
 from shoal.backends.shared_memory.words import Words
-from shoal.state.resharding import gather
 from shoal.strategies.synchronous.hyperparameters import (
     Hyperparameters,
     Values,

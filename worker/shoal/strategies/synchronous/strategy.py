@@ -11,18 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.backends.abortable.gather import gather
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.backends.choice import backend_for
-from shoal.backends.network.gloo import GlooBackend
-from shoal.backends.process_group.interface import Backend, Group
-from shoal.checkpoint.background import Checkpoints
+from shoal.backends.process_group.interface import NO_BACKEND, Backend, Group
+from shoal.checkpoint.interface import CheckpointStore
 from shoal.checkpoint.samples import TrainedSamples
-from shoal.data.batches import Order, Position
+from shoal.data.order import Order, Position
 from shoal.membership.generation import Context, Generation
-from shoal.membership.rendezvous_store import RendezvousStore
+from shoal.membership.stores import GenerationStores, LoneStores
 from shoal.state.registered.comparison import UNTRAINED, compare
 from shoal.state.registered.objects import RegisteredState
-from shoal.state.resharding import gather
 from shoal.step_context import BatchNormMembers
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
@@ -36,7 +34,6 @@ from shoal.strategies.synchronous.step_agreement import StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.torch_private.amp import scale_of
-from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
 
 log = structlog.get_logger(__name__)
@@ -55,10 +52,10 @@ class SynchronousStrategy(Strategy):
     cuts_batches = True
 
     def __init__(self) -> None:
-        self._backend: Backend = GlooBackend()
+        self._backend: Backend = NO_BACKEND
+        self._stores: GenerationStores = LoneStores()
         self._generation_group = GenerationGroup()
         self._process_group: dist.ProcessGroup | None = None
-        self._coordinators: Coordinators | None = None
         self.position = ScriptPosition()
         self._checkpoints = GenerationCheckpoints(self.position)
         self._registered = RegisteredState()
@@ -90,15 +87,14 @@ class SynchronousStrategy(Strategy):
 
     # --- generations ---
 
-    def choose_backend(self, device_type: str, name: str, *, reconfigures: bool = False) -> None:
-        self._backend = backend_for(device_type, name or None, reconfigures=reconfigures)
+    def use_backend(self, backend: Backend) -> None:
+        self._backend = backend
 
     def attach(self, context: Context) -> None:
         super().attach(context)
+        self._stores = context.stores
         if self.writes_checkpoints:
             self.position.leaves = context.leaves_unreplaced
-        if context.coordinators:
-            self._coordinators = Coordinators(context.coordinators)
         if self._backend.is_watched:
             self._watch = HangWatch(
                 HangWatchConfig(
@@ -202,24 +198,17 @@ class SynchronousStrategy(Strategy):
         return self._process_group
 
     def _new_places(self, generation: Generation, members: Sequence[str]) -> ScriptPlaces | None:
-        store = self._store(generation)
-        if self._watch is None or store is None or len(members) == 1:
+        if self._watch is None or not self._stores.is_shared or len(members) == 1:
             return None
+        store = self._stores.open(generation.token, STORE_S)
         return ScriptPlaces(
             *(store, generation.number, generation.rank, members),
             exchanges=self.position.exchanges,
             limit_s=self.context.limits.collective_s,
         )
 
-    def _store(self, generation: Generation) -> RendezvousStore | None:
-        if self._coordinators is None:
-            return None
-        return RendezvousStore(self._coordinators, generation.token, timeout_s=STORE_S)
-
     def _new_group(self, generation: Generation) -> Group:
-        return self._generation_group.connect(
-            self._backend, self._coordinators, generation, self.context
-        )
+        return self._generation_group.connect(self._backend, generation, self.context)
 
     def cut(self, generation: int) -> None:
         self._generation_group.cut(generation)
@@ -293,7 +282,7 @@ class SynchronousStrategy(Strategy):
 
     # --- checkpoints ---
 
-    def keep_checkpoints(self, checkpoints: Checkpoints) -> None:
+    def keep_checkpoints(self, checkpoints: CheckpointStore) -> None:
         self._checkpoints.keep(checkpoints)
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
@@ -508,9 +497,7 @@ class SynchronousStrategy(Strategy):
     def close(self) -> None:
         with ExitStack() as releases:
             releases.callback(self._checkpoints.close)
-            if self._coordinators is not None:
-                releases.callback(self._coordinators.close)
-            self._coordinators = None
+            releases.callback(self._stores.close)
             if self._generation_group.is_connected:
                 releases.callback(self.abandon)
             if self._watch is not None:

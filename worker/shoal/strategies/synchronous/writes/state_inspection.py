@@ -6,11 +6,10 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shoal.backends.abortable.last_word import let_all_hear
+from shoal.backends.abortable.gather import gather, let_all_hear
 from shoal.model.several import optimizers_of
 from shoal.model.trained_parameters import are_same
 from shoal.state.optimizer_state import take_settings
-from shoal.state.resharding import gather
 from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 
 

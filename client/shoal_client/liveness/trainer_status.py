@@ -1,0 +1,24 @@
+"""What a member's trainer does at the moment, as its heartbeats report it."""
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerStatus:
+    """One report of a trainer."""
+
+    moved: int = 0
+    """A count that changes as long as the bring-up makes progress."""
+    waits: bool = False
+    """True if the trainer waits for other members."""
+    own_code_since_ns: int = 0
+    """Since when it has been in the script's own code, by CLOCK_MONOTONIC; 0: it is not."""
+    loads: bool = False
+    """True if it waits there for a batch to be loaded."""
+
+    @property
+    def own_code_s(self) -> float:
+        """Seconds that the trainer has been in the script's own code; 0: it is not."""
+        since_ns = self.own_code_since_ns
+        return max(time.monotonic_ns() - since_ns, 0) / 1e9 if since_ns else 0.0

@@ -1,0 +1,81 @@
+"""Small collectives of bytes: every rank gets the message of every rank, or all just meet."""
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+import structlog
+import torch
+import torch.distributed as dist
+
+from shoal.backends.abortable.waiter import wait_abortable
+from shoal_proto.errors import MalformedMessage
+
+log = structlog.get_logger(__name__)
+
+FIRST_BYTES = 16 * 1024
+"""A message up to this long takes one collective, a longer one two."""
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_LENGTH_BYTES = 8
+_DIGEST_BYTES = 16
+
+
+def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """The messages of all ranks, by rank. Collective.
+
+    Raises MalformedMessage, on all ranks, if one is longer than MAX_MESSAGE_BYTES.
+    """
+    first = len(message).to_bytes(_LENGTH_BYTES, "big") + message
+    received = _gather(first, FIRST_BYTES, group)
+    lengths = [int.from_bytes(each[:_LENGTH_BYTES], "big") for each in received]
+    for rank, length in enumerate(lengths):
+        if length > MAX_MESSAGE_BYTES:
+            raise MalformedMessage(
+                f"rank {rank} sent a message that is too long",
+                seen=f"{length} bytes",
+                expected=f"at most {MAX_MESSAGE_BYTES}",
+            )
+    begun = [each[_LENGTH_BYTES:] for each in received]
+    rest_bytes = max(lengths) - (FIRST_BYTES - _LENGTH_BYTES)
+    if rest_bytes > 0:
+        rests = _gather(message[FIRST_BYTES - _LENGTH_BYTES :], rest_bytes, group)
+        begun = [first + rest for first, rest in zip(begun, rests, strict=True)]
+    return [each[:length] for each, length in zip(begun, lengths, strict=True)]
+
+
+def gather_if_different(message: bytes, group: dist.ProcessGroup) -> list[bytes] | None:
+    """The messages of all ranks as `gather`; None if they are equal, which takes a digest only."""
+    digest = blake2b(message, digest_size=_DIGEST_BYTES).digest()
+    digests = _gather(digest, _DIGEST_BYTES, group)
+    return None if len(set(digests)) == 1 else gather(message, group)
+
+
+def _gather(message: bytes, padded_bytes: int, group: dist.ProcessGroup) -> list[bytes]:
+    own = bytearray(padded_bytes)
+    own[: min(len(message), padded_bytes)] = message[:padded_bytes]
+    sent = torch.frombuffer(own, dtype=torch.uint8)
+    received = [torch.empty(padded_bytes, dtype=torch.uint8) for _ in range(group.size())]
+    wait_abortable(dist.all_gather(received, sent, group=group, async_op=True), group)
+    return [each.numpy().tobytes() for each in received]
+
+
+def let_all_hear(group: dist.ProcessGroup) -> None:
+    """Return once every rank has the result of the group's last collective."""
+
+    def meet() -> None:
+        wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+
+    meet_before_leaving(meet, RuntimeError)
+
+
+def meet_before_leaving(meet: Callable[[], object], if_cut: type[Exception]) -> None:
+    """Return once every rank has what it received last, after one more meeting of all.
+
+    Call it before an error is raised on all ranks alike. A rank that raises leaves, and that cuts
+    the group: a rank that has not received the reason yet would see a loss, and train on without
+    the others. `if_cut`: what `meet` raises if a rank has left.
+    """
+    try:
+        meet()
+    except if_cut as error:
+        # A rank that left came through this meeting before, so all ranks have the result.
+        log.info("last_meeting_ended_by_a_leaver", reason=str(error)[:200])

@@ -1,0 +1,50 @@
+"""Gradients of a layout, scaled all together."""
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.backends.abortable.waiter import wait_abortable
+from shoal.layouts.base import Layout
+from shoal.layouts.gradients import local_gradients, sum_of_squares
+from shoal.torch_private.tensors import foreach_mul_, foreach_norm
+
+
+@torch.no_grad()
+def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) -> Tensor:
+    """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm.
+
+    Collective. As torch.nn.utils.clip_grad_norm_ does on one process: each element of each
+    parameter counts once, whichever rank holds it and however many do. The message also carries
+    what a layout's verdict is to tell. `among`: the gradients of these parameters only.
+    """
+    gradients = local_gradients(
+        {k: p for k, p in layout.parameters.items() if among is None or k in among}
+    )
+    counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
+    message = sum_of_squares(foreach_norm(counted), layout.world.device)
+    non_finite_check = layout.non_finite_check
+    if non_finite_check is not None:
+        message = torch.cat([message, non_finite_check.flags(layout.parameters)])
+    group = layout.world.group
+    wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
+    if non_finite_check is not None:
+        non_finite_check.set_flags(message[1:])
+    total = message[0].sqrt()
+    # The same small number as in torch, and the same order: clipped runs stay equal to one process.
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    held = list(gradients.values())
+    # Gradients may lie on the host of a rank that computes on a GPU.
+    foreach_mul_(held, factor.to(held[0].device) if held else factor)
+    return total
+
+
+@torch.no_grad()
+def scale(layout: Layout, factor: float) -> None:
+    """Multiply all gradients of this rank."""
+    foreach_mul_(
+        list(local_gradients(layout.parameters).values()),
+        torch.tensor(factor, dtype=torch.float64),
+    )
