@@ -277,6 +277,29 @@ def test_a_new_leader_keeps_everything_for_as_long_as_leases_may_last() -> None:
     assert run.series.head.kept == (2, 3)
 
 
+def test_a_new_leader_lets_publications_go_on_beside_what_it_found() -> None:
+    """Leases of the leader before may be on what it found, and on nothing else: publications go on
+    beside it, each in the place of the one before. No number of leaders keeps more than twice what
+    one keeps."""
+    stored = StoredSeries()
+    for term in range(8):
+        run = Run(stored)
+        if term:
+            run.now_s += 1.0
+        for publication in range(100 * term + 1, 100 * term + 4):
+            if isinstance(run.begin(), RequestRefused):
+                break
+            run.publish(publication)
+        stored = run.series.stored
+        if term == 1:
+            assert run.series.head.kept == (2, 3, 6)
+        assert len(stored.head.kept) <= 2 * 2 + 2
+    assert isinstance(run.begin(), RequestRefused)
+    run.now_s += HELD_S
+    assert isinstance(run.begin(), PublicationBegun)
+    assert len(run.series.head.kept) == 2
+
+
 def test_a_rollback_is_a_new_version_with_the_old_bytes() -> None:
     run = Run()
     for publication in (1, 2):
