@@ -34,6 +34,8 @@ from shoal_server.etcd.records.series import parse_head
 
 PATIENCE_S = 120.0
 POLL_S = 0.02
+RESTART_S = 0.5
+"""The shortest life of a process that is started again."""
 SHORTEST_S, LONGEST_S = 0.3, 6.0
 TRAINERS = ("trainer-0", "trainer-1")
 TRAINING_HOST = "trainers"
@@ -147,6 +149,7 @@ class PublishedCampaign:
         self._stack = ExitStack()
         self._parts: dict[str, BaseProcess] = {}
         self._lives: dict[str, int] = defaultdict(int)
+        self._starts_s: dict[str, float] = {}
         self._offsets: dict[str, int] = {}
         self._newest: dict[str, int] = {}
         self.failovers_s: list[float] = []
@@ -159,10 +162,11 @@ class PublishedCampaign:
             self.cluster = stack.enter_context(
                 ParameterCluster(self.directory, len(SERVERS), hosts=self.hosts)
             )
+            self.coordinator = self.cluster.coordinator.grpc
             stack.callback(self._end_parts)
             for name in (*TRAINERS, *READERS):
                 self._start(name)
-            self.view = SeriesReader([self.cluster.coordinator.grpc], SERIES, "watcher")
+            self.view = SeriesReader([self.coordinator], SERIES, "watcher")
             stack.callback(self.view.close)
             self.await_well()
             self._stack = stack.pop_all()
@@ -177,7 +181,7 @@ class PublishedCampaign:
         host = self.hosts.add(READERS.get(name, TRAINING_HOST))
         return Setup(
             name=name,
-            coordinator=self.cluster.coordinator.grpc,
+            coordinator=self.coordinator,
             directory=self.directory,
             host=host,
             life=self._lives[name],
@@ -185,6 +189,7 @@ class PublishedCampaign:
 
     def _start(self, name: str) -> None:
         self._lives[name] += 1
+        self._starts_s[name] = time.monotonic()
         target = read if name in READERS else train
         process = forked.Process(target=target, args=(self._setup(name),), name=name, daemon=True)
         process.start()
@@ -204,7 +209,7 @@ class PublishedCampaign:
         """Start what has ended again, as launchers and supervisors do. A job whose members were all
         lost has lost its state: it begins anew."""
         for name, process in list(self._parts.items()):
-            if process.exitcode is None:
+            if process.exitcode is None or time.monotonic() < self._starts_s[name] + RESTART_S:
                 continue
             if name in TRAINERS and "StateLost" in self._last_error(name):
                 self._begin_anew()
@@ -225,7 +230,7 @@ class PublishedCampaign:
 
         def removed() -> bool:
             command = (sys.executable, "-m", "shoal_client", "rm", JOB)
-            told = (*command, "--coordinator", self.cluster.coordinator.grpc)
+            told = (*command, "--coordinator", self.coordinator)
             done = subprocess.run(told, capture_output=True, text=True, check=False)
             return done.returncode == 0
 
@@ -272,6 +277,7 @@ class PublishedCampaign:
     def await_well(self) -> None:
         """Until each reader has installed a version that was committed after this call, and the
         newest one lies on two servers that are there."""
+        self.cluster.coordinator.ready()
         self.cluster.await_ready()
         self._awaited(lambda: len(self.cluster.present) == len(SERVERS), "servers")
         since = self._awaited(lambda: self.head() or None, "a version")

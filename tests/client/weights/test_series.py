@@ -292,6 +292,30 @@ def test_only_the_difference_crosses_a_socket(cluster: ParameterCluster) -> None
         assert 0 < reader.fetched_bytes - whole_bytes < before.nbytes / 1000
 
 
+def test_versions_arrive_in_the_memory_of_earlier_ones(cluster: ParameterCluster) -> None:
+    """Over a socket, for a reader that keeps no more than a base: three versions later the pages
+    are those of the first. What is fetched for others is memory of its own."""
+    with (
+        closing(Script(cluster)) as script,
+        closing(
+            SeriesReader([cluster.coordinator.grpc], SERIES, "r", may_be_local=False)
+        ) as reader,
+    ):
+        base, places = None, []
+        for _ in range(4):
+            data = os.urandom(2 * CHUNK_BYTES + 6)
+            version = script.publish(data)
+            assert reader.wait(version.number - 1, LIMIT_S) == version
+            found = reader.fetch(version, base=base, reuses_memory=True)
+            assert contents(found) == [data]
+            places.append(os.fstat(found[0].descriptor).st_ino)
+            base = Base(version, found)
+            del found
+        assert places[2:] == places[:2]
+        (apart,) = reader.fetch(version, base=base)
+        assert apart.view() == data and os.fstat(apart.descriptor).st_ino not in places
+
+
 def test_a_wrong_base_gives_the_right_version_all_the_same(cluster: ParameterCluster) -> None:
     """A reader that believes to have another version: the result is verified, and fetched anew."""
     with ExitStack() as stack:
