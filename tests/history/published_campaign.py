@@ -150,6 +150,8 @@ class PublishedCampaign:
         self._parts: dict[str, BaseProcess] = {}
         self._lives: dict[str, int] = defaultdict(int)
         self._starts_s: dict[str, float] = {}
+        self._doomed: dict[str, int] = {}
+        """Lives that end by themselves at the worst moment of their work."""
         self._offsets: dict[str, int] = {}
         self._newest: dict[str, int] = {}
         self.failovers_s: list[float] = []
@@ -323,6 +325,10 @@ class PublishedCampaign:
             until_s = time.monotonic() + max(lasts, default=0.0)
             self._awaited(lambda: time.monotonic() >= until_s, "the fault's end")
         since_s = time.monotonic()
+        while self._doomed:
+            # Not before the other faults have ended: there may be nothing to publish or to fetch.
+            name, life = self._doomed.popitem()
+            self._awaited(lambda n=name, of=life: self._lives[n] > of, f"{name} dies")
         self.await_well()
         return time.monotonic() - since_s
 
@@ -380,11 +386,7 @@ class PublishedCampaign:
             of = list(READERS) if kind is Kind.READER_KILLED_IN_FETCH else list(TRAINERS)
             name = self.rng.choice(of)
             self._setup(name).dies.touch()
-            life = self._lives[name]
-            self._awaited(
-                lambda: self._lives[name] > life or not self._setup(name).dies.exists(),
-                f"{name} dies",
-            )
+            self._doomed[name] = self._lives[name]
         else:
             self._kill(self.rng.choice(TRAINERS if kind is Kind.TRAINER_KILLED else list(READERS)))
 

@@ -175,6 +175,19 @@ def test_a_version_without_a_lease_is_gone_and_one_with_a_lease_is_not(
             reader.fetch(first)
 
 
+def test_a_reader_that_is_started_again_under_its_name_is_heard_at_once(
+    cluster: ParameterCluster, script: Script, reader: SeriesReader
+) -> None:
+    """However often the process before it has reported."""
+    version = script.publish(b"one", b"more")
+    for _ in range(5):
+        with reader.leased(version.number):
+            pass
+        reader.report(version.number, version.digest)
+    with closing(SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1")) as again:
+        assert contents(again.fetch(again.wait(0, LIMIT_S))) == [b"one", b"more"]
+
+
 def test_another_script_waits_until_the_first_one_has_ended(cluster: ParameterCluster) -> None:
     """Numbers go on, and the one that was replaced publishes nothing any more."""
     with ExitStack() as stack:

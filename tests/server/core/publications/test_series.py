@@ -263,6 +263,15 @@ def test_a_report_that_was_overtaken_ends_no_lease() -> None:
     assert run.series.readers.leased(run.now_s) == {1}
 
 
+def test_a_reader_by_a_clock_that_was_set_back_is_heard_once_its_old_leases_are_over() -> None:
+    run = Run()
+    run.publish(1)
+    run.series.report(ReaderReport(reader="r", leased=(1,), sequence=2), run.now_s)
+    run.now_s += HELD_S
+    again = ReaderReport(reader="r", leased=(1,), sequence=1)
+    assert run.series.report(again, run.now_s) == ([1], [])
+
+
 def test_a_new_leader_keeps_everything_for_as_long_as_leases_may_last() -> None:
     before = Run()
     for publication in (1, 2):
