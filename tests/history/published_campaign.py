@@ -210,6 +210,10 @@ class PublishedCampaign:
     def tend(self) -> None:
         """Start what has ended again, as launchers and supervisors do. A job whose members were all
         lost has lost its state: it begins anew."""
+        if not self.cluster.coordinator.runs:
+            # It ends by itself when its own lease has run out before it led.
+            self.num_restarts["coordinator"] += 1
+            self.cluster.kill_coordinator()
         for name, process in list(self._parts.items()):
             if process.exitcode is None or time.monotonic() < self._starts_s[name] + RESTART_S:
                 continue
@@ -231,6 +235,8 @@ class PublishedCampaign:
             self._kill(name)
 
         def removed() -> bool:
+            if not self.cluster.coordinator.runs:
+                self.cluster.kill_coordinator()
             command = (sys.executable, "-m", "shoal_client", "rm", JOB)
             told = (*command, "--coordinator", self.coordinator)
             done = subprocess.run(told, capture_output=True, text=True, check=False)
@@ -279,13 +285,17 @@ class PublishedCampaign:
     def await_well(self) -> None:
         """Until each reader has installed a version that was committed after this call, and the
         newest one lies on two servers that are there."""
-        self.cluster.coordinator.ready()
+        self._awaited(self._has_leader, "a coordinator leads")
         self.cluster.await_ready()
         self._awaited(lambda: len(self.cluster.present) == len(SERVERS), "servers")
         since = self._awaited(lambda: self.head() or None, "a version")
         for name in READERS:
             self._awaited(lambda n=name: self.installed(n) > since, f"{name} is above {since}")
         self._awaited(self._has_copies, "two copies of the newest version")
+
+    def _has_leader(self) -> bool:
+        coordinator = self.cluster.coordinator
+        return coordinator.runs and bool(coordinator._addresses()) and coordinator.leads()
 
     def _has_copies(self) -> bool:
         try:
