@@ -11,9 +11,20 @@ into tensors of its own.
 - `weights_fetch_over_shm_floor`: from the call of `publish()` until the last of 4 readers has
   installed, over the floor: one process copies the model into shared memory, and the same number
   copies it out again, as soon as it is told.
-- `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback, digests included,
-  over those of a bare socket.
-- `safetensors` (a file on tmpfs, renamed, and loaded) and `torch_rpc`: the same journey.
+- `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback until all of them are
+  verified, over those of a bare socket. Both into memory that earlier versions were received into;
+  `_first`: both into memory that was never touched.
+- `weights_late_over_usual`: a fetch by a reader that comes after the trainer was killed, over that
+  by one that comes while it lives.
+- `weights_step_delay`: ten steps with a publication, over ten steps without one.
+- `weights_link_difference_over_full` (`--parts link`, which takes root): over a link of 100 MB/s,
+  in a network namespace: from `publish()` until installed, of a version with 0.9 % of its weights
+  changed, over that of one with all of them changed.
+- `safetensors` (a file on tmpfs, renamed, and loaded), `torch_rpc`, and, if there is an environment
+  for them (see bench/weights_peers.py), `ray` and `torchstore`: the same journey.
+  `torchstore_torn_reads`: of a reader while one writer overwrites the key.
+
+`weights_cpu_seconds`: of all processes of an entrant, in a round.
 """
 
 import argparse
@@ -22,16 +33,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
+PEERS_PYTHON = Path(__file__).parent / ".venvs" / "peers" / "bin" / "python"
+LINK_BYTES_PER_S = 100e6
 TENSOR_BYTES = 8 * 1024 * 1024
 SERIES = "bench/policy"
 SHM = Path("/dev/shm")
@@ -54,21 +67,39 @@ def done(number: int) -> None:
     say("done", number, time.monotonic(), time.process_time())
 
 
-def read_shoal(mb: int, local: bool) -> None:
+def read_shoal(mb: int, *, local: bool, by_difference: bool = False) -> None:
     from shoal.weights.subscription import Subscription  # noqa: PLC0415 - peers do without
     from shoal_client.weights.reader import SeriesReader  # noqa: PLC0415
+    from shoal_difference.codec import apply  # noqa: PLC0415
+
+    class Reader(SeriesReader):
+        """Says how long each version took until it was verified."""
+
+        def report(
+            self, installed: int, digest: bytes, fetch_s: float = 0.0, fetch_bytes: int = 0
+        ) -> None:
+            super().report(installed, digest, fetch_s, fetch_bytes)
+            say("took", installed, fetch_s)
 
     target, name = model_of(mb), f"reader-{os.getpid()}"
-    addresses = [os.environ["SHOAL_COORDINATOR"]]
-    with Subscription(SeriesReader(addresses, SERIES, name, may_be_local=local), SERIES) as series:
+    addresses, difference = [os.environ["SHOAL_COORDINATOR"]], apply if by_difference else None
+    reader = Reader(addresses, SERIES, name, may_be_local=local, apply_difference=difference)
+    with Subscription(reader, SERIES) as series:
         say("ready")
         while True:
             version = series.wait(timeout=600)
-            began_s = time.monotonic()
             series.fetch(version, into=target)
-            assert target["w0"][0, 0] == target[next(reversed(target))][-1, -1]
-            say("took", version.number, time.monotonic() - began_s)
+            assert target["w0"][0, 0] == target[next(reversed(target))][0, 0]
             done(version.number)
+
+
+def publish_once(mb: int) -> None:
+    """A trainer that publishes one version and lives on."""
+    import shoal  # noqa: PLC0415
+
+    shoal.publish(SERIES, model_of(mb, 3.5), keep=1).wait("committed", timeout=600)
+    say("ready")
+    sys.stdin.read()
 
 
 def read_shm(mb: int) -> None:
@@ -123,9 +154,16 @@ class Readers:
     """Reading processes; `go` tells them of a round where nothing else does."""
 
     def __init__(
-        self, stack: ExitStack, kind: str, count: int, *arguments: object, **own: str
+        self,
+        stack: ExitStack,
+        kind: str,
+        count: int,
+        *arguments: object,
+        under: Sequence[str] = (),
+        **own: str,
     ) -> None:
-        command = [sys.executable, __file__, "--reader", kind]
+        """`under`: what runs the command that follows it."""
+        command = [*under, sys.executable, __file__, "--reader", kind]
         self.processes = [
             subprocess.Popen(
                 [*command, *map(str, arguments), *([str(rank + 1)] if kind == "rpc" else [])],
@@ -174,10 +212,12 @@ Turn = Callable[[int], tuple[float, float]]
 """A round by its number: seconds of the publisher, and until the last reader was done."""
 
 
-def shoal_turn(model: dict[str, torch.Tensor], readers: Readers) -> Turn:
+def shoal_turn(model: dict[str, torch.Tensor], readers: Readers, *, changes: bool = True) -> Turn:
     import shoal  # noqa: PLC0415
 
     def turn(number: int) -> tuple[float, float]:
+        if changes:
+            change(model, number)
         began_s = time.monotonic()
         ticket = shoal.publish(SERIES, model, step=number, keep=1)
         kept_s = time.monotonic() - began_s
@@ -189,6 +229,63 @@ def shoal_turn(model: dict[str, torch.Tensor], readers: Readers) -> Turn:
         return kept_s, last_s
 
     return turn
+
+
+def change(model: dict[str, torch.Tensor], number: int) -> None:
+    """Every weight: what is the same as before is not sent again."""
+    for each in model.values():
+        each.fill_(number % 200 + 1)
+
+
+class Peer:
+    """A system of bench/weights_peers.py, in a process that answers each round with two numbers."""
+
+    def __init__(self, stack: ExitStack, kind: str, *arguments: object) -> None:
+        program = Path(__file__).with_name("weights_peers.py")
+        self.process = subprocess.Popen(
+            [str(PEERS_PYTHON), str(program), kind, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "400"},
+        )
+        stack.callback(self.end)
+        assert self._told() == ["ready"]
+
+    def _told(self) -> list[str]:
+        assert self.process.stdout is not None
+        while True:
+            line = self.process.stdout.readline()
+            assert line, "the peer has ended"
+            if line.startswith("told "):
+                return line.split()[1:]
+
+    def turn(self, number: int) -> tuple[float, float]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{number}\n")
+        self.process.stdin.flush()
+        one, other = self._told()
+        return float(one), float(other)
+
+    def end(self) -> None:
+        """With its own children."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process and of all below it, so far."""
+    found, own = 0.0, psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found += times.user + times.system
+    return found
 
 
 def shm_turn(model: dict[str, torch.Tensor], readers: Readers, raw: torch.Tensor) -> Turn:
@@ -257,40 +354,63 @@ def let_go() -> None:
     shoal.end_publishing(SERIES)
 
 
-def socket_bytes_per_s(mb: int, rounds: int) -> list[float]:
-    """A bare socket on loopback: one side sends the bytes, the other takes them into its memory."""
-    data, found = bytearray(mb << 20), []
-    with socket.socket() as listener:
+class BareSocket:
+    """On loopback: one process sends the bytes, this one takes them into its memory."""
+
+    def __init__(self, stack: ExitStack, mb: int) -> None:
+        self._num_bytes = mb << 20
+        listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
         listener.listen()
+        sender = subprocess.Popen(
+            [sys.executable, __file__, "--reader", "sender", str(mb), str(listener_port(listener))]
+        )
+        stack.callback(sender.wait)
+        stack.callback(sender.kill)
+        self._connected = stack.enter_context(listener.accept()[0])
+        self._room = memoryview(bytearray(self._num_bytes))
+        self._receive(self._room)
 
-        def serve() -> None:
-            connected, _ = listener.accept()
-            with connected:
-                for _ in range(rounds):
-                    connected.recv(1)
-                    connected.sendall(data)
+    def _receive(self, room: memoryview) -> float:
+        began_s, got = time.monotonic(), 0
+        self._connected.send(b"g")
+        while got < len(room):
+            got += self._connected.recv_into(room[got:])
+        return len(room) / (time.monotonic() - began_s)
 
-        threading.Thread(target=serve, daemon=True).start()
-        with socket.create_connection(listener.getsockname()) as own:
-            room = memoryview(bytearray(mb << 20))
-            for _ in range(rounds):
-                began_s, got = time.monotonic(), 0
-                own.send(b"g")
-                while got < len(room):
-                    got += own.recv_into(room[got:])
-                found.append(len(room) / (time.monotonic() - began_s))
-    return found
+    def bytes_per_s(self) -> float:
+        """Into memory that was received into before."""
+        return self._receive(self._room)
+
+    def first_bytes_per_s(self) -> float:
+        """Into memory that was never touched."""
+        return self._receive(memoryview(bytearray(self._num_bytes)))
 
 
-def by_turns(entrants: dict[str, Turn], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Rounds of all systems by turns, so that other load meets all alike."""
+def listener_port(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def send_bare(mb: int, port: int) -> None:
+    data = bytes(bytearray(os.urandom(1 << 20)) * mb)
+    with socket.create_connection(("127.0.0.1", port)) as own:
+        while own.recv(1):
+            own.sendall(data)
+
+
+def by_turns(
+    entrants: dict[str, Turn], rounds: int, spent_s: dict[str, list[float]]
+) -> dict[str, list[tuple[float, float]]]:
+    """Rounds of all systems by turns, so that other load meets all alike. CPU seconds go to
+    `spent_s`."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in entrants}
     for number in range(1, rounds + 3):
         for name, turn in entrants.items():
+            before_s = cpu_s()
             times = turn(number)
             if number > 2:
                 found[name].append(times)
+                spent_s.setdefault(name, []).append(cpu_s() - before_s)
     return found
 
 
@@ -319,7 +439,11 @@ def with_readers(options: argparse.Namespace, count: int) -> list[Any]:
             peer = Readers(stack, "safetensors", count, mb).ready()
             entrants["safetensors"] = safetensors_turn(model, peer)
             entrants["torch_rpc"] = rpc_entrant(stack, model, mb, count)
-        found = by_turns(entrants, options.rounds)
+            if PEERS_PYTHON.exists():
+                for name in ("ray", "torchstore"):
+                    entrants[name] = Peer(stack, name, mb, count).turn
+        spent_s: dict[str, list[float]] = {}
+        found = by_turns(entrants, options.rounds, spent_s)
     kept = {name: [each[0] for each in turns] for name, turns in found.items()}
     until = {name: [each[1] for each in turns] for name, turns in found.items()}
     suffix, runs = f"{mb}mb_{count}_readers", options.rounds
@@ -348,9 +472,25 @@ def with_readers(options: argparse.Namespace, count: int) -> list[Any]:
                     peer_value=median(until[name]),
                 )
             )
-    over = ratio(until["shoal"], until["shm"])
-    metric = f"weights_fetch_over_shm_floor_{suffix}"
-    rows.append(Row(metric=metric, value=over, unit="", runs=runs))
+            rows.append(
+                Row(
+                    metric=f"weights_cpu_seconds_{suffix}",
+                    value=median(spent_s["shoal"]),
+                    unit="s",
+                    runs=runs,
+                    peer=name,
+                    peer_value=median(spent_s[name]),
+                )
+            )
+            over = ratio(until["shoal"], until[name])
+            metric = f"weights_fetch_over_{'shm_floor' if name == 'shm' else name}_{suffix}"
+            rows.append(Row(metric=metric, value=over, unit="", runs=runs))
+    if len(options.readers) > 1 and count != options.readers[0]:
+        over = median(kept["shoal"]) / options.kept_with_first
+        metric = f"weights_publish_{count}_over_{options.readers[0]}_readers_{mb}mb"
+        rows.append(Row(metric=metric, value=over, unit="", runs=runs))
+    else:
+        options.kept_with_first = median(kept["shoal"])
     return rows
 
 
@@ -368,28 +508,171 @@ def rpc_entrant(stack: ExitStack, model: dict[str, torch.Tensor], mb: int, count
 def over_tcp(options: argparse.Namespace) -> list[Any]:
     from rows import Row  # noqa: PLC0415
 
-    model = model_of(options.mb, 2.5)
+    mb, model = options.mb, model_of(options.mb, 2.5)
+    own: dict[str, list[float]] = {"": [], "_first": []}
+    theirs: dict[str, list[float]] = {"": [], "_first": []}
     with ExitStack() as stack:
         os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
         stack.callback(let_go)
-        readers = Readers(stack, "shoal-tcp", 1, options.mb).ready()
-        turn = shoal_turn(model, readers)
-        own, theirs = [], []
+        bare = BareSocket(stack, mb)
+        usual = Readers(stack, "shoal-tcp", 1, mb).ready()
+        turn = shoal_turn(model, usual)
         for number in range(1, options.rounds + 3):
             turn(number)
-            [bare] = socket_bytes_per_s(options.mb, 1)
-            own.append((options.mb << 20) / readers.took[-1])
-            theirs.append(bare)
-    row = Row(
-        metric=f"weights_tcp_{options.mb}mb",
-        value=median(own[2:]) / 1e9,
-        unit="GB/s",
-        runs=options.rounds,
-        peer="bare socket",
-        peer_value=median(theirs[2:]) / 1e9,
-    )
-    over = ratio(own[2:], theirs[2:])
-    return [row, Row(metric="weights_tcp_over_socket", value=over, unit="", runs=options.rounds)]
+            own[""].append((mb << 20) / usual.took[-1])
+            theirs[""].append(bare.bytes_per_s())
+            with ExitStack() as one_round:
+                first = Readers(one_round, "shoal-tcp", 1, mb).ready()
+                first.last_done_s(1)
+                own["_first"].append((mb << 20) / first.took[0])
+                theirs["_first"].append(bare.first_bytes_per_s())
+    rows = []
+    for which, speeds in own.items():
+        kept = options.rounds
+        pair = speeds[-kept:], theirs[which][-kept:]
+        values = [median(each) / 1e9 for each in pair]
+        rows.append(
+            Row(
+                metric=f"weights_tcp{which}_{mb}mb",
+                value=values[0],
+                unit="GB/s",
+                runs=kept,
+                peer="bare socket",
+                peer_value=values[1],
+            )
+        )
+        metric = f"weights_tcp_over_socket{which}_{mb}mb"
+        rows.append(Row(metric=metric, value=ratio(*pair), unit="", runs=kept))
+    return rows
+
+
+def late_joiner(options: argparse.Namespace) -> list[Any]:
+    """Fetches by readers that come while the trainer lives, and after it was killed."""
+    from rows import Row  # noqa: PLC0415
+
+    import shoal  # noqa: PLC0415
+
+    target, times = model_of(options.mb), {True: [], False: []}
+    with ExitStack() as stack:
+        os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
+        trainer = Readers(stack, "publisher", 1, options.mb).ready()
+        for lives in (True, False):
+            if not lives:
+                trainer.end()
+            for _ in range(options.rounds + 1):
+                began_s = time.monotonic()
+                with shoal.subscribe(SERIES) as series:
+                    series.fetch(series.wait(timeout=60), into=target)
+                    times[lives].append(time.monotonic() - began_s)
+    usual, late = (median(times[lives][1:]) for lives in (True, False))
+    return [
+        Row(
+            metric="weights_late_over_usual",
+            value=late / usual,
+            unit="",
+            runs=options.rounds,
+        )
+    ]
+
+
+def step_delay(options: argparse.Namespace) -> list[Any]:
+    """Ten steps of a matrix product on one thread, with a publication and without, by turns."""
+    from rows import Row  # noqa: PLC0415
+
+    import shoal  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    model, a = model_of(64, 1.0), torch.randn(1500, 1500)
+    ratios = []
+    with ExitStack() as stack:
+        os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
+        stack.callback(let_go)
+        Readers(stack, "shoal", 1, 64).ready()
+
+        def ten_steps(number: int, *, publishes: bool) -> float:
+            change(model, number)
+            began_s = time.monotonic()
+            if publishes:
+                shoal.publish(SERIES, model, step=number, keep=1)
+            for _ in range(10):
+                for _ in range(3):
+                    a @ a
+            return time.monotonic() - began_s
+
+        for number in range(1, 4 * options.rounds + 3):
+            turns = [True, False] if number % 2 else [False, True]
+            took = {each: ten_steps(number, publishes=each) for each in turns}
+            if number > 2:
+                ratios.append(took[True] / took[False])
+    return [Row(metric="weights_step_delay", value=median(ratios), unit="", runs=len(ratios))]
+
+
+def over_link(options: argparse.Namespace) -> list[Any]:
+    """A difference and the whole over a link of LINK_BYTES_PER_S to the reader."""
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    from rows import Row  # noqa: PLC0415
+    from support.clusters.parameter_cluster import ParameterCluster  # noqa: PLC0415
+    from support.network.namespaces import RoutedHosts  # noqa: PLC0415
+
+    model = {
+        name: torch.randn(each.shape).mul_(0.028).bfloat16()
+        for name, each in model_of(options.mb).items()
+    }
+    took: dict[str, list[float]] = {"full": [], "difference": []}
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        hosts = stack.enter_context(RoutedHosts())
+        running = stack.enter_context(ParameterCluster(place, 2, hosts=hosts))
+        os.environ["SHOAL_COORDINATOR"] = running.coordinator.grpc
+        stack.callback(let_go)
+        host = hosts.add("reader")
+        # The link to the reader's namespace, at the router's end.
+        limit = ("rate", f"{int(8 * LINK_BYTES_PER_S)}bit", "burst", "1mb", "latency", "50ms")
+        hosts._in_router(
+            "tc", "qdisc", "add", "dev", f"to{len(hosts._hosts) - 1}", "root", "tbf", *limit
+        )
+        under = ("nsenter", f"--net={host.path}")
+        reader = Readers(stack, "shoal-differences", 1, options.mb, under=under).ready()
+        turn = shoal_turn(model, reader, changes=False)
+        for number in range(1, options.rounds + 2):
+            for kind, times in took.items():
+                for each in model.values():
+                    bits = each.view(torch.int16)
+                    if kind == "full":
+                        bits.add_(1)
+                    else:
+                        bits += (torch.rand(bits.shape) < 0.009).to(torch.int16)  # one number up
+                times.append(turn(number)[1])
+    full, difference = (median(each[1:]) for each in took.values())
+    runs = options.rounds
+    return [
+        Row(metric=f"weights_link_full_{options.mb}mb", value=full, unit="s", runs=runs),
+        Row(
+            metric=f"weights_link_difference_over_full_{options.mb}mb",
+            value=difference / full,
+            unit="",
+            runs=runs,
+        ),
+    ]
+
+
+def torn_reads(seconds: float = 20.0) -> list[Any]:
+    """What TorchStore's readers get while one writer overwrites the key."""
+    from rows import Row  # noqa: PLC0415
+
+    with ExitStack() as stack:
+        reads, torn = Peer(stack, "torchstore-torn", 64, 2).turn(int(seconds))
+    return [Row(metric="torchstore_torn_reads", value=torn, unit="reads", runs=int(reads))]
+
+
+PARTS = {
+    "readers": lambda o: [row for count in o.readers for row in with_readers(o, count)],
+    "tcp": over_tcp,
+    "late": late_joiner,
+    "step": step_delay,
+    "link": over_link,
+    "torn": lambda o: torn_reads() if PEERS_PYTHON.exists() else [],
+}
 
 
 def main() -> None:
@@ -398,24 +681,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--readers", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=[*PARTS][:4])
     parser.add_argument("--reader", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.reader:
         kind, *rest = options.reader
         arguments = [int(each) for each in rest]
         if kind.startswith("shoal"):
-            read_shoal(arguments[0], local=kind == "shoal")
+            read_shoal(
+                arguments[0], local=kind == "shoal", by_difference=kind == "shoal-differences"
+            )
+        elif kind == "publisher":
+            publish_once(arguments[0])
         elif kind == "rpc":
             mb, port, world_size, rank = arguments
             read_rpc(mb, port, rank, world_size)
         else:
-            {"shm": read_shm, "safetensors": read_safetensors}[kind](*arguments)
+            others = {"shm": read_shm, "safetensors": read_safetensors, "sender": send_bare}
+            others[kind](*arguments)
         return
     from rows import publish  # noqa: PLC0415
 
-    rows = [row for count in options.readers for row in with_readers(options, count)]
-    rows += over_tcp(options)
-    publish("weights", rows)
+    publish("weights", [row for part in options.parts for row in PARTS[part](options)])
 
 
 if __name__ == "__main__":

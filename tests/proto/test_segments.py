@@ -12,6 +12,7 @@ import pytest
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import ChecksumMismatch, InternalError, MalformedMessage
 from shoal_proto.segments.digests import DIGEST_BYTES, check_chunk, chunk_digests, root_digest
+from shoal_proto.segments.reused import ReusedMemory, ReusedSegment
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import StagedSegment
 
@@ -159,3 +160,54 @@ def test_digests_of_another_segment_are_refused() -> None:
         StagedSegment(whole.digest).open(other.chunk_digests, 7)
     with pytest.raises(MalformedMessage):
         StagedSegment(whole.digest).open(bytes(3 * DIGEST_BYTES), 7)
+
+
+def filled(memory: ReusedMemory, data: bytes) -> ReusedSegment:
+    writer = memory.writer(len(data))
+    writer.buffer[:] = data
+    segment = writer.seal()
+    assert isinstance(segment, ReusedSegment)
+    return segment
+
+
+def place_of(segment: Segment) -> int:
+    return os.fstat(segment.descriptor).st_ino
+
+
+def test_memory_is_received_into_again_once_nothing_refers_to_it() -> None:
+    """Not while a segment, a duplicate of it or a view is there, whichever goes last."""
+    memory = ReusedMemory()
+    first = filled(memory, b"weights")
+    place, digest = place_of(first), first.digest
+    view, copy, apart = first.view(), first.duplicate(), first.sealed()
+    first.close()
+    second = filled(memory, b"WEIGHTS")
+    assert place_of(second) != place
+    copy.close()
+    assert place_of(filled(memory, b"wEIGHTS")) != place
+    assert view == b"weights" and view.readonly
+    view.release()
+    del view
+    gc.collect()
+    assert place_of(filled(memory, b"Weights")) == place
+    assert (second.view(), apart.view(), apart.digest) == (b"WEIGHTS", b"weights", digest)
+
+
+def test_memory_that_is_reused_goes_to_no_other_process() -> None:
+    segment = filled(ReusedMemory(), b"weights")
+    with pytest.raises(MalformedMessage, match="can still be changed"):
+        Segment.adopt(os.dup(segment.descriptor), 7)
+
+
+def test_memory_of_another_size_and_of_a_closed_owner_is_given_back() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    memory = ReusedMemory()
+    for size in (10, 20, 20, 10):
+        filled(memory, bytes(size)).close()
+        gc.collect()
+    late = filled(memory, bytes(10))
+    memory.close()
+    late.close()
+    del late
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

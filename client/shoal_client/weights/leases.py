@@ -43,7 +43,8 @@ class ReaderLeases:
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
         """Held during a report: a later one says all that an earlier one said."""
-        self._num_reports = 0
+        self._sequence = time.time_ns() // 1000
+        """Rises from report to report, and above those of an earlier process of that name."""
         self._leased: Counter[int] = Counter()
         self._gone: set[int] = set()
         self._reported: set[int] = set()
@@ -153,7 +154,7 @@ class ReaderLeases:
 
     def _request(self, *, is_leaving: bool = False) -> ReaderReport:
         with self._lock:
-            self._num_reports += 1
+            self._sequence += 1
             return ReaderReport(
                 series=self._series,
                 reader=self._reader,
@@ -164,7 +165,7 @@ class ReaderLeases:
                 leaving=is_leaving,
                 fetch_s=self.installed.fetch_s,
                 fetch_bytes=self.installed.fetch_bytes,
-                sequence=self._num_reports,
+                sequence=self._sequence,
             )
 
     def _call(self, request: ReaderReport, timeout_s: float) -> ReaderReportReply:

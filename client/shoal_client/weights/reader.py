@@ -17,6 +17,7 @@ from shoal_proto import CHUNK_BYTES
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import CorruptError, MalformedMessage, RetryError, VersionGone
 from shoal_proto.segments.digests import check_root
+from shoal_proto.segments.reused import ReusedMemory, ReusedSegment
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.v1 import weights_pb2 as pb
@@ -52,6 +53,13 @@ class _Wanted:
 
     index: int
     chunks: Sequence[range]
+    new_writer: Callable[[int], SegmentWriter]
+    """Gives the memory that it arrives in."""
+
+    @property
+    def may_be_reused(self) -> bool:
+        """True if that memory may be that of a later fetch, too."""
+        return self.new_writer is not SegmentWriter
 
 
 class SeriesReader:
@@ -76,6 +84,7 @@ class SeriesReader:
         self._watch = SeriesWatch(self._coordinators, series)
         self._leases = ReaderLeases(self._reports, series, reader)
         self._apply_difference = apply_difference
+        self._memory = ReusedMemory()
         self._layouts: dict[bytes, pb.Layout] = {}
         self.fetched_bytes = 0
         """Bytes that came over a network, or through a socket; not those that were mapped."""
@@ -145,6 +154,7 @@ class SeriesReader:
         ranges: Ranges | None = None,
         *,
         base: Base | None = None,
+        reuses_memory: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> list[Segment]:
         """Segments of a version (by index; None: all), in the order asked for.
@@ -155,12 +165,17 @@ class SeriesReader:
         With `base`, what has not changed since is not fetched again, and of a segment that has
         changed a little only the difference is, where a server has made one.
 
+        `reuses_memory`: what arrives over a network lies in memory that a later fetch of that kind
+        receives into, once nothing refers to it any more. For a caller that copies from it and
+        keeps nothing of it but a base.
+
         Raises VersionGone if the version is dropped before all is there, and RetryErrors or
         CorruptErrors of the last attempt once `timeout_s` has passed.
         """
         give_up_s = time.monotonic() + timeout_s
         indices = range(len(record.segments)) if segments is None else segments
-        wanted = [_Wanted(i, _chunks((ranges or {}).get(i, ()))) for i in indices]
+        new_writer = self._memory.writer if reuses_memory else SegmentWriter
+        wanted = [_Wanted(i, _chunks((ranges or {}).get(i, ())), new_writer) for i in indices]
         found: list[Segment] = []
         calls: list[Future[Segment]] = []
         with self.leased(record.number, min(timeout_s, CALL_S)):
@@ -194,6 +209,7 @@ class SeriesReader:
         self._watch.close()
         self._leases.close()
         self._stores.close()
+        self._memory.close()
         self._coordinators.close()
         self._reports.close()
 
@@ -205,18 +221,20 @@ class SeriesReader:
             digest = record.segments[wanted.index].digest
             for each in base.segments:
                 if each.digest == digest and each.is_whole:
-                    return each.duplicate()
+                    is_apart = isinstance(each, ReusedSegment) and not wanted.may_be_reused
+                    return each.sealed() if is_apart else each.duplicate()
             if self._apply_difference is not None and not wanted.chunks:
-                made = self._by_difference(record, wanted.index, base, give_up_s)
+                made = self._by_difference(record, wanted, base, give_up_s)
                 if made is not None:
                     return made
         return self._fetch_whole(record, wanted, give_up_s)
 
     def _by_difference(
-        self, record: pb.VersionRecord, index: int, base: Base, give_up_s: float
+        self, record: pb.VersionRecord, wanted: _Wanted, base: Base, give_up_s: float
     ) -> Segment | None:
         """A segment made of the base's and a difference, verified by its digest; None if the whole
         is to be fetched."""
+        index = wanted.index
         if base.record.layout_digest != record.layout_digest:
             return None
         old, new = base.segments[index], record.segments[index]
@@ -236,7 +254,8 @@ class SeriesReader:
                 staged = StagedSegment(reply.digest)
                 with closing(self._stores.fetch([holder], staged, left_s)) as difference:
                     self.fetched_bytes += staged.received_bytes
-                    return self._applied(old, difference, new.digest)
+                    writer = wanted.new_writer(old.num_bytes)
+                    return self._applied(old, difference, new.digest, writer)
             except (RetryError, CorruptError, MalformedMessage) as error:
                 log.warning(
                     "difference_not_fetched",
@@ -247,10 +266,11 @@ class SeriesReader:
                 )
         return None
 
-    def _applied(self, old: Segment, difference: Segment, digest: bytes) -> Segment:
+    def _applied(
+        self, old: Segment, difference: Segment, digest: bytes, writer: SegmentWriter
+    ) -> Segment:
         """Raises MalformedMessage, or ChecksumMismatch if the result is another segment."""
         assert self._apply_difference is not None
-        writer = SegmentWriter(old.num_bytes)
         try:
             self._apply_difference(old.view(), difference.view(), writer.buffer)
             made = writer.seal()
@@ -263,7 +283,8 @@ class SeriesReader:
     def _fetch_whole(self, record: pb.VersionRecord, wanted: _Wanted, give_up_s: float) -> Segment:
         """One segment, from any server that has it by now."""
         segment = record.segments[wanted.index]
-        staged, back_off = StagedSegment(segment.digest, wanted.chunks), BackOff()
+        staged = StagedSegment(segment.digest, wanted.chunks, wanted.new_writer)
+        back_off = BackOff()
         view = self.view(give_up_s - time.monotonic())
         try:
             while True:

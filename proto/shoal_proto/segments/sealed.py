@@ -180,6 +180,11 @@ class SegmentWriter:
         return is_mapped
 
     @property
+    def descriptor(self) -> int:
+        """Of the memory file."""
+        return self._descriptor
+
+    @property
     def buffer(self) -> memoryview:
         """Writable view of the bytes. Everything made of it must be given up before `seal`."""
         return self._buffer

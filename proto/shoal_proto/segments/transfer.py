@@ -50,10 +50,16 @@ class StagedSegment:
     """A segment on its way to this process: what of it has arrived and was verified counts, also if
     the rest comes over another connection."""
 
-    def __init__(self, digest: bytes, wanted: Sequence[range] = ()) -> None:
+    def __init__(
+        self,
+        digest: bytes,
+        wanted: Sequence[range] = (),
+        new_writer: Callable[[int], SegmentWriter] = SegmentWriter,
+    ) -> None:
         """`wanted`: indices of chunks, in rising order; empty: all. A segment that comes as a
-        descriptor is whole in any case."""
+        descriptor is whole in any case. `new_writer` gives memory for so many bytes."""
         self.digest = digest
+        self._new_writer = new_writer
         self.wanted = wanted
         self.received_bytes = 0
         self.chunk_digests = b""
@@ -65,7 +71,7 @@ class StagedSegment:
         """Take the digests that a holder gave. Raises MalformedMessage or ChecksumMismatch."""
         check_root(of_chunks, num_bytes, self.digest)
         if self._writer is None:
-            self._writer, self.chunk_digests = SegmentWriter(num_bytes), of_chunks
+            self._writer, self.chunk_digests = self._new_writer(num_bytes), of_chunks
 
     @property
     def missing(self) -> list[int]:

@@ -175,6 +175,19 @@ def test_a_version_without_a_lease_is_gone_and_one_with_a_lease_is_not(
             reader.fetch(first)
 
 
+def test_a_reader_that_is_started_again_under_its_name_is_heard_at_once(
+    cluster: ParameterCluster, script: Script, reader: SeriesReader
+) -> None:
+    """However often the process before it has reported."""
+    version = script.publish(b"one", b"more")
+    for _ in range(5):
+        with reader.leased(version.number):
+            pass
+        reader.report(version.number, version.digest)
+    with closing(SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1")) as again:
+        assert contents(again.fetch(again.wait(0, LIMIT_S))) == [b"one", b"more"]
+
+
 def test_another_script_waits_until_the_first_one_has_ended(cluster: ParameterCluster) -> None:
     """Numbers go on, and the one that was replaced publishes nothing any more."""
     with ExitStack() as stack:
@@ -290,6 +303,30 @@ def test_only_the_difference_crosses_a_socket(cluster: ParameterCluster) -> None
         assert contents(found) == [after.tobytes(), b"11"]
         assert [each.digest for each in found] == [each.digest for each in second.segments]
         assert 0 < reader.fetched_bytes - whole_bytes < before.nbytes / 1000
+
+
+def test_versions_arrive_in_the_memory_of_earlier_ones(cluster: ParameterCluster) -> None:
+    """Over a socket, for a reader that keeps no more than a base: three versions later the pages
+    are those of the first. What is fetched for others is memory of its own."""
+    with (
+        closing(Script(cluster)) as script,
+        closing(
+            SeriesReader([cluster.coordinator.grpc], SERIES, "r", may_be_local=False)
+        ) as reader,
+    ):
+        base, places = None, []
+        for _ in range(4):
+            data = os.urandom(2 * CHUNK_BYTES + 6)
+            version = script.publish(data)
+            assert reader.wait(version.number - 1, LIMIT_S) == version
+            found = reader.fetch(version, base=base, reuses_memory=True)
+            assert contents(found) == [data]
+            places.append(os.fstat(found[0].descriptor).st_ino)
+            base = Base(version, found)
+            del found
+        assert places[2:] == places[:2]
+        (apart,) = reader.fetch(version, base=base)
+        assert apart.view() == data and os.fstat(apart.descriptor).st_ino not in places
 
 
 def test_a_wrong_base_gives_the_right_version_all_the_same(cluster: ParameterCluster) -> None:

@@ -145,6 +145,7 @@ class MemoryReader:
         ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None,
         *,
         base: object = None,
+        reuses_memory: bool = False,
     ) -> list[Segment]:
         assert record.number in self._series.leases, "a fetch without a lease"
         numbers = range(len(record.segments)) if segments is None else segments

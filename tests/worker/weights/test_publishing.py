@@ -10,7 +10,7 @@ from support.weights.memory_series import MemorySeries
 from torch import Tensor, nn
 
 from shoal.weights.pieces import HeldWeights, held_by_all
-from shoal.weights.series import Publications, PublishingPlace, SeriesOptions, held_state
+from shoal.weights.series import Publications, PublishingPlace, SeriesOptions, Ticket, held_state
 from shoal_proto.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -109,6 +109,32 @@ def test_the_third_publication_waits_for_the_first(
     series.holds.set()
     third.join(10)
     assert not third.is_alive()
+
+
+def test_a_publication_waits_no_longer_than_its_generation_lasts(series: MemorySeries) -> None:
+    """The rank that is lost has handed in none of its parts. The survivor is to come to its next
+    step, where it goes on to the next generation: those who do not are taken for stuck."""
+    publications = Publications("job/policy", series.connect, SeriesOptions())
+    place = PublishingPlace(number=1, rank=0, world_size=2)
+    tickets = [publications.publish(held(step, step, 0, 2), place) for step in (1, 2)]
+    is_over, found = threading.Event(), list[Ticket]()
+
+    def publish() -> None:
+        found.append(publications.publish(held(3.0, 3, 0, 2), place, is_over=is_over.is_set))
+
+    third = threading.Thread(target=publish)
+    third.start()
+    third.join(0.3)
+    assert third.is_alive()
+    is_over.set()
+    third.join(10)
+    assert not third.is_alive()
+    for ticket in (*tickets, *found):
+        with pytest.raises(PublicationAbandoned):
+            ticket.wait("committed", 10)
+    after = publications.publish(held(4.0, 4), PublishingPlace(number=2, rank=0, world_size=1))
+    assert after.wait("committed", 10).number == 1
+    publications.close()
 
 
 def test_a_publication_that_one_rank_alone_makes_holds_nothing_up(series: MemorySeries) -> None:

@@ -89,7 +89,12 @@ class SessionSeries:
         if model is not None:
             held = held_state(model, step=held.step, rank=rank, world_size=world_size)
         place = PublishingPlace(number=generation.number, rank=rank, world_size=world_size)
-        return self._publications.publish(held, place, metadata)
+        membership = self._controller.membership
+
+        def is_over() -> bool:
+            return membership.failure is not None or membership.is_broken(generation.number)
+
+        return self._publications.publish(held, place, metadata, is_over=is_over)
 
     def _connect(self, place: PublishingPlace) -> Contributor:
         generation = self._generation

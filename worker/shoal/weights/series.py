@@ -37,7 +37,8 @@ part of a rank for ever, and each rank hands in its parts in order."""
 CLOSE_S = 30.0
 """How long the end of a session waits for the publications that are on their way."""
 LOOK_S = 0.1
-"""How often it is asked whether a version is on the disks: servers write at their own pace."""
+"""How often it is asked whether a version is on the disks, which servers write to at their own
+pace, and whether a generation is over."""
 MAX_METADATA_BYTES = 4096
 STEP_PUBLICATIONS = 1 << 16
 """Publications that a step may have."""
@@ -295,18 +296,23 @@ class Publications:
         metadata: Mapping[str, object] | None = None,
         *,
         number: int | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> Ticket:
         """Copy this rank's part, and send it in the background.
 
         `number` rises from publication to publication, equally on all ranks; by default it is made
         of the step. Waits while two publications are on their way, or one of a rank by itself.
+        Once `is_over`, because a rank of this place is lost, nothing is waited for: these and the
+        new publication are abandoned, and the trainer can go on to the next generation.
+
         Raises InvalidSpec for what cannot be published, Overloaded if there is no memory for the
         copy.
         """
         own_metadata = _checked_metadata(metadata)
         part = part_of(held, self.options.dtype)
         self._enter(place)
-        self._await_room()
+        if not self._found_room(is_over):
+            return self._abandoned(held.step)
         writer = self._writers.take(part.num_bytes)
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
         part.copy_into(memory)
@@ -326,12 +332,27 @@ class Publications:
         threading.Thread(target=self._send, args=(publication,), name=name, daemon=True).start()
         return ticket
 
-    def _await_room(self) -> None:
+    def _found_room(self, is_over: Callable[[], bool]) -> bool:
+        """True once another publication may be on its way; False if that never comes."""
         while True:
             self._tickets = [each for each in self._tickets if not each.is_over]
             if len(self._tickets) < len(self._contributors):
-                return
-            self._tickets[0].await_end(CLOSE_S)
+                return True
+            if is_over():
+                return False
+            self._tickets[0].await_end(LOOK_S)
+
+    def _abandoned(self, step: int) -> Ticket:
+        self._drop()
+        ticket = Ticket(0, step)
+        ticket.failed(
+            PublicationAbandoned(
+                f"the generation that was to publish step {step} is over",
+                seen="publications before it that lack the part of a lost rank",
+                expected="the next publication to have the next number",
+            )
+        )
+        return ticket
 
     def _next_number(self, step: int) -> int:
         """Equal on all ranks, which publish behind the same steps, and above all earlier ones."""

@@ -32,6 +32,7 @@ from shoal_proto.errors import (
     VersionGone,
 )
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.segments.reused import ReusedSegment
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.v1 import weights_pb2
 
@@ -161,7 +162,9 @@ class Subscription:
             layout = self._layout_of(record)
             target = None if into is None else Installation(layout, into)
             started_s = time.perf_counter()
-            segments = self._staged(record, None if target is None else target.ranges)
+            # What is installed is copied: nothing but the base refers to the memory it came in.
+            ranges = None if target is None else target.ranges
+            segments = self._staged(record, ranges, reuses_memory=target is not None)
             took_s = time.perf_counter() - started_s
         finally:
             self._reader.release(record.number)
@@ -242,10 +245,14 @@ class Subscription:
         self,
         record: weights_pb2.VersionRecord,
         wanted: Mapping[int, Sequence[tuple[int, int]]] | None,
+        *,
+        reuses_memory: bool,
     ) -> dict[int, Segment]:
         numbers = list(range(len(record.segments))) if wanted is None else sorted(wanted)
         before = self._reader.fetched_bytes
-        found = self._reader.fetch(record, numbers, wanted, base=self._base)
+        found = self._reader.fetch(
+            record, numbers, wanted, base=self._base, reuses_memory=reuses_memory
+        )
         segments = dict(zip(numbers, found, strict=True))
         if wanted is None and self._reader.fetched_bytes > before:
             # Over a network the next version is fetched as a difference to this one. Memory of this
@@ -331,6 +338,8 @@ def memory_of(segment: Segment) -> Tensor:
     """The segment's bytes, without a copy; writing to them changes this process' pages only."""
     if not segment.num_bytes:
         return torch.empty(0, dtype=torch.uint8)
+    if isinstance(segment, ReusedSegment):
+        return torch.frombuffer(segment.memory(), dtype=torch.uint8)
     # Sealed against writing, it can still be mapped for a private copy of what is written to.
     mapped = mmap.mmap(
         segment.descriptor,

@@ -25,10 +25,18 @@ def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
     return [n for n in _unpinned(stored) if n == newest or n in leased]
 
 
-def has_room(stored: StoredSeries, leased: Collection[int]) -> bool:
+def has_room(stored: StoredSeries, leased: Collection[int], may_be_leased: Collection[int]) -> bool:
     """True if another version may be sent: with it there are at most `keep` + 1, pinned ones
-    besides."""
-    return len(bounded_by_keep(stored, leased)) <= stored.head.keep
+    besides.
+
+    `may_be_leased`: the leased ones, and those on which a leader may have granted leases that its
+    successor does not know. The latter are kept beside the `keep` + 1, or training would have to
+    wait for as long as they may last: up to twice as many in all, whatever number of leaders there
+    is in that time.
+    """
+    keep = stored.head.keep
+    in_all = len(bounded_by_keep(stored, may_be_leased))
+    return len(bounded_by_keep(stored, leased)) <= keep and in_all <= 2 * keep + 1
 
 
 def _unpinned(stored: StoredSeries) -> Sequence[int]:

@@ -27,7 +27,7 @@ class ReaderReport:
     fetch_s: float = 0.0
     fetch_bytes: int = 0
     sequence: int = 0
-    """Rises from report to report."""
+    """Rises from report to report, over restarts of the reader too."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,9 @@ class Readers:
         Raises TooManyReaders and InstalledOlder; then its leases are as they were.
         """
         known = self._known.get(report.reader)
-        if known is not None and report.sequence < known.report.sequence:
+        # Once its leases are over, a lower number is that of another process, by another clock.
+        is_recent = known is not None and now_s < known.seen_s + HELD_S
+        if known is not None and is_recent and report.sequence < known.report.sequence:
             # Its answer is for nobody: the reader has asked again since.
             return [], sorted(set(report.leased))
         if report.is_leaving:

@@ -97,8 +97,10 @@ class PublishedSeries:
         self.stored = stored
         """As etcd has it."""
         self.readers = Readers()
-        # Leases that the leader before has granted are not known here. None outlives this.
-        self._keeps_all_until_s = now_s + HELD_S if stored.head.kept else now_s
+        # Leases that the leader before has granted are not known here: they can be on what it has
+        # left, and none outlives this.
+        self._found = frozenset(stored.head.kept)
+        self._keeps_found_until_s = now_s + HELD_S if stored.head.kept else now_s
         self._script = _Script(now_s + HELD_S)
         self._publications: OrderedDict[int, Publication] = OrderedDict()
         self._abandoned = _Abandoned()
@@ -230,7 +232,7 @@ class PublishedSeries:
             self._script = _Script(now_s + HELD_S)
         stored = replace(self.stored, head=options)
         answer: Effect = PublicationBegun(call=event.call, epoch=options.epoch, head=head.number)
-        if not keeping.has_room(stored, self._leased(now_s)):
+        if not keeping.has_room(stored, self.readers.leased(now_s), self._leased(now_s)):
             # The series is the publisher's all the same: who had it before publishes no more.
             answer = self._overloaded(event.call, now_s)
         # What makes room goes first: a successor of this leader would keep it for a while.
@@ -275,7 +277,7 @@ class PublishedSeries:
     def _overloaded(self, call: Call, now_s: float) -> RequestRefused:
         holders = sorted(self.readers.holders_of_leases(now_s), key=lambda each: each[1])
         shown = ", ".join(f"version {number} by {reader}" for reader, number in holders[:8])
-        if now_s < self._keeps_all_until_s:
+        if now_s < self._keeps_found_until_s:
             shown = "leases that another coordinator may have granted before it ended"
         return RequestRefused(
             call=call,
@@ -570,9 +572,9 @@ class PublishedSeries:
         return segments
 
     def _leased(self, now_s: float) -> set[int]:
-        if now_s < self._keeps_all_until_s:
-            return set(self.head.kept)
-        return self.readers.leased(now_s)
+        """Versions on which a reader holds a lease, or may hold one from the leader before."""
+        known = self.readers.leased(now_s)
+        return known | self._found if now_s < self._keeps_found_until_s else known
 
     def _wish_drops(self, now_s: float) -> None:
         if keeping.droppable(self.stored, self._leased(now_s)):

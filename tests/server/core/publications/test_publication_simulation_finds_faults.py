@@ -43,7 +43,7 @@ def a_new_leader_drops_at_once(patch: Patch) -> None:
 
     def init(self: PublishedSeries, name: str, stored: StoredSeries, now_s: float) -> None:
         real(self, name, stored, now_s)
-        self._keeps_all_until_s = now_s
+        self._keeps_found_until_s = now_s
 
     patch.setattr(PublishedSeries, "__init__", init)
 

@@ -263,6 +263,15 @@ def test_a_report_that_was_overtaken_ends_no_lease() -> None:
     assert run.series.readers.leased(run.now_s) == {1}
 
 
+def test_a_reader_by_a_clock_that_was_set_back_is_heard_once_its_old_leases_are_over() -> None:
+    run = Run()
+    run.publish(1)
+    run.series.report(ReaderReport(reader="r", leased=(1,), sequence=2), run.now_s)
+    run.now_s += HELD_S
+    again = ReaderReport(reader="r", leased=(1,), sequence=1)
+    assert run.series.report(again, run.now_s) == ([1], [])
+
+
 def test_a_new_leader_keeps_everything_for_as_long_as_leases_may_last() -> None:
     before = Run()
     for publication in (1, 2):
@@ -275,6 +284,29 @@ def test_a_new_leader_keeps_everything_for_as_long_as_leases_may_last() -> None:
     run.submit(TimePassed())
     run.settle()
     assert run.series.head.kept == (2, 3)
+
+
+def test_a_new_leader_lets_publications_go_on_beside_what_it_found() -> None:
+    """Leases of the leader before may be on what it found, and on nothing else: publications go on
+    beside it, each in the place of the one before. No number of leaders keeps more than twice what
+    one keeps."""
+    stored = StoredSeries()
+    for term in range(8):
+        run = Run(stored)
+        if term:
+            run.now_s += 1.0
+        for publication in range(100 * term + 1, 100 * term + 4):
+            if isinstance(run.begin(), RequestRefused):
+                break
+            run.publish(publication)
+        stored = run.series.stored
+        if term == 1:
+            assert run.series.head.kept == (2, 3, 6)
+        assert len(stored.head.kept) <= 2 * 2 + 2
+    assert isinstance(run.begin(), RequestRefused)
+    run.now_s += HELD_S
+    assert isinstance(run.begin(), PublicationBegun)
+    assert len(run.series.head.kept) == 2
 
 
 def test_a_rollback_is_a_new_version_with_the_old_bytes() -> None:

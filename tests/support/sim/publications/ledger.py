@@ -5,6 +5,7 @@ believes. It checks with code of its own, not with the code that it judges.
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +13,13 @@ from dataclasses import dataclass, field
 from support.sim.virtual_time import Clock
 
 from shoal_proto.v1 import weights_pb2 as pb
+from shoal_server.core.publications.limits import HELD_S
 from shoal_server.core.publications.records import PublishedVersion, Publisher, StoredSeries
 from shoal_server.etcd import keys
 from shoal_server.etcd.records import series as records
+
+BEGUN_BEFORE_S = 60.0
+"""A version may be committed so long after its publication was granted room."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Ledger:
     layouts: dict[bytes, pb.Layout] = field(default_factory=dict)
     copies: dict[tuple[str, bytes], _Copies] = field(default_factory=dict)
     lost: set[tuple[str, int]] = field(default_factory=set)
+    elected_s: float = -math.inf
+    """When the newest leader was elected."""
     num_commits: int = 0
     num_installs: int = 0
     num_drops: int = 0
@@ -148,10 +155,14 @@ class Ledger:
         assert not holding, f"{name}: version {number} was dropped, leased by {holding}"
 
     def _check_bound(self, name: str, new: StoredSeries) -> None:
-        """I10: at most `keep` + 1 models, pinned ones besides."""
+        """I10: at most `keep` + 1 models, pinned ones besides; twice as many while leases of an
+        earlier leader may last."""
         pinned = {v.digest for v in new.versions.values() if v.is_pinned}
         contents = {v.digest for v in new.versions.values()} - pinned
-        assert len(contents) <= new.head.keep + 1, f"{name} keeps {sorted(new.versions)}"
+        most = new.head.keep + 1
+        if self.clock.now_s < self.elected_s + HELD_S + BEGUN_BEFORE_S:
+            most *= 2
+        assert len(contents) <= most, f"{name} keeps {sorted(new.versions)}"
 
     # --- bytes ---
 

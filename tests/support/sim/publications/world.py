@@ -213,7 +213,7 @@ class PublicationWorld:
     def _elect(self, coordinator: SimCoordinator) -> None:
         self.note(f"{coordinator.process.name} is elected")
         self.leader = coordinator
-        self._leader_heard_s = self.clock.now_s
+        self._leader_heard_s = self.ledger.elected_s = self.clock.now_s
         coordinator.lead(self.etcd.elect())
 
     def _tick(self) -> None:

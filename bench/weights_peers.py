@@ -1,0 +1,135 @@
+"""Other systems as entrants of bench/weights.py, in an environment of their own.
+
+    python -m venv bench/.venvs/peers
+    bench/.venvs/peers/bin/python bench/weights_peers.py torchstore 256 4
+    bench/.venvs/peers/bin/python bench/weights_peers.py torchstore-torn 64 2
+
+Takes a line for each round and answers with two numbers: how long the publisher was kept, and how
+long it took until the last of the readers had the model in tensors of its own. `torchstore-torn`
+lets one writer overwrite a key while readers read it, for so many seconds as the line says, and
+answers with the reads and those of them that held tensors of two versions.
+"""
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+import torch
+
+TENSOR_BYTES = 8 * 1024 * 1024
+KEY = "policy"
+
+
+def model_of(mb: int, number: float = 0.0) -> dict[str, torch.Tensor]:
+    count, elements = mb * 1024 * 1024 // TENSOR_BYTES, TENSOR_BYTES // 2
+    shape = (elements // 1024, 1024)
+    return {f"w{i}": torch.full(shape, number, dtype=torch.bfloat16) for i in range(count)}
+
+
+def say(*words: object) -> None:
+    print("told", *words, flush=True)
+
+
+async def torchstore(mb: int, count: int, *, tears: bool) -> None:
+    import torchstore as ts  # noqa: PLC0415 - in this environment alone
+    from monarch.actor import Actor, endpoint  # noqa: PLC0415
+    from torchstore.utils import spawn_actors  # noqa: PLC0415
+
+    class Reader(Actor):
+        def __init__(self, mb: int) -> None:
+            self.target = model_of(mb)
+
+        @endpoint
+        async def fetch(self) -> float:
+            await ts.get_state_dict(KEY, user_state_dict=self.target)
+            return time.monotonic()
+
+        @endpoint
+        async def read_for(self, seconds: float) -> tuple[int, int]:
+            num_reads, num_torn, ends_s = 0, 0, time.monotonic() + seconds
+            while time.monotonic() < ends_s:
+                await ts.get_state_dict(KEY, user_state_dict=self.target)
+                seen = {each.view(-1)[i].item() for each in self.target.values() for i in (0, -1)}
+                num_reads, num_torn = num_reads + 1, num_torn + (len(seen) > 1)
+            return num_reads, num_torn
+
+    await ts.initialize()
+    readers = await spawn_actors(count, Reader, "readers", mb=mb)
+    model = model_of(mb, 1.0)
+    await ts.put_state_dict(model, KEY)
+    say("ready")
+    for number, line in enumerate(sys.stdin):
+        if tears:
+            reading = asyncio.ensure_future(_call(readers.read_for, float(line)))
+            version = 1
+            while not reading.done():
+                version = version % 200 + 1
+                for each in model.values():
+                    each.fill_(version)
+                await ts.put_state_dict(model, KEY)
+                await asyncio.sleep(0)
+            found = await reading
+            say(sum(reads for reads, _ in found), sum(torn for _, torn in found))
+            continue
+        for each in model.values():
+            each.fill_(number % 200)
+        began_s = time.monotonic()
+        await ts.put_state_dict(model, KEY)
+        kept_s = time.monotonic() - began_s
+        say(kept_s, max(await _call(readers.fetch)) - began_s)
+    await ts.shutdown()
+
+
+async def _call(method: Any, *arguments: object) -> list[Any]:
+    """The answers of all actors."""
+    found = await method.call(*arguments)
+    return [answer for _, answer in found.items()]
+
+
+def ray_store(mb: int, count: int) -> None:
+    """As arrays: tensors are pickled one by one."""
+    import ray  # noqa: PLC0415
+
+    ray.init(
+        num_cpus=count + 1,
+        object_store_memory=(3 * mb + 256) << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+
+    @ray.remote
+    class Reader:
+        def __init__(self, mb: int) -> None:
+            self.target = {name: t.view(torch.uint16) for name, t in model_of(mb).items()}
+
+        def fetch(self, holder: list[Any]) -> float:
+            for name, array in ray.get(holder[0]).items():
+                self.target[name].numpy()[:] = array
+            return time.monotonic()
+
+    readers = [Reader.remote(mb) for _ in range(count)]
+    model = {name: t.view(torch.uint16).numpy() for name, t in model_of(mb, 1.0).items()}
+    ray.get([each.fetch.remote([ray.put(model)]) for each in readers])
+    say("ready")
+    for number, _ in enumerate(sys.stdin):
+        for array in model.values():
+            array[:] = number % 200
+        began_s = time.monotonic()
+        held = ray.put(model)
+        kept_s = time.monotonic() - began_s
+        say(kept_s, max(ray.get([each.fetch.remote([held]) for each in readers])) - began_s)
+        del held
+    ray.shutdown()
+
+
+def main() -> None:
+    kind, mb, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if kind == "ray":
+        ray_store(mb, count)
+    else:
+        asyncio.run(torchstore(mb, count, tears=kind == "torchstore-torn"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Memory that segments are received into again and again.
+
+A page that is touched for the first time costs more than the bytes that arrive in it: a reader that
+follows a series over a network receives each version into the pages of an earlier one. Such memory
+is not sealed, so no other process gets it, and nothing outside of its owner may keep a view of it.
+"""
+
+import ctypes
+import os
+import threading
+import weakref
+
+from shoal_proto.segments.digests import chunk_digests
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+
+MAX_IDLE = 2
+"""Memory files that are kept for later, of those that are not in use."""
+_owners: weakref.WeakSet["ReusedMemory"] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    """Forked processes receive into memory of their own."""
+    for owner in list(_owners):
+        owner._forget()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+class ReusedMemory:
+    """Memory files of one owner. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Pages] = []
+        self._is_closed = False
+        _owners.add(self)
+
+    def writer(self, num_bytes: int) -> SegmentWriter:
+        """A writer whose pages have been touched before, if there are such of that size. Raises
+        Overloaded if the system gives no memory."""
+        with self._lock:
+            fitting = [each for each in self._idle if each.num_bytes == num_bytes]
+            # Another size is that of another model, or of other ranks: it does not come back soon.
+            others = [each for each in self._idle if each.num_bytes != num_bytes]
+            pages = fitting.pop() if fitting else None
+            self._idle = fitting
+        for each in others:
+            each.close()
+        return _ReusingWriter(pages or _Pages(num_bytes), self)
+
+    def close(self) -> None:
+        """Give up what is not in use, and the rest as soon as that is so."""
+        with self._lock:
+            idle, self._idle, self._is_closed = self._idle, [], True
+        for each in idle:
+            each.close()
+
+    def _forget(self) -> None:
+        self._lock, self._idle, self._is_closed = threading.Lock(), [], True
+
+    def _give_back(self, pages: "_Pages") -> None:
+        with self._lock:
+            if not self._is_closed and len(self._idle) < MAX_IDLE:
+                self._idle.append(pages)
+                return
+        pages.close()
+
+
+class _Pages(SegmentWriter):
+    """A memory file with its one mapping. `is_touched` once all of it has been written to."""
+
+    is_touched = False
+
+    def window(self) -> "ctypes.Array[ctypes.c_ubyte]":
+        """The bytes once more: views of it keep it alive, and its end is noticed."""
+        assert self._mapped is not None
+        return (ctypes.c_ubyte * self.num_bytes).from_buffer(self._mapped)
+
+
+class ReusedSegment(Segment):
+    """A segment in memory that a later one is received into, once nothing refers to this one."""
+
+    def __init__(
+        self,
+        descriptor: int,
+        window: "ctypes.Array[ctypes.c_ubyte]",
+        of_chunks: bytes,
+        *,
+        is_whole: bool,
+    ) -> None:
+        """Takes the descriptor over."""
+        super().__init__(descriptor, len(window), of_chunks, is_whole=is_whole)
+        self._window: ctypes.Array[ctypes.c_ubyte] | None = window
+
+    def memory(self) -> memoryview:
+        """Writable view of the bytes. It keeps them from being reused."""
+        assert self._window is not None, "closed"
+        return memoryview(self._window).cast("B")
+
+    def view(self) -> memoryview:
+        return self.memory().toreadonly()
+
+    def duplicate(self) -> Segment:
+        assert self._window is not None, "closed"
+        return ReusedSegment(
+            os.dup(self.descriptor), self._window, self.chunk_digests, is_whole=self.is_whole
+        )
+
+    def sealed(self) -> Segment:
+        """A copy in memory of its own, which is not reused."""
+        writer = SegmentWriter(self.num_bytes)
+        writer.buffer[:] = self.view()
+        return writer.seal(self.chunk_digests, is_whole=self.is_whole)
+
+    def close(self) -> None:
+        super().close()
+        self._window = None
+
+
+class _ReusingWriter(SegmentWriter):
+    """Fills pages that go back to their owner with the end of the last view of them."""
+
+    def __init__(self, pages: _Pages, owner: ReusedMemory) -> None:
+        self.num_bytes = pages.num_bytes
+        self._pages: _Pages | None = pages
+        window = pages.window() if pages.num_bytes else (ctypes.c_ubyte * 0)()
+        weakref.finalize(window, owner._give_back, pages).atexit = False
+        self._window: ctypes.Array[ctypes.c_ubyte] | None = window
+        self._buffer = memoryview(window).cast("B")
+
+    def populate(self, start: int, num_bytes: int) -> bool:
+        assert self._pages is not None
+        return self._pages.is_touched or self._pages.populate(start, num_bytes)
+
+    def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
+        """The bytes as a segment; sealed they are not, since they are this process' alone."""
+        pages, window = self._pages, self._window
+        assert pages is not None and window is not None
+        if of_chunks is None:
+            of_chunks = chunk_digests(self._buffer)
+        pages.is_touched = pages.is_touched or is_whole
+        descriptor = os.dup(pages.descriptor)
+        self.close()
+        return ReusedSegment(descriptor, window, of_chunks, is_whole=is_whole)
+
+    def close(self) -> None:
+        self._pages, self._window, self._buffer = None, None, memoryview(b"")
