@@ -1,4 +1,4 @@
-"""Optimizer steps on a shard, by the kernels that `torch.optim` uses with `fused=True`."""
+"""Optimizer steps on a shard, with the kernels that `torch.optim` uses with `fused=True`."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from shoal_server.parameters.optimizers.sgd import Sgd
 
 
 def new_optimizer(spec: OptimizerSpec, group: int, blocks: Sequence[Tensor]) -> ShardOptimizer:
-    """The optimizer of a shard in parameter group `group`; `check_spec` has passed."""
+    """Make the optimizer of a shard in parameter group `group`. `spec` has passed `check_spec`."""
     hyper = spec.groups[group]
     if spec.kind == "sgd":
         return Sgd(hyper, blocks)

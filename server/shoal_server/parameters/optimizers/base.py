@@ -1,10 +1,10 @@
-"""What every optimizer of a shard can do, and how its state lies beside the values.
+"""The interface of a shard's optimizer, and the layout of its state.
 
-The kernels get one view a block, not the flat tensor: they round the last elements of a tensor in
-another way than the rest, and each block ends where its parameter ends or at a multiple of the
+The kernels get one view per block, not the flat tensor: they round the last elements of a tensor
+differently from the rest, and each block ends where its parameter ends or at a multiple of the
 vector width. So the result equals that of `torch.optim.X(..., fused=True)` to the last bit, and
 that of torch's default on CPU (not fused) to within rounding; SGD on 16-bit types equals the
-default to the last bit. It also lets a block sit out a step.
+default to the last bit. Views per block also allow a step without some blocks.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from shoal_server.parameters.optimizers.tensors import StatefulRule
 
 
 class ShardOptimizer(StatefulRule, Protocol):
-    """Holds the optimizer's state of one shard, beside the values that it updates.
+    """An optimizer with its state for one shard.
 
-    Its state has torch's names; flat like the values, but for one `step` a block.
+    The state has torch's names. Its tensors are flat like the values, except `step`, which has one
+    element per block.
     """
 
     def step(
@@ -28,9 +29,9 @@ class ShardOptimizer(StatefulRule, Protocol):
         lr: float,
         momentum: float | None = None,
     ) -> None:
-        """Update the named blocks in place. `gradients` has one tensor a named block.
+        """Update the named blocks in place. `gradients` has one tensor per named block.
 
-        `momentum` stands in for SGD's own; the others do not look at it.
+        `momentum` replaces SGD's own; other optimizers ignore it.
         """
         ...
 
@@ -41,6 +42,6 @@ class StepsWhole(Protocol):
     result to the last bit."""
 
     def step_whole(self, gradient: Tensor, lr: float, momentum: float | None = None) -> bool:
-        """Update every block in place; `gradient` has them one after the other. False, and then
-        nothing has changed, where they have to be updated one by one."""
+        """Update every block in place; `gradient` has them one after the other. Returns False
+        without a change if the blocks have to be updated one by one."""
         ...

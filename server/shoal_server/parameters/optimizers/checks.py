@@ -1,4 +1,4 @@
-"""Which settings the kernels can run: the same rules as those of `torch.optim`."""
+"""Checks of optimizer settings, with the same rules as `torch.optim`."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ KINDS = ("sgd", "adagrad", "adam", "adamw", "outer")
 
 
 def check_spec(spec: OptimizerSpec, num_groups: int) -> None:
-    """Raise UnsupportedOptimizer or InvalidSpec for what no kernel can run, or for a schedule or
-    staleness policy that is out of range."""
+    """Raise UnsupportedOptimizer or InvalidSpec for settings that no kernel can run, or a schedule
+    or staleness policy that is out of range."""
     if spec.kind not in KINDS:
         raise UnsupportedOptimizer(
             "no such optimizer on the parameter server",

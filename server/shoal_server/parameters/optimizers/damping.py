@@ -1,22 +1,22 @@
-"""How an optimizer is slowed down for a gradient that others' updates have overtaken.
+"""Damping: smaller steps for stale gradients.
 
 Updates that are applied `staleness` versions late act like momentum (Mitliagkas et al. 2016,
 "Asynchrony begets Momentum", arXiv:1605.09774), and they narrow what is stable: gradient descent
 delayed by s updates diverges from a rate of 2 sin(pi / (2 (2 s + 1))) / curvature on, where without
 delay it is 2 / curvature (Levin and May 1976, "A note on difference-delay equations"): about 1.6
-times 1 / (2 s + 1) of it. So for SGD the effective rate, lr / (1 - momentum), is divided by
-2 s + 1: momentum is lowered first, since delay stands in for it; where none is left, the rate is.
+times 1 / (2 s + 1) of it. So for SGD the effective rate, lr / (1 - momentum), is divided by 2 s +
+1: momentum is lowered first, since delay acts like it; when none is left, the rate is lowered.
 
-DiLoCo's outer step is SGD on rounds instead of gradients, and each of s + 1 members pushes its own,
-where the rate and momentum are meant for the mean of all. A round may go all the way to where its
-loss is least, as a gradient of curvature 1 would; delayed by s, that bears no effective rate above
-2 sin(pi / (2 (2 s + 1))). So it is at most 1 / (s + 1): each round's share of their mean.
+DiLoCo's outer step is SGD on rounds instead of gradients. Each of s + 1 members pushes its own
+round, while rate and momentum are meant for the mean of all. A round may go all the way to its
+minimum, as a gradient of curvature 1 would; delayed by s, that is unstable above an effective rate
+of 2 sin(pi / (2 (2 s + 1))). So it is at most 1 / (s + 1): each round's share of their mean.
 
-The steps of Adam and Adagrad do not grow with the gradient. For them the rate is divided by
-sqrt(1 + s): the square-root rule by which adaptive rates follow the size of a batch (Malladi et al.
-2022, arXiv:2205.10287), s + 1 members' gradients standing for one.
+The steps of Adam and Adagrad do not grow with the gradient. For them the rate is divided by sqrt(1
++ s): the square-root rule for adaptive optimizers and batch size (Malladi et al. 2022,
+arXiv:2205.10287), with the gradients of s + 1 members as one batch.
 
-A gradient that is not stale gets exactly the step that was asked for.
+A gradient that is not stale is not damped at all.
 """
 
 import math
@@ -25,18 +25,18 @@ from typing import NamedTuple
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
 
 LEAST_MOMENTUM = 1e-6
-"""Not 0: with it the momentum buffer goes on to follow the gradients."""
+"""Not 0, so that the momentum buffer still follows the gradients."""
 
 
 class Damping(NamedTuple):
     rate: float
-    """What the learning rate is multiplied by."""
+    """Factor of the learning rate."""
     momentum: float
-    """In place of the optimizer's own."""
+    """Momentum to use instead of the optimizer's own."""
 
 
 def damping(kind: str, hyper: HyperParameters, staleness: int) -> Damping:
-    """What a gradient of that staleness, in updates, is stepped on with."""
+    """Return rate factor and momentum for a gradient of that staleness, in updates."""
     if not staleness:
         return Damping(1.0, hyper.momentum)
     if kind == "outer":
@@ -54,7 +54,7 @@ def damping(kind: str, hyper: HyperParameters, staleness: int) -> Damping:
 def _outer(hyper: HyperParameters, staleness: int) -> Damping:
     asked = hyper.lr / (1 - hyper.momentum)
     effective = min(asked / (2 * staleness + 1), 1 / (1 + staleness))
-    # Momentum is lowered first; what is below the rate without any is the rate's part.
+    # Momentum is lowered first; the rate is lowered only if that is not enough.
     left = 1 - hyper.lr / effective if effective > hyper.lr else 0.0
     left = max(left, min(LEAST_MOMENTUM, hyper.momentum))
     return Damping(effective * (1 - left) / hyper.lr, left)

@@ -1,9 +1,9 @@
-"""The outer step of DiLoCo, for members who step by themselves and push how far they have come.
+"""The outer step of DiLoCo, for members that step locally and push the change of their values.
 
 Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models",
-arXiv:2311.08105. What is pushed stands in for a gradient: the values that a member began its round
-with, less those that its own optimizer has reached. The step on it is SGD with momentum, Nesterov's
-or not; 16-bit values are stepped in float32.
+arXiv:2311.08105. The pushed change takes the place of a gradient: the values at the start of a
+member's round, minus those that its own optimizer has reached. The step on it is SGD with momentum,
+Nesterov's or not; 16-bit values are stepped in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from shoal_server.parameters.optimizers.tensors import beside, copy_state, wide
 
 
 class Outer:
-    """One operation after the other, each rounded by itself, so that the result is that of the
-    members' own outer step (strategy "diloco") to the last bit."""
+    """SGD in separate operations, each rounded by itself, so that the result equals the members'
+    own outer step (strategy "diloco") to the last bit."""
 
     def __init__(self, hyper: HyperParameters, blocks: Sequence[Tensor]) -> None:
         self._hyper = hyper
@@ -37,7 +37,7 @@ class Outer:
         for b, gradient in zip(blocks, gradients, strict=True):
             ahead = gradient.to(wide(gradient.dtype))
             if self._buffers:
-                # It starts at 0, so the first step needs no case of its own.
+                # The buffer starts at 0, so the first step is no special case.
                 velocity = self._buffers[b].mul_(momentum).add_(ahead)
                 ahead = ahead + velocity * momentum if self._hyper.nesterov else velocity
             value = self._blocks[b]

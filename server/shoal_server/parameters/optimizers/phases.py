@@ -1,4 +1,4 @@
-"""The learning rates of the classes of `torch.optim.lr_scheduler`, rounded as theirs are."""
+"""The learning rates of classes of `torch.optim.lr_scheduler`, equal to the last bit."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,22 +10,23 @@ MAX_MILESTONES = 4096
 
 
 class ConstantRate:
-    """A phase as it is where a schedule changes nothing; the classes below say where it does."""
+    """A phase with a constant rate; subclasses override what changes it."""
 
     def expected(self) -> str:
-        """What is expected of settings that are out of range; empty if they are not."""
+        """Return what is expected of settings that are out of range; empty if they are valid."""
         return ""
 
     def opening(self, base: float) -> float:
-        """The rate of the very first update."""
+        """Return the rate of the schedule's first update, if this is the first phase."""
         return base
 
     def taking_over(self, base: float) -> float:
-        """The rate of its first update, as a later phase: torch uses another formula there."""
+        """Return the rate of the phase's first update, if it is a later phase: torch's formula
+        differs."""
         return self.opening(base)
 
     def following(self, since: int, base: float, lr: float) -> float:
-        """The rate after `since` updates of the phase, 1 or more, from the one before."""
+        """Return the rate after `since` updates of the phase, 1 or more, from the previous rate."""
         return lr
 
 
@@ -128,7 +129,7 @@ class Cosine(ConstantRate):
 
     def following(self, since: int, base: float, lr: float) -> float:
         half = self._half_period
-        # At the lowest point the rate before cannot tell how to go up again.
+        # After the lowest point the recursion would divide by 0.
         if (since - 1 - half) % (2 * half) == 0:
             return lr + (base - self._low) * (1 - math.cos(math.pi / half)) / 2
         now = 1 + math.cos(math.pi * since / half)
@@ -147,7 +148,7 @@ _KINDS: Mapping[str, Callable[[Any], ConstantRate]] = {
 
 
 def running(phase: pb.Phase) -> ConstantRate | None:
-    """What the message stands for; None if it says nothing."""
+    """Return the phase of a message; None if its kind is not set."""
     kind = phase.WhichOneof("kind")
     return None if kind is None else _KINDS[kind](getattr(phase, kind))
 

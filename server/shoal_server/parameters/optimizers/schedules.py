@@ -1,8 +1,8 @@
-"""Learning rates that change with the number of updates, as those of `torch.optim.lr_scheduler`.
+"""Learning rates that change with the number of updates, as in `torch.optim.lr_scheduler`.
 
-torch computes most of them from the one before, so they are more than a function of the number: to
-have its very bits, the rate is kept and moved along with each update. It is part of the shard's
-state, or a copy would have to go through all updates again.
+torch computes most rates from the previous rate. To be equal to the last bit, the rate is stored
+and advanced with each update. It is part of the shard's state: otherwise a backup would have to
+repeat all updates to know it.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class RunningSchedule:
     """The learning rate of one shard, from update to update."""
 
     def __init__(self, schedule: Schedule, base_lr: float) -> None:
-        """`check_schedule` has passed. Without phases the rate stays `base_lr`."""
+        """`schedule` has passed `check_schedule`. Without phases the rate stays `base_lr`."""
         found = ((phase.num_updates, running(phase)) for phase in schedule.phases)
         self._phases = [(lasts, phase) for lasts, phase in found if phase is not None]
         self._base = base_lr
@@ -31,11 +31,11 @@ class RunningSchedule:
 
     @property
     def lr(self) -> float:
-        """Of the next update."""
+        """The rate of the next update."""
         return float(self._lr[0]) if self._phases else self._base
 
     def advance(self, num_updates: int) -> None:
-        """So many updates have been applied now: one more than at the last call."""
+        """Set the rate after `num_updates` updates: one more than at the last call."""
         if not self._phases:
             return
         since = num_updates
@@ -49,16 +49,18 @@ class RunningSchedule:
         )
 
     def state(self) -> Mapping[str, Tensor]:
-        """Not copied."""
+        """Return the state, not copied."""
         return {"lr": self._lr} if self._phases else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave. Raises InternalError if that was another schedule's."""
+        """Continue from what `state` returned. Raises InternalError if another schedule returned
+        it."""
         copy_state(self.state(), state)
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise InvalidSpec for one that torch would refuse, or that gives no rate from 0 up."""
+    """Raise InvalidSpec if torch would refuse the schedule, or a rate would be negative or not
+    finite."""
     if len(schedule.phases) > MAX_PHASES:
         raise InvalidSpec(
             "the schedule is too long",

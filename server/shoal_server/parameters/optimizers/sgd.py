@@ -36,7 +36,7 @@ class Sgd:
         if self._momentum is None:
             self._run(values, gradients, (), rates, is_first_step=False)
             return
-        # The kernel takes "first step" for all its tensors at once; blocks start one by one.
+        # The kernel's `is_first_step` holds for all its tensors, but blocks start separately.
         for is_first_step in (True, False):
             chosen = [i for i, b in enumerate(blocks) if (self._steps[b] == 0) is is_first_step]
             if chosen:
@@ -62,7 +62,7 @@ class Sgd:
         return True
 
     def _rates(self, lr: float, momentum: float | None) -> tuple[float, float]:
-        """The learning rate and the momentum."""
+        """Return the learning rate and the momentum."""
         if self._momentum is None:
             return lr, 0.0
         return lr, self._hyper.momentum if momentum is None else momentum
@@ -100,8 +100,8 @@ class Sgd:
         rates: tuple[float, float],
         is_first_step: bool,
     ) -> None:
-        """For 16-bit types: torch's fused kernel leaves most of such a tensor as it was (seen with
-        2.13 on CPU; only the last elements, beyond whole vectors, are updated)."""
+        """Step on 16-bit types: torch's fused kernel leaves most of such a tensor unchanged (seen
+        with 2.13 on CPU; only the last elements, beyond whole vectors, are updated)."""
         lr, momentum = rates
         slots: list[Tensor | None] = [None] * len(values)
         if buffers and not is_first_step:

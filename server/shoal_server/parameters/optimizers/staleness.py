@@ -1,17 +1,17 @@
-"""What is done about gradients that were computed on values which others have changed since.
+"""Staleness policies: treatment of gradients whose base values others have changed since.
 
-Staleness is the number of updates that a gradient does not know of. A policy may let it be, divide
-the learning rate by it, slow the optimizer down (`damping`), refuse what is too stale, or correct
-the gradient:
+Staleness is the number of updates applied since the values that a gradient was computed on. A
+policy may ignore it, divide the learning rate by it, damp the optimizer (`damping`), refuse
+gradients that are too stale, or correct the gradient:
 
 Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation",
 arXiv:1609.08326, adds the first term of the gradient's Taylor series, with the square of the
-gradient in the place of the Hessian: g + lambda * g * g * (w_now - w_then). Where lambda is
-adaptive, it is an element's own: lambda_0 / sqrt(m + epsilon), m being the running mean of g * g.
+gradient in place of the Hessian: g + lambda * g * g * (w_now - w_then). An adaptive lambda differs
+per element: lambda_0 / sqrt(m + epsilon), where m is the running mean of g * g.
 
-The values of then come with the gradient, from the member that computed it. The paper's server
-keeps them for each member instead: that is a copy of the model a member, which would have to be
-replicated, moved and put into snapshots with the shard.
+The member sends w_then along with the gradient. The paper's server keeps it for each member
+instead: that is a copy of the model per member, which would have to be replicated, moved and put
+into snapshots with the shard.
 """
 
 import math
@@ -30,7 +30,7 @@ KINDS = ("", "none", "scale", "damp", "compensate")
 
 
 class Staleness:
-    """The policy of one shard, and what it keeps from push to push."""
+    """The policy of one shard, with its state."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class Staleness:
         hyper: HyperParameters,
         blocks: Sequence[Tensor],
     ) -> None:
-        """`check_policy` has passed. `kind` is the optimizer's, `blocks` are the shard's values,
-        only ever read here."""
+        """`policy` has passed `check_policy`. `kind` is the optimizer's; `blocks` are the shard's
+        values, which are not changed here."""
         self._policy = policy
         self._kind = kind
         self._hyper = hyper
         self._blocks = blocks
-        # An objective that is to grow has the gradient of its negative.
+        # If the objective is maximized, the gradient has the opposite sign.
         self._strength = -policy.strength if hyper.maximize else policy.strength
         self._square: Tensor | None = None
         self._squares: Sequence[Tensor] = ()
@@ -54,11 +54,11 @@ class Staleness:
 
     @property
     def needs_base(self) -> bool:
-        """Whether the values that a gradient was computed on have to come with it."""
+        """True if a push must carry the values that its gradient was computed on."""
         return self._policy.kind == "compensate"
 
     def admit(self, staleness: int, shard_id: int) -> None:
-        """Raise StalePush for what is beyond the bound."""
+        """Raise StalePush if the staleness is beyond the bound."""
         if self._policy.HasField("bound") and staleness > self._policy.bound:
             raise StalePush(
                 f"the gradient for shard {shard_id} is too stale",
@@ -68,13 +68,13 @@ class Staleness:
             )
 
     def scale(self, lr: float, staleness: int) -> float:
-        """The learning rate for a push of that staleness."""
+        """Return the learning rate for a push of that staleness."""
         if self._policy.kind == "damp":
             return lr * damping(self._kind, self._hyper, staleness).rate
         return lr / max(1, staleness) if self._policy.kind == "scale" else lr
 
     def momentum(self, staleness: int) -> float:
-        """SGD's momentum for a push of that staleness."""
+        """Return SGD's momentum for a push of that staleness."""
         if self._policy.kind == "damp":
             return damping(self._kind, self._hyper, staleness).momentum
         return self._hyper.momentum
@@ -86,11 +86,10 @@ class Staleness:
         bases: Sequence[Tensor],
         staleness: int,
     ) -> Sequence[Tensor]:
-        """The gradients to step on. `bases` has the values of then, one tensor a named block.
+        """Return the gradients to step on. `bases` has the base values, one tensor per named block.
 
-        An element whose correction is too large for its type stays as it came.
-        Each operation is rounded by itself: the result does not depend on how a tensor is cut
-        among threads.
+        An element whose correction overflows its type is not corrected. Each operation is rounded
+        by itself, so that the result does not depend on how threads share a tensor.
         """
         if not self.needs_base:
             return gradients
@@ -111,16 +110,17 @@ class Staleness:
         return corrected or gradients
 
     def state(self) -> Mapping[str, Tensor]:
-        """Not copied."""
+        """Return the state, not copied."""
         return {} if self._square is None else {"mean_square": self._square}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave. Raises InternalError if that was another policy's."""
+        """Continue from what `state` returned. Raises InternalError if another policy returned
+        it."""
         copy_state(self.state(), state)
 
 
 def check_policy(policy: StalenessPolicy) -> None:
-    """Raise InvalidSpec for a policy that there is not, or that is out of range."""
+    """Raise InvalidSpec for an unknown policy, or one that is out of range."""
     if policy.kind not in KINDS:
         raise InvalidSpec(
             "no such staleness policy",

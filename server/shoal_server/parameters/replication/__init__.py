@@ -1,1 +1,1 @@
-"""Copies of shards on other servers: streams to backups, failover, handing over, recovery."""
+"""Replication of shards: streams to backups, failover, handover, recovery from the journal."""

@@ -1,4 +1,4 @@
-"""Waiting until an update is as safe as its sender asked for."""
+"""Acknowledgements: wait until an update is as safe as its sender asked for."""
 
 import asyncio
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
-    """The token of one who waits."""
+    """The token of one call that waits for its acknowledgement."""
 
     replica: ShardReplica
     answered: "asyncio.Future[Any]"
-    """Its result is the answer, or the error that makes it impossible."""
+    """Resolves to `answer`, or to the error that makes it impossible."""
     answer: object
 
 
 class Acknowledgements:
-    """Lives on the event loop."""
+    """Waits for acknowledgements of the replication core. Lives on the event loop."""
 
     def __init__(self, driver: CoreDriver) -> None:
         self._driver = driver
@@ -40,7 +40,7 @@ class Acknowledgements:
     def is_there(
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
     ) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return at once."""
         core = self._driver.core
         led = core.led((replica.job, replica.shard_id))
         return (
@@ -54,7 +54,8 @@ class Acknowledgements:
     async def wait(
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
     ) -> None:
-        """Return once a version of a shard is as safe as that. Raises what makes it impossible."""
+        """Return once a version of a shard is safe to that level. Raises the error that makes it
+        impossible."""
         waiter = self._ask(replica, version, level, None)
         try:
             outcome = await waiter.answered
@@ -71,7 +72,8 @@ class Acknowledgements:
         level: Acknowledgement.ValueType,
         answer: AnswerT,
     ) -> "asyncio.Future[AnswerT | ShoalError]":
-        """`answer` once `wait` would return, or what that would raise."""
+        """Return a future of `answer`, done once `wait` would return, or of the error that it would
+        raise."""
         return self._ask(replica, version, level, answer).answered
 
     def _ask(
@@ -87,7 +89,7 @@ class Acknowledgements:
         return waiter
 
     def check_lease(self) -> None:
-        """Raise Unavailable while this server may have been taken for dead."""
+        """Raise Unavailable while this server may have been declared dead."""
         if not self._driver.core.may_acknowledge(self._loop.time()):
             raise self._fenced()
 

@@ -1,4 +1,4 @@
-"""Having copies compared with what is led here, a piece every now and then."""
+"""Comparison of backups with the shards that this server leads, piece by piece, all the time."""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,11 +16,12 @@ from shoal_server.parameters.shard.workers import Runner
 log = structlog.get_logger(__name__)
 
 COMPARE_EACH_S = 0.25
-"""One piece of a MiB, of one shard after the other: 14 GB an hour and server."""
+"""Interval between two pieces of 1 MiB, of one shard after the other: 14 GB an hour per server."""
 
 
 class Comparing:
-    """Lives on the event loop. What is pushed to all the time is looked at between two pushes."""
+    """Has followers compare pieces. Digests are taken between two pushes. Lives on the event
+    loop."""
 
     def __init__(self, catalog: Catalog, links: OutgoingLinks, run: Runner) -> None:
         self._catalog = catalog

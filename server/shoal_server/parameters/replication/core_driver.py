@@ -1,4 +1,4 @@
-"""Carries what happens to the replication core, and what it wants done to those who do it."""
+"""The driver of the replication core: passes events to it, and its effects to their handlers."""
 
 import asyncio
 from collections import deque
@@ -11,19 +11,20 @@ from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.parameters.replication.wire.frames import Arrived
 
 TIMED_WITHIN_S = 0.002
-"""So much later than it is due, at most, is dealt with what comes due by what has just happened."""
+"""Most delay of a timer that an event has just set: the timer is set once for many events."""
 
 Handlers = Mapping[type, Callable[[Any], None]]
-"""What to do about each kind of effect. Returns at once: what takes time is told as an event."""
+"""The handler of each kind of effect. It returns at once; the result of longer work is an event."""
 
 
 class CoreDriver:
-    """Lives on the event loop. One event is dealt with, effects and all, before the next one."""
+    """Drives the core: handles an event with all its effects before the next. Lives on the event
+    loop."""
 
     def __init__(self, core: ReplicationCore) -> None:
         self.core = core
         self.arrived: Arrived | None = None
-        """What came with the request that is being dealt with."""
+        """The request that is being handled, with its data; None: the event is no request."""
         self._loop = asyncio.get_running_loop()
         self._handlers: dict[type, Callable[[Any], None]] = {}
         self._waiting: deque[tuple[Event, Arrived | None]] = deque()
@@ -34,17 +35,18 @@ class CoreDriver:
         self._wakes_s = float("inf")
 
     def carry_out(self, handlers: Handlers) -> None:
-        """From now on these effects are done so."""
+        """Register handlers of effects."""
         self._handlers.update(handlers)
 
     def close(self) -> None:
-        """Nothing happens by itself any more."""
+        """Stop the timer."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
 
     def tell(self, event: Event, arrived: Arrived | None = None) -> None:
-        """Something has happened. From within an effect: it is dealt with right behind it."""
+        """Handle an event. If called from a handler, the event is handled right after the current
+        one."""
         self._waiting.append((event, arrived))
         if self._is_stepping:
             return
@@ -55,7 +57,7 @@ class CoreDriver:
         finally:
             self._is_stepping = False
         if not self._is_timer_due:
-            # Once for many events, and behind what somebody waits for.
+            # Once for many events, and after work that calls wait for.
             self._is_timer_due = True
             self._loop.call_later(TIMED_WITHIN_S, self._set_timer)
 

@@ -1,9 +1,8 @@
-"""Work on large shards that makes room for whoever pushes.
+"""Work on large shards that yields to pushes.
 
-A shard on its way to another server is gigabytes of work, one chunk after the other, and nobody
-waits for it but the redundancy of one shard. What a chunk costs others is how late the event loop
-gets to those who have something to do; so after each chunk there is a rest, in proportion to how
-late the loop got to the chunk itself. On an idle machine there is next to none.
+Copying a shard to another server is gigabytes of work, chunk by chunk, and no call waits for it. A
+chunk costs others a delay of the event loop; so each chunk is followed by a rest in proportion to
+how late the loop resumed after it. On an idle machine the rest is next to nothing.
 """
 
 import asyncio
@@ -16,16 +15,16 @@ from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
 T = TypeVar("T")
 
 LARGE = INLINE_BYTES + 1
-"""Bytes of work that is always done by a thread."""
+"""A size of work that always runs in a thread."""
 RESTS = 4
-"""Times that long. At 1 ms, which is what a loop takes that has others to serve, a chunk of 2 ms
-takes no more than a third of a core."""
+"""Length of a rest in multiples of the loop's delay. At 1 ms, the delay of a busy loop, chunks of 2
+ms take no more than a third of a core."""
 MAX_REST_S = 0.01
-"""However busy the machine is, a shard comes to its copy: 1 GB in about 8 s."""
+"""Bound on a rest: however busy the machine is, 1 GB is copied in about 8 s."""
 
 
 async def giving_way(run: Runner, work: Callable[[], T]) -> T:
-    """The result of work in a thread, after the rest that follows it."""
+    """Run `work` in a thread, rest, and return its result."""
 
     def timed() -> tuple[T, float]:
         return work(), time.monotonic()

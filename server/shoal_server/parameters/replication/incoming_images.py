@@ -1,4 +1,4 @@
-"""Shards on their way to here, made of their chunks as these come in."""
+"""Incoming images: shards that are built from their chunks as these come in."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -32,14 +32,14 @@ class _Incoming:
     header: pb.CutHeader
     chunks: "asyncio.Queue[Arrived]" = field(default_factory=asyncio.Queue)
     state: AnyShard | None = None
-    """Once all of it is there."""
+    """The shard, once all chunks have come."""
     is_adopted: bool = False
     task: "asyncio.Task[None] | None" = None
 
 
 class IncomingImages:
-    """Lives on the event loop. Of each shard at most one; `run` does work without holding the loop
-    up."""
+    """Builds at most one image of each shard. `run` does work off the event loop, on which this
+    lives."""
 
     def __init__(
         self, driver: CoreDriver, *, catalog: Catalog, memory: Memory, run: Runner
@@ -56,7 +56,7 @@ class IncomingImages:
         await self._tasks.close()
 
     def is_coming(self, key: Key, image: int) -> bool:
-        """Whether chunks of that image are waited for."""
+        """True if chunks of that image are expected."""
         coming = self._coming.get(key)
         return coming is not None and coming.image == image
 
@@ -85,7 +85,7 @@ class IncomingImages:
         except ShoalError as error:
             self._failed(coming, str(error), is_full=isinstance(error, Overloaded))
         except Exception as error:
-            # It is data of another process: whatever is wrong with it concerns this image alone.
+            # The data come from another process: an error in them concerns this image alone.
             log.exception("image_failed", job=coming.key[0], shard_id=coming.key[1])
             self._failed(coming, repr(error), is_full=False)
 
@@ -114,10 +114,10 @@ class IncomingImages:
                 claim.became(more_bytes)
 
     def take(self, effect: Adopt) -> ShardReplica:
-        """The shard that an image has become, as a copy."""
+        """Return the shard that a complete image has become, as a backup."""
         coming = self._coming.pop(effect.key)
         if coming.state is None:
-            raise InternalError("an image is kept that is not whole", seen=str(effect))
+            raise InternalError("an image is adopted that is not complete", seen=str(effect))
         coming.is_adopted = True
         return ShardReplica(effect.key[0], coming.state, ReplicaRole.BACKUP, effect.epoch)
 

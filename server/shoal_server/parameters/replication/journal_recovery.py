@@ -1,7 +1,7 @@
-"""After a crash: leading again, from this server's journal, what nobody else has in memory.
+"""Recovery after a crash: leads shards from this server's journal that no server has in memory.
 
-What is claimed, and when, the replication core decides (`journal_claims.py` there); here etcd is
-asked for what it has to know.
+The replication core decides what is claimed, and when (its `journal_claims.py`); this module reads
+from etcd what the core has to know.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ LOOK_LATER_EACH_S = 1.0
 
 
 class JournalRecovery:
-    """Lives on the event loop."""
+    """Feeds the core's claims. Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, replicas: ShardReplicas, limits: ReplicationLimits
@@ -38,12 +38,12 @@ class JournalRecovery:
         self._disowning = DiskDisowning(store, replicas, limits)
 
     async def at_once(self, found: Sequence[Recovered[AnyShard]], within_s: float) -> None:
-        """Lead what the last process of this server led and of which no backup in step is left;
-        such a backup has more, and takes over by itself.
+        """Lead the shards that this server's last process led and of which no backup in step is
+        left. Such a backup would have more, and takes over by itself.
 
-        To be called before this server is registered: others see a shard come back then, and not
-        one that nobody has. Backups that etcd still lists may be dead as well: their leases are
-        waited for, `within_s` at most.
+        Call this before the server is registered: then others see a shard that is back, not one
+        that nobody has. Backups that etcd still lists may be dead as well: this waits for their
+        leases to end, `within_s` at most.
         """
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + within_s
@@ -62,8 +62,8 @@ class JournalRecovery:
         log.info("journal_recovered", num_led=num_led, num_open=num_open)
 
     async def later(self) -> None:
-        """Go on as long as this server runs: others that had a shard may turn out to be gone, of
-        which this journal has something."""
+        """Go on as long as this server runs: other servers that had a shard may turn out to be
+        dead, and this journal may have that shard."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:
@@ -87,8 +87,8 @@ class JournalRecovery:
 
 
 class DiskDisowning:
-    """Says so in the records where this server's disk should have a shard and has it not. Lives on
-    the event loop."""
+    """Corrects records that say that this server's disk has a shard which it has not. Lives on the
+    event loop."""
 
     def __init__(
         self, store: KeyValueStore, replicas: ShardReplicas, limits: ReplicationLimits
@@ -98,7 +98,7 @@ class DiskDisowning:
         self._decision = Disowning(replicas.me, limits)
 
     async def look(self, on_disk: Collection[Key] = ()) -> None:
-        """Compare what the journal has with the records. Raises what the store raises."""
+        """Compare the records with the journal. Raises what the store raises."""
         replicas, loop = self._replicas, asyncio.get_running_loop()
         asked_s = loop.time()
         missing = {
@@ -123,8 +123,8 @@ class DiskDisowning:
                 await replicas.change_assignments(job, gone, partial(_unless_changed, gone))
 
     async def look_for_ever(self) -> None:
-        """As long as the server runs, for one without a journal: of a process that had its id and
-        may be alive, it is known later that it is not."""
+        """Repeat `look` as long as the server runs, if it has no journal: an earlier process with
+        its id may be alive at first, and be known to be dead later."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:
@@ -136,7 +136,7 @@ class DiskDisowning:
 def _unless_changed(
     wanted: Mapping[int, tuple[ShardAssignment, ShardAssignment]], found: ShardAssignment
 ) -> ShardAssignment:
-    """Where somebody wrote the record since it was looked at, the disk may have the shard by now:
-    it is looked at anew."""
+    """Return the corrected record, unless somebody has written it since it was read: then the disk
+    may have the shard by now, and the next `look` decides."""
     before, after = wanted[found.shard_id]
     return after if found == before else found

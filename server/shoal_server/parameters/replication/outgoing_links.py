@@ -1,4 +1,4 @@
-"""The links that this server opens, and the images on their way over them."""
+"""Outgoing links: the links that this server opens, and the images that it sends over them."""
 
 import asyncio
 from collections.abc import Callable
@@ -49,12 +49,13 @@ log = structlog.get_logger(__name__)
 @dataclass(slots=True)
 class _Cut:
     cut: ShardCut | None = None
-    """None while it is taken."""
+    """None while the cut is being made."""
     released: int = 0
 
 
 class OutgoingLinks:
-    """Lives on the event loop. `run` does work without holding it up."""
+    """Opens links and cuts images for the core. `run` does work off the event loop, on which this
+    lives."""
 
     def __init__(
         self,
@@ -110,12 +111,12 @@ class OutgoingLinks:
             link.send(effect.request)
 
     def is_followed(self, replica: ShardReplica) -> bool:
-        """Whether any server has, or is getting, a copy of it from here."""
+        """True if any server has, or is getting, a copy of the shard from this one."""
         led = self._driver.core.led((replica.job, replica.shard_id))
         return led is not None and bool(led.followers)
 
     def compare(self, replica: ShardReplica, told: PieceDigest) -> None:
-        """Have every follower compare a piece, if none has been told of a later push yet."""
+        """Send a digest to every follower in step, unless a later push was applied here since."""
         led = self._driver.core.led((replica.job, replica.shard_id))
         if led is None or led.version != told.version or led.epoch != replica.epoch:
             return
@@ -126,15 +127,15 @@ class OutgoingLinks:
                 self._links[peer, link.number].compare(digest)
 
     def draft(self, replica: ShardReplica, data: memoryview) -> memoryview | None:
-        """The data of a push that is about to be applied, in memory that is shared with one of who
-        follows the shard; None where there is none. See `PeerLink.draft`."""
+        """Copy the data of a push that is about to be applied to memory that is shared with one of
+        the shard's followers. None if there is no such memory. See `PeerLink.draft`."""
         for link in self._followed_by(replica):
             if (drafted := link.draft(data)) is not None:
                 return drafted
         return None
 
     def _followed_by(self, replica: ShardReplica) -> list[PeerLink]:
-        """The links by which pushes to it are told of."""
+        """The links over which pushes to the shard are sent."""
         led = self._driver.core.led((replica.job, replica.shard_id))
         found = []
         for peer, follower in led.followers.items() if led is not None else ():
@@ -175,7 +176,9 @@ class OutgoingLinks:
     async def chunk(self, request: ImageChunk) -> Buffer:
         kept = self._cuts.get(request.image)
         if kept is None or kept.cut is None:
-            raise InternalError("an image is not wanted any more", seen=f"image {request.image}")
+            raise InternalError(
+                "an image was closed before all of it was sent", seen=f"image {request.image}"
+            )
         return await giving_way(self._run, partial(kept.cut.chunk, request.index))
 
     def tell(self, event: LinkOpened | LinkBroke | Held | Replied) -> None:
@@ -196,7 +199,7 @@ class OutgoingLinks:
                 raise InternalError("the shard is not here any more", seen=str(effect.key))
             cut = await replica.in_turn(self._run, LARGE, replica.state.cut)
         except Exception as error:
-            # Also where memory is out: images to the same server wait for this one.
+            # This includes a lack of memory: other images to the same server wait for this one.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_cut", job=effect.key[0], shard_id=effect.key[1])
             self._cuts.pop(effect.image, None)
@@ -219,5 +222,5 @@ class OutgoingLinks:
     def _close_image(self, effect: CloseImage) -> None:
         kept = self._cuts.pop(effect.image, None)
         if kept is not None and kept.cut is not None:
-            # It gives memory back, which takes a while where there is much.
+            # In a thread: freeing much memory takes a while.
             asyncio.get_running_loop().run_in_executor(None, kept.cut.close)

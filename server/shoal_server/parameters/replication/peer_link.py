@@ -1,7 +1,7 @@
-"""One link from this server to one that keeps copies of its shards, from its opening to its end.
+"""One link from this server to a server with backups of its shards, from its opening to its end.
 
-Two streams: one for what is pushed, and a second one for images, opened once there is one to send.
-A shard may have gigabytes, and nothing waits behind it.
+It consists of two streams: one for pushes, and one for images, opened with the first image. A shard
+may have gigabytes, and no push waits until they are sent.
 """
 
 import asyncio
@@ -39,44 +39,43 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 REFUSAL_S = 0.2
-"""A machine that is up refuses at once."""
+"""Time within which a machine refuses a connection, if it is up and nobody listens."""
 
 
 class LinkOwner(Protocol):
-    """What a link asks of those that it belongs to."""
+    """The owner of links, which has the shards and hears of events."""
 
     async def reach(self, holder: Holder) -> str | None:
-        """Where that process is reached; None if it is gone."""
+        """Return the address of that process; None if it is dead."""
         ...
 
     def record(self, request: UpdateMessage) -> UpdateRecord | None:
-        """The push, for this turn of the event loop: its data may lie in memory that is used for
-        another one behind it. None if the shard is not led here any more, or nobody needs the
-        push."""
+        """Return the push, valid for this turn of the event loop: afterwards its memory may be used
+        for another push. None if the shard is no longer led here, or nobody needs the push."""
         ...
 
     def owned_record(self, request: UpdateMessage) -> UpdateRecord | None:
-        """The same with data that nothing overwrites, however long it takes to send them."""
+        """Return the same push with data that are never overwritten, however long sending takes."""
         ...
 
     def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
-        """The data of the push, which was just asked for, lie there too; what is to be called
-        before that memory is used for anything else."""
+        """Note that the data of this push lie in `data` too. Returns the function to call before
+        that memory is used for anything else."""
         ...
 
     def header(self, image: int) -> pb.CutHeader | None:
-        """What an image's chunks make up; None if it is not wanted any more."""
+        """Return the header of an image; None if the image is closed."""
         ...
 
     def chunk(self, request: ImageChunk) -> Awaitable[Buffer]:
-        """Its data. Raises InternalError if the image is not wanted any more."""
+        """Return the data of a chunk. Raises InternalError if the image is closed."""
         ...
 
     def tell(self, event: LinkOpened | LinkBroke | Held | Replied) -> None: ...
 
 
 class PeerLink:
-    """Lives on the event loop."""
+    """Sends pushes and images to one server. Lives on the event loop."""
 
     def __init__(
         self, me: Holder, to: Holder, number: int, owner: LinkOwner, timeouts: PeerTimeouts
@@ -92,7 +91,7 @@ class PeerLink:
         self._wake_images = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._idle: WatchedStream | None = None
-        """The stream for pushes, while nothing is being written to it."""
+        """The stream for pushes; None while something is being written to it."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link-to-{self._to.server_id}")
@@ -102,7 +101,7 @@ class PeerLink:
             await cancel(self._task)
 
     def send(self, request: Request) -> None:
-        """Arrives in order, or the link breaks."""
+        """Send a request. Requests arrive in order, or the link breaks."""
         if isinstance(request, ImageStart | ImageChunk):
             self._images.append(request)
             self._wake_images.set()
@@ -111,15 +110,15 @@ class PeerLink:
             self._wake.set()
 
     def _send_now(self, request: Request) -> bool:
-        """Whether a push was told of without a turn of the event loop: somebody waits for it to be
-        acknowledged."""
+        """Send a push without a turn of the event loop, as its sender waits. True if it was
+        sent."""
         stream = self._idle
         if stream is None or self._pushes or not isinstance(request, UpdateMessage):
             return False
         record = self._owner.record(request)
         if record is None:
             return False
-        # For rows there may be no memory.
+        # The follower may have no memory for rows: a push with rows may be refused.
         is_received = stream.is_received and not record.push.row_ids
         of_record = frames.of_record(
             *request.key,
@@ -136,18 +135,18 @@ class PeerLink:
         return True
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Data of a push that is sent next, if any is, in memory that is shared with the other end;
-        None where that cannot be. They lie there until the next ones are drafted."""
+        """Copy the data of the push that may be sent next to memory that is shared with the other
+        end. None if that cannot be done. The data stay there until the next draft."""
         return self._idle.draft(data) if self._idle is not None and not self._pushes else None
 
     def compare(self, digest: pb.FollowRequest) -> None:
-        """Behind what was sent before."""
+        """Send a digest, after what was sent before."""
         self._pushes.append(digest)
         self._wake.set()
 
     async def _run(self) -> None:
-        """Until it breaks. That is told whatever the reason: another one is opened then, and pushes
-        wait for nobody who is never heard of again."""
+        """Run until the link breaks. The core is told whatever the reason: it opens another link,
+        and pushes do not wait forever."""
         try:
             broke = await self._carried()
         except Exception:
@@ -156,7 +155,7 @@ class PeerLink:
         self._owner.tell(broke)
 
     async def _carried(self) -> LinkBroke:
-        """How it broke."""
+        """Run the link, and return how it broke."""
         address = await self._owner.reach(self._to)
         if address is None:
             return LinkBroke(self._to, self._number, is_gone=True)
@@ -210,8 +209,8 @@ class PeerLink:
         elif isinstance(request, Continue):
             yield frames.of_continue(request)
         elif isinstance(request, UpdateMessage):
-            # To send it may have to wait, while the server that has it already gives the memory
-            # back in which the data lie.
+            # Sending may have to wait. Meanwhile another follower may free the memory in which the
+            # data lie.
             record = self._owner.owned_record(request)
             if record is not None:
                 yield from frames.of_record(*request.key, request.epoch, record, inline_bytes)
@@ -233,7 +232,8 @@ class PeerLink:
     # --- images ---
 
     async def _carry_images(self, address: str) -> None:
-        """By a stream of their own, from the first one on. Raises what broke it."""
+        """Open a second stream with the first image, and send images over it. Raises what broke
+        it."""
         await self._wake_images.wait()
         async with open_stream(address) as opened:
             stream = WatchedStream(opened, address, self._timeouts)
@@ -263,14 +263,14 @@ class PeerLink:
 
 
 async def _drain(stream: WatchedStream) -> None:
-    """Nothing is answered by this stream but beats."""
+    """Read the answers of this stream: only beats may come."""
     async for message in stream.replies():
         log.error("answer_by_the_wrong_stream", seen=str(message))
 
 
 async def _refuses(address: str) -> bool:
-    """Whether that machine says that nobody listens there: then the process is gone, and to wait
-    for it would hold up every push that it is to receive."""
+    """True if the machine refuses the connection: then the process is dead, and waiting for it
+    would only delay every push that it is to receive."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(REFUSAL_S):

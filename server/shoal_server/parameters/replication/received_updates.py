@@ -1,4 +1,4 @@
-"""Updates that a primary has told this server of: acknowledged once here, applied behind."""
+"""Updates received from primaries: acknowledged when received, applied afterwards."""
 
 import asyncio
 from collections import deque
@@ -28,23 +28,23 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 MAX_UNAPPLIED_BYTES = 256 * 1024 * 1024
-"""Of records received and not applied yet, over all shards; beyond it no stream is read."""
+"""Bound on records received and not applied yet, over all shards; beyond it no stream is read."""
 
 COPY_FAILED = "copy_failed"
 
 
 @dataclass(slots=True, eq=False)
 class _Backlog:
-    """What was received for one copy and is still to be applied, in order."""
+    """The records received for one backup that are still to be applied, in order."""
 
     replica: ShardReplica
     records: deque[Arrived | PieceDigest] = field(default_factory=deque)
-    """And what they are to come to, right behind one of them."""
+    """Records, and digests to compare with after the record before them."""
     applied: "asyncio.Task[None] | None" = None
 
 
 class ReceivedUpdates:
-    """Lives on the event loop. `run` does work on so many bytes without holding the loop up."""
+    """Applies received updates. `run` does work off the event loop, on which this lives."""
 
     def __init__(
         self,
@@ -67,29 +67,30 @@ class ReceivedUpdates:
         self._room = asyncio.Condition()
         self._tasks = SupervisedTasks()
         self.num_compared = self.num_different = 0
-        """Pieces of copies that were compared with their primaries', and that were not the same."""
+        """Number of pieces of backups that were compared with their primaries', and of those that
+        differed."""
         driver.carry_out({Replay: self._take, Settle: self._settle})
 
     async def close(self) -> None:
         await self._tasks.close()
 
     async def await_room(self) -> None:
-        """Return once so little waits to be applied that more may be taken."""
+        """Return once `has_room` is true."""
         async with self._room:
             await self._room.wait_for(lambda: self.has_room)
 
     @property
     def has_room(self) -> bool:
-        """Whether so little waits to be applied that more may be taken."""
+        """True if so little waits to be applied that more may be received."""
         return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
 
     def assembly(self) -> Assembly:
-        """For one stream; to be closed with it."""
+        """Return the assembly for one stream, to be closed with the stream."""
         return Assembly(self._memory, self._is_coming)
 
     def check_memory(self, arrived: Arrived) -> None:
-        """Raise Overloaded for what this server had no memory for, or has none for the rows of.
-        What was acknowledged stays here until the record says that it may go."""
+        """Raise Overloaded for an update that was dropped for lack of memory, or whose rows would
+        not fit. What was acknowledged stays here until the assignment allows to drop it."""
         if arrived.why_dropped:
             raise Overloaded("an update found no memory", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:
@@ -105,8 +106,8 @@ class ReceivedUpdates:
             self._put(effect.key, replica, arrived.owned())
 
     def _replayed_now(self, key: Key, replica: ShardReplica, arrived: Arrived) -> bool:
-        """Whether it was applied at once, out of the memory that it came in: it is small, and
-        nothing that came before it waits."""
+        """Apply a small update at once, from the memory that it came in, if no earlier update
+        waits. True if that was done."""
         if key in self._backlogs:
             return False
         replay = partial(replica.state.replay, arrived.record(), is_borrowed=True)
@@ -118,7 +119,7 @@ class ReceivedUpdates:
             return True
 
     def compare(self, key: Key, epoch: int, told: PieceDigest) -> None:
-        """See whether the copy is what its primary is, once what came before is applied."""
+        """Compare the backup with its primary's digest, once earlier updates are applied."""
         replica = self._catalog.find(*key)
         if replica is None or replica.role is not ReplicaRole.BACKUP or replica.epoch != epoch:
             return
@@ -134,7 +135,7 @@ class ReceivedUpdates:
             backlog.applied = self._tasks.start(self._apply(key, backlog))
 
     async def _apply(self, key: Key, backlog: _Backlog) -> None:
-        """Replay until nothing is left; a copy that fails to is given up."""
+        """Apply the backlog until it is empty. If an update fails, the backup is given up."""
         replica = backlog.replica
         while backlog.records:
             item = backlog.records.popleft()
@@ -157,7 +158,7 @@ class ReceivedUpdates:
             del self._backlogs[key]
 
     def _given_up(self, key: Key, replica: ShardReplica) -> None:
-        """It is not what its primary has, whatever the reason is."""
+        """Give up a backup that is not equal to its primary, for whatever reason."""
         if self._catalog.find(*key) is replica:
             self._driver.tell(CopyFailed(key))
 
@@ -177,7 +178,7 @@ class ReceivedUpdates:
                 start=told.piece.start,
             )
             if self._catalog.find(*key) is replica:
-                # It is made anew; until then the primary goes on without it.
+                # The backup is made anew; until then the primary goes on without it.
                 self._driver.tell(CopyFailed(key))
 
     async def _replay(self, replica: ShardReplica, arrived: Arrived) -> None:
@@ -197,17 +198,17 @@ class ReceivedUpdates:
             self._driver.tell(Settled(key, replica.state.version))
 
     async def settle(self, replica: ShardReplica) -> None:
-        """Return once everything that was received for a copy is applied."""
+        """Return once every update that was received for a backup is applied."""
         key = replica.job, replica.shard_id
         while (backlog := self._backlogs.get(key)) is not None and backlog.replica is replica:
             if backlog.applied is None or backlog.applied.done():
                 return
-            # What was acknowledged is applied although who waits for it is cancelled.
+            # `wait` does not cancel the task: what was acknowledged is applied in any case.
             await asyncio.wait({backlog.applied})
 
 
 def _work_bytes(replica: ShardReplica, arrived: Arrived) -> int:
-    """What to apply it goes through, as `Runner` counts it."""
+    """Size of the work of applying an update, as `Runner` counts it."""
     assert arrived.push is not None
     num_rows = len(arrived.push.row_ids) // ID_BYTES
     num_bytes = work_bytes_of(arrived.push, _num_bytes(arrived))
@@ -215,7 +216,7 @@ def _work_bytes(replica: ShardReplica, arrived: Arrived) -> int:
 
 
 def _num_bytes(arrived: Arrived | PieceDigest) -> int:
-    """What a record takes up while it waits."""
+    """Size of a record in memory while it waits."""
     if isinstance(arrived, PieceDigest):
         return len(arrived.piece.row_ids)
     push = arrived.push

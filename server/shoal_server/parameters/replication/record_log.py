@@ -1,4 +1,4 @@
-"""Pushes that were applied to a shard here and that a backup may still have to be told of."""
+"""The log of pushes to a shard led here that may still have to be sent to a backup."""
 
 from collections import deque
 
@@ -9,47 +9,46 @@ from shoal_server.parameters.shard.replica import num_bytes_of
 
 
 class RecordLog:
-    """Lives on the event loop. Versions follow one another without a gap."""
+    """Update records by version, without a gap. Lives on the event loop."""
 
     def __init__(self, version: int) -> None:
-        """Empty: what follows on that version is kept."""
+        """Begin an empty log after `version`."""
         self._records: deque[UpdateRecord] = deque()
         self._trimmed = version
         self.num_bytes = 0
-        """Of all that is kept."""
+        """Size of all records in the log."""
 
     def append(self, record: UpdateRecord) -> None:
         self._records.append(record)
         self.num_bytes += num_bytes_of(record)
 
     def trim(self, version: int) -> None:
-        """Nobody needs what came up to that version."""
+        """Drop the records up to that version: nobody needs them."""
         while self._records and self._trimmed < version:
             self.num_bytes -= num_bytes_of(self._records.popleft())
             self._trimmed += 1
-        # Of what was not kept at all.
+        # If records were not kept at all.
         self._trimmed = max(self._trimmed, version)
 
     def skip(self, version: int) -> None:
-        """That version is not kept, nor anything before it: nobody needs it."""
+        """Pass over that version, and drop all before it: nobody needs them."""
         self._records.clear()
         self.num_bytes = 0
         self._trimmed = version
 
     def lies_at(self, version: int, data: Buffer) -> None:
-        """The data of a record that is kept lie there too, until `give_back` is called with
-        them."""
+        """Note that a record's data lie in `data`, until `give_back` is called with them."""
         self._replace(version, data, is_lent=True)
 
     def give_back(self, version: int, data: Buffer) -> None:
-        """These data are about to be their lender's again: a record that is kept and has them gets
-        a copy."""
+        """Copy the record's data if they still are `data`: the lender is about to reuse that
+        memory."""
         index = self._index(version)
         if index is not None and self._records[index].data is data:
             self._replace(version, bytes(data), is_lent=False)
 
     def owned(self, version: int) -> UpdateRecord | None:
-        """As `get`, with data that stay as they are for as long as anybody has them."""
+        """Return the record as `get` does, with data that are never overwritten."""
         record = self.get(version)
         if record is not None and record.is_lent:
             self._replace(version, bytes(record.data), is_lent=False)
@@ -65,10 +64,10 @@ class RecordLog:
         return index if 0 <= index < len(self._records) else None
 
     def get(self, version: int) -> UpdateRecord | None:
-        """For this turn of the event loop, if the record is lent: behind it, its data may be those
-        of another push. None for one that nobody needs any more: who was to be sent it has been let
-        go of since, and would refuse what came behind a gap. Raises InternalError for one that
-        never came."""
+        """Return the record of a version. A lent record is valid for this turn of the event loop:
+        afterwards its memory may be used for another push. None if nobody needs the record any
+        more: the follower that it was for has been dropped, and would refuse updates after a gap.
+        Raises InternalError if the version was never applied."""
         if version <= self._trimmed:
             return None
         index = self._index(version)

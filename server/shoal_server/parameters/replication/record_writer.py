@@ -1,4 +1,4 @@
-"""Changes of the record that the core wants, several at once where they come so."""
+"""Writes the changes of assignments that the core wants; those decided together in one write."""
 
 import asyncio
 from collections import defaultdict
@@ -18,11 +18,11 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 2.0
-"""After a write that was refused for good."""
+"""Pause after a write that was refused for good."""
 
 
 class RecordWriter:
-    """Lives on the event loop."""
+    """Writes and reads assignments for the core. Lives on the event loop."""
 
     def __init__(self, driver: CoreDriver, table: AssignmentTable) -> None:
         self._driver = driver
@@ -48,7 +48,7 @@ class RecordWriter:
         try:
             await self._table.change(job, shard_ids, partial(self._revised, job))
         except ShoalError as error:
-            # What etcd may do for this server, an operator may change.
+            # Tried again later: an operator may change what etcd allows this server.
             log.error("assignments_not_changed", job=job, reason=str(error))
             for shard_id in sorted(shard_ids):
                 self._driver.tell(NotWritten((job, shard_id)))
@@ -67,6 +67,6 @@ class RecordWriter:
         try:
             await self._table.refresh(key[0])
         except ShoalError as error:
-            # Whoever waits is answered by what is known.
+            # The core answers waiting calls from what it knows.
             log.warning("assignments_not_read", job=key[0], reason=str(error))
         self._driver.tell(Refreshed(key))

@@ -1,4 +1,4 @@
-"""The Replication service: what a primary's server tells this one of the copies kept here."""
+"""The Replication service, on which primaries' servers replicate shards to this one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -38,56 +38,57 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_ANSWERS = 4096
-"""Of one link, not sent yet; beyond it what the primary says is not read."""
+"""Bound on one link's answers that are not sent yet; beyond it the primary's requests are not
+read."""
 
 SMALL_BYTES = 256 * 1024
-"""Of a push; what follows a larger one is read at once."""
+"""Largest push after which reading may pause; what follows a larger one is read at once."""
 
 Caller = tuple[Holder, int]
 
 
 TakeArriving = Callable[[Arriving], bool]
-"""Deals with what a primary tells without waiting, if that can be; whether it did."""
+"""Handles a request without waiting, if possible. Returns True if it did."""
 
 
 class DirectWay(Protocol):
-    """What a link's stream can do at once, beside giving its requests one by one."""
+    """Operations of a link's stream that need no turn of the event loop."""
 
     @property
     def reads_to_end(self) -> bool:
-        """Whether all that a primary has sent is read, whatever becomes of it."""
+        """True if everything that a primary has sent is read, even if the primary dies."""
         ...
 
     def send_now(self, reply: pb.FollowReply) -> bool:
-        """Send an answer without waiting, if that can be; whether it was sent."""
+        """Send an answer without waiting, if possible. Returns True if it was sent."""
         ...
 
     def send_soon(self, reply: pb.FollowReply) -> bool:
-        """Send an answer that nobody waits for within some milliseconds, before any other; one that
-        comes for the same shard takes its place. Whether it will be sent."""
+        """Send an answer that nobody waits for within some milliseconds, and before any other
+        answer. A later one for the same shard replaces it. Returns True if it will be sent."""
         ...
 
     def deliver(self, take: TakeArriving | None) -> None:
-        """From now on, have what comes taken right when it comes; None: no more."""
+        """From now on, offer each request to `take` as soon as it comes; None: stop that."""
         ...
 
     def has_read(self, *, may_wait: bool) -> None:
-        """A push was taken by what `deliver` was given. `may_wait`: nobody waits for its answer; as
-        long as that is so of them all, what comes may lie unread for some milliseconds, until
-        `end_reading` or `end_sending`."""
+        """Note that the function given to `deliver` took a push. `may_wait`: nobody waits for its
+        answer. As long as that holds for all pushes, requests may stay unread for some
+        milliseconds, until `end_reading` or `end_sending`."""
         ...
 
     def end_reading(self) -> None:
-        """Where all is read: nothing more can be sent to here."""
+        """If all is read: keep the primary from sending more."""
         ...
 
     def end_sending(self) -> None:
-        """Nothing more is sent from here, nor is anybody kept waiting who is about to."""
+        """Send no more answers; a send in progress fails."""
         ...
 
 
 class _ByGrpc:
-    """One by one it is."""
+    """The stream of a gRPC call, which can do none of this: requests come one by one."""
 
     reads_to_end = False
 
@@ -98,16 +99,16 @@ class _ByGrpc:
         return False
 
     def deliver(self, take: TakeArriving | None) -> None:
-        """It comes by the stream of requests."""
+        """Do nothing: requests come from the stream alone."""
 
     def has_read(self, *, may_wait: bool) -> None:
-        """It is read by the stream of requests."""
+        """Do nothing: the stream of requests does not pause."""
 
     def end_reading(self) -> None:
-        """What is not read is sent again."""
+        """Do nothing: what is not read is sent again."""
 
     def end_sending(self) -> None:
-        """Whoever sends waits for nobody."""
+        """Do nothing: no send waits for the primary."""
 
 
 _BY_GRPC = _ByGrpc()
@@ -122,8 +123,8 @@ class _Answers:
         self.is_over = asyncio.Event()
 
     def put(self, reply: pb.FollowReply, *, may_wait: bool = False) -> None:
-        """Behind those that were put before. Where somebody waits for it, it goes at once if it
-        can."""
+        """Send an answer after those put before. It is sent at once if possible, unless it may
+        wait."""
         send = self._send_soon if may_wait else self._send_now
         if len(self.queue) or not send(reply):
             self.queue.put_now(reply)
@@ -134,7 +135,7 @@ class _Answers:
 
 
 class ReplicationServicer:
-    """Lives on the event loop. Hands requests to the core, and what it answers back."""
+    """Passes requests to the core, and sends its answers. Lives on the event loop."""
 
     def __init__(
         self,
@@ -169,8 +170,8 @@ class ReplicationServicer:
     async def follow(
         self, requests: AsyncIterator[Arriving], way: DirectWay = _BY_GRPC
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Take in what a primary tells; what is received is acknowledged in the replies, or by the
-        direct way where that takes it. Of the requests, pushes may come by that, too."""
+        """Receive a primary's requests. Answers are yielded, or sent by `way` if it can. Pushes may
+        come by `way` as well as in `requests`."""
         first = await anext(requests, pb.FollowRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("hello"):
             raise MalformedMessage(
@@ -189,10 +190,10 @@ class ReplicationServicer:
     async def _link(
         self, hello: pb.Hello, requests: AsyncIterator[Arriving], way: DirectWay
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """A link's first stream: the link is there as long as it is."""
+        """Serve a link's first stream; the link ends with it."""
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
         self._compare(hello)
-        # An earlier one that it has given up: what came over it comes first.
+        # The same server may have given up an earlier link: what came over that is read first.
         await self._links.read_to_end(caller[0])
         answers = self._callers[caller] = _Answers(way)
         self._driver.tell(CallerCame(*caller))
@@ -219,7 +220,8 @@ class ReplicationServicer:
     async def _images(
         self, caller: Caller, requests: AsyncIterator[Arriving]
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Its second stream. The link ends with it: the core knows no half of one."""
+        """Serve a link's second stream. The link ends with it: to the core, both streams are one
+        link."""
         answers = self._callers.get(caller)
         if answers is None:
             raise MalformedMessage(
@@ -236,8 +238,8 @@ class ReplicationServicer:
             answers.end()
 
     def _compare(self, hello: pb.Hello) -> None:
-        """Another release of torch may round otherwise: then copies are not what they should be,
-        to the last bit."""
+        """Warn of another release of torch: it may round differently, and then backups are not
+        equal to their primary to the last bit."""
         theirs, mine = hello.torch_version, torch.__version__
         if theirs != mine and theirs not in self._told_versions:
             self._told_versions.add(theirs)
@@ -255,8 +257,8 @@ class ReplicationServicer:
         requests: AsyncIterator[Arriving],
         way: DirectWay,
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """The answers; an empty one where there was none for a beat: the primary is to hear that
-        somebody is there, whatever this server is busy with."""
+        """Yield the answers, and an empty one after each beat without any, so that the primary
+        knows that this server is alive, however busy it is."""
         silence = Silence(self._timeouts)
         reading = asyncio.create_task(self._read(caller, answers, requests, silence, way))
         if way.reads_to_end:
@@ -265,12 +267,12 @@ class ReplicationServicer:
                 if _is_torn(task):
                     self._left(caller, answers, is_torn=True)
 
-            # Before anybody goes on who waits until all is read, and however long it takes to end
-            # the rest of the link.
+            # Runs before the tasks that wait for the end of reading, and does not wait for the rest
+            # of the link to end.
             reading.add_done_callback(read)
             self._links.read_by(reading, caller[0], way.end_reading)
         silent = asyncio.create_task(silence.wait())
-        # Who waits to send to one that is halted would wait for as long as it is.
+        # A send to a halted process would wait for as long as it is halted.
         silent.add_done_callback(lambda task: None if task.cancelled() else way.end_sending())
         for task in (reading, silent):
             task.add_done_callback(lambda _: answers.end())
@@ -289,7 +291,7 @@ class ReplicationServicer:
             if reading.done():
                 reading.result()
         except asyncio.CancelledError:
-            # This server ends, and with it what it has not read.
+            # This server ends: what it has not read is lost with it.
             await cancel(reading)
             raise
         finally:
@@ -335,7 +337,8 @@ class ReplicationServicer:
         assembly: Assembly,
     ) -> None:
         while True:
-            # While it has to wait here, it need not say anything.
+            # The silence counts from here: while this server did not read, the primary could not
+            # send.
             silence.expect()
             request = await anext(requests, None)
             silence.heard()
@@ -386,17 +389,18 @@ class ReplicationServicer:
 
 
 def _is_of_push(request: Arriving) -> bool:
-    """Whether it tells of a push, or has some of the data of one."""
+    """True if it announces a push, or has data of one."""
     return isinstance(request, OnlyPiece) or request.HasField("record")
 
 
 def _may_wait(arrived: Arrived) -> bool:
-    """Whether nobody waits for its answer, nor soon for the memory that it lies in."""
+    """True if nobody waits for the answer, and the push is small, so that its memory is not
+    missed."""
     return arrived.answer_may_wait and sum(map(len, arrived.parts)) <= SMALL_BYTES
 
 
 def _is_torn(reading: "asyncio.Task[None]") -> bool:
-    """Whether it ended before the end of what was sent."""
+    """True if reading ended before the end of what was sent."""
     if reading.cancelled():
         return True
     error = reading.exception()

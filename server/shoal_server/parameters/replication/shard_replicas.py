@@ -1,8 +1,8 @@
-"""What this server holds, made to follow the record in etcd: leading, backing up, handing over.
+"""The shards of this server, kept in accordance with the assignments in etcd.
 
-The record says who holds what (`core/shards/assignments.py`); every change of it, whoever made
-it, is carried out here. What is to be done is decided by the replication core
-(`core/replication/`); this is what stands around it: the record, the shards, links, disk, time.
+A job's record has its assignments, which say who holds what (`core/shards/assignments.py`); each
+change of them, whoever made it, is carried out here. The replication core (`core/replication/`)
+decides what to do; this module connects it to the record, the shards, links, disk and clock.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 
 class ShardReplicas:
-    """Lives on the event loop. `run` does work on so many bytes without holding the loop up."""
+    """All replicas of this server. `run` does work off the event loop, on which this lives."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ShardReplicas:
         self._run = run
         self._timeouts = timeouts
         self.directory = ServerDirectory(store, self._look_whether_empty)
-        """Of all servers."""
+        """The addresses of all servers."""
         self._record = AssignmentTable(store, self._changed, self._record_gone)
         self._images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
         self._incoming = IncomingLinks()
@@ -117,7 +117,7 @@ class ShardReplicas:
         await self.directory.__aexit__(*exc)
 
     def servicer(self, offers: Offers) -> ReplicationServicer:
-        """What other servers tell this one by."""
+        """Return the gRPC service on which other servers replicate to this one."""
         return ReplicationServicer(
             self._driver,
             received=self.received,
@@ -127,44 +127,46 @@ class ShardReplicas:
         )
 
     def lease_renewed(self, sent_s: float) -> None:
-        """etcd has renewed this server's registration; asked for then, on the loop's clock."""
+        """Note that etcd has renewed this server's registration, as requested at `sent_s` on the
+        loop's clock."""
         self._driver.tell(ev.LeaseRenewed(sent_s))
 
     def lease_ended(self) -> None:
-        """The registration is about to be taken away: nothing is acknowledged any more."""
+        """Acknowledge nothing from now on: the registration is about to be removed."""
         self._driver.tell(ev.LeaseEnded())
 
     async def wait_failed(self) -> None:
-        """Return never; raise what ended the watch of the record."""
+        """Never return; raise what ended the watch of the record."""
         await self._record.wait_failed()
 
     # --- what is known ---
 
     @property
     def full_peers(self) -> Mapping[Holder, str]:
-        """Servers that have no memory for copies of shards led here, and what they said."""
+        """Servers that have no memory for backups of shards led here, and the reasons that they
+        gave."""
         return self._driver.core.leading.full.reasons
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
-        """Who holds a shard, as of the newest record seen."""
+        """The assignment of a shard, as of the newest record seen."""
         return self._record.assignment(job, shard_id)
 
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
-        """Of a shard that is led here: up to which version its followers are known to have it."""
+        """The newest version that each follower of a shard led here is known to have."""
         led = self._driver.core.led((job, shard_id))
         followers = led.followers if led is not None else {}
         return {holder: follower.confirmed for holder, follower in followers.items()}
 
     def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
-        """Who holds each shard of a job, as of the newest record seen."""
+        """The assignments of a job by shard id, as of the newest record seen."""
         return self._record.of_job(job)
 
     def run(self, job: str) -> str:
-        """Of which run the records of the job's shards are; empty: they are not placed."""
+        """The run of the job that the shards' records belong to; empty: they are not placed."""
         return self._record.run(job)
 
     def job_run(self, job: str) -> str:
-        """Which run of the job its members go by; empty: its shards are not placed."""
+        """The run of the job that its members are in; empty: its shards are not placed."""
         return self._record.job_run(job)
 
     @property
@@ -173,7 +175,7 @@ class ShardReplicas:
         return self._record.jobs
 
     def route(self, job: str, shard_id: int) -> Route | None:
-        """Where a shard is led, or is about to be; None where that is not known."""
+        """The route to the server that leads a shard, or is about to; None if it is not known."""
         assignment = self.assignment(job, shard_id)
         if assignment is None:
             return None
@@ -185,7 +187,7 @@ class ShardReplicas:
         return None if address is None else Route(shard_id, epoch, leader.server_id, address)
 
     def next_address(self, job: str, shard_id: int) -> str:
-        """Of the server that a shard is to be handed over to; empty: none is known."""
+        """The address of the server that a shard is to be handed over to; empty: none is known."""
         assignment = self.assignment(job, shard_id)
         successor = assignment.successor if assignment is not None else None
         return (self.directory.address(successor) or "") if successor is not None else ""
@@ -198,7 +200,7 @@ class ShardReplicas:
         shard_ids: Collection[int],
         change: Callable[[ShardAssignment], ShardAssignment],
     ) -> bool:
-        """Make a change to shards' records; see `AssignmentTable.change`."""
+        """Change shards' assignments; see `AssignmentTable.change`."""
         return await self._record.change(job, shard_ids, change)
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
@@ -206,9 +208,8 @@ class ShardReplicas:
         await self._record.refresh(job, shard_ids)
 
     async def begin_anew(self, job: str) -> None:
-        """Let go of what is held by an earlier epoch than the record's, which was written anew.
-
-        Raises what the store raises.
+        """Drop replicas of an earlier epoch than that of the record, which was rewritten. Raises
+        what the store raises.
         """
         await self._record.refresh(job)
         for replica in self._catalog.of_job(job):
@@ -233,27 +234,27 @@ class ShardReplicas:
     # --- shards that come and go ---
 
     def created(self, replica: ShardReplica) -> None:
-        """A shard has got its first values here, or has been loaded. It may be pushed to once its
-        backup has them, and the record says that there are some."""
+        """Lead a shard that has got its first values here, or has been loaded. It takes pushes once
+        its backup has the values and the record says that the shard has content."""
         key = replica.job, replica.shard_id
         self._driver.tell(ev.Created(key, replica.epoch, replica.state.version))
 
     def replace(self, replica: ShardReplica) -> None:
-        """The same, in place of what may be here of that shard."""
+        """Do the same, in place of any replica of that shard."""
         self._driver.tell(ev.Forget((replica.job, replica.shard_id)))
         self._catalog.add(replica)
         self.created(replica)
 
     async def empty_job(self, job: str) -> int:
-        """Forget all shards of a job because somebody wants it so: they are not lost. How many
-        there were."""
+        """Drop all shards of a job on request, so that they do not count as lost. Returns their
+        number."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
         await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
         self.drop_job(job)
         return len(shard_ids)
 
     def drop_job(self, job: str) -> int:
-        """Forget all shards of a job; how many there were."""
+        """Drop all shards of a job, and return their number."""
         shards = self._catalog.of_job(job)
         for replica in shards:
             self._driver.tell(ev.Forget((job, replica.shard_id)))
@@ -261,14 +262,14 @@ class ShardReplicas:
         return len(shards)
 
     async def wait_empty(self) -> None:
-        """Return once nothing is held here any more, or nobody else is there to hold it."""
+        """Return once this server holds no shards, or there is no other server to take them."""
         self._look_whether_empty()
         await self._empty.wait()
 
     @property
     def only_here(self) -> Mapping[str, Sequence[int]]:
-        """By job, the shards that are lost with this process: no other server has a copy, and no
-        disk."""
+        """By job, the shards that would be lost with this process: no other server and no disk has
+        a copy."""
         found: dict[str, list[int]] = {}
         for replica in self._catalog.shards():
             assignment = self.assignment(replica.job, replica.shard_id)
@@ -280,7 +281,7 @@ class ShardReplicas:
     def _look_whether_empty(self) -> None:
         shard_journal = self._roles.shard_journal
         is_bare = next(self._catalog.shards(), None) is None
-        # What only this disk has goes on to another server's before this one leaves.
+        # Shards that only this disk has must be on another server's before this one leaves.
         is_bare = is_bare and (shard_journal is None or not shard_journal.keeps_for_others)
         if is_bare or not self.directory.has_others(self.me):
             self._empty.set()
@@ -291,7 +292,7 @@ class ShardReplicas:
 
     @asynccontextmanager
     async def shard_journal(self, journal: Journal, pool: Executor) -> AsyncIterator[ShardJournal]:
-        """Keep what is led here in a journal too, as long as the block runs."""
+        """Keep shards led here in a journal too, as long as the block runs."""
         async with ShardJournal(
             journal, pool, take=self._take, on_disk=self._on_disk, on_failure=self._disk_failed
         ) as shard_journal:
@@ -303,37 +304,38 @@ class ShardReplicas:
                 self._roles.shard_journal = None
 
     async def _take(self, replica: ShardReplica) -> ShardCut:
-        """A cut through a shard, taken without holding up the event loop."""
+        """Make a cut through a shard, off the event loop if it is large."""
         return await replica.in_turn(self._run, replica.state.memory_bytes, replica.state.cut)
 
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
         if not replica.is_led:
-            return  # It was let go of while it was written.
+            return  # It was dropped while it was written.
         self._driver.tell(ev.OnDisk((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:
         self._driver.tell(ev.DiskFailed((replica.job, replica.shard_id)))
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """Whether this server's journal has a shard that is not led here."""
+        """True if this server's journal has a shard that is not led here."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.keeps(job, shard_id)
 
     def found_in_journal(self, recovered: Mapping[Key, Recovered[AnyShard]]) -> None:
-        """Shards that the last process of this server left in its journal."""
+        """Take over the shards that the last process of this server left in its journal."""
         shard_journal = self._roles.shard_journal
         assert shard_journal is not None
         shard_journal.keep(recovered)
         known = set(self.jobs)
         foreign = {k for k, f in recovered.items() if f.is_of_another_run(self._record.run(k[0]))}
-        # The others may be read once more.
+        # Shards of other runs or unknown jobs stay on disk and can be read later.
         self._roles.recovered.update(
             {k: found for k, found in recovered.items() if k[0] in known and k not in foreign}
         )
         for key, found in recovered.items():
             if key in foreign:
                 _tell_foreign(key, found.run, self._record.run(key[0]))
-                # Less than the disk had of this run: it is waited for until that is back.
+                # This is less than the disk had of this run: the shard waits until the right
+                # journal is back.
                 self._driver.tell(ev.JournalHas(key, 0, 0))
             else:
                 self._driver.tell(ev.JournalHas(key, found.epoch, found.state.version))
@@ -341,36 +343,36 @@ class ShardReplicas:
             if job in known:
                 self._let_journal_go(job)
             else:
-                # It may be over. Or this is another etcd than the one that knows of it.
+                # The job may be over, or this may be the wrong etcd.
                 log.warning("journal_has_unknown_job", job=job)
 
     @property
     def in_journal(self) -> Collection[Key]:
-        """What this server's journal has, of what is led here and of what is not."""
+        """All shards in this server's journal, led here or not."""
         shard_journal = self._roles.shard_journal
         return () if shard_journal is None else shard_journal.all_keys
 
     @property
     def has_lost_disk(self) -> bool:
-        """Whether the journal's disk takes nothing now: another process may have it, and on it what
-        is not here."""
+        """True if the journal's disk cannot be written now: another process may use it, and have
+        more on it."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.failure is not None
 
     @property
     def open_claims(self) -> Collection[Key]:
-        """What the journal has and others may have too."""
+        """Shards in the journal that other servers may have too."""
         return self._driver.core.open_claims
 
     def servers_seen(
         self, present: frozenset[Holder], asked_s: float, ended: frozenset[Holder]
     ) -> None:
-        """The servers that etcd listed when it was asked, by the clock of the event loop, and
-        processes that are known to have ended."""
+        """Note the servers that etcd listed when it was asked at `asked_s`, by the clock of the
+        event loop, and the processes that are known to have ended."""
         self._driver.tell(ev.ServersSeen(present, asked_s, ended))
 
     def _let_journal_go(self, job: str) -> None:
-        """Of what the record names another disk for, or none."""
+        """Drop the journal's shards for which the record names another disk, or none."""
         shard_journal = self._roles.shard_journal
         if shard_journal is not None and shard_journal.keeps_for_others:
             known = self._record.of_job(job).items()
@@ -419,7 +421,7 @@ def _tell_foreign(key: Key, seen: str, expected: str) -> None:
 
 
 def _note(note: Note) -> None:
-    """What the core has to say, in the log."""
+    """Log a note of the core."""
     fields: dict[str, object] = {}
     if note.key is not None:
         fields["job"], fields["shard_id"] = note.key

@@ -1,4 +1,4 @@
-"""What a shard's part here changes about it: who may push, who is told of pushes, what is kept."""
+"""Changes of a replica's role: who may push to it, where pushes are sent, and what is kept."""
 
 import asyncio
 import threading
@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Led:
-    """See `ShardLeadership`."""
+    """A `ShardLeadership` of one replica."""
 
     replica: ShardReplica
     acknowledgements: Acknowledgements
@@ -74,7 +74,7 @@ class _Led:
 
 
 class ShardRoles:
-    """Lives on the event loop."""
+    """Carries out changes of roles for the core. Lives on the event loop."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ShardRoles:
         self._tasks = SupervisedTasks()
         self.shard_journal: ShardJournal | None = None
         self.recovered: dict[Key, Recovered[AnyShard]] = {}
-        """What the journal has and nobody leads from it yet."""
+        """Shards in the journal that are not led from it yet."""
         driver.carry_out(
             {
                 Lead: self._lead,
@@ -119,7 +119,7 @@ class ShardRoles:
     # --- pushes ---
 
     def _pushed(self, replica: ShardReplica, record: UpdateRecord) -> None:
-        """A push was applied. Any thread, within the shard's lock: so the loop gets them in
+        """Queue an applied push. Called by any thread, within the shard's lock, which keeps the
         order."""
         with self._applied_lock:
             is_first = not self._applied
@@ -130,8 +130,8 @@ class ShardRoles:
             self._loop.call_soon_threadsafe(self._tell_all)
 
     def _keep(self, replica: ShardReplica, data: Buffer) -> Buffer:
-        """See `Keep`. A push is told of right behind it on the event loop, where nobody comes to
-        need it meanwhile; in a thread somebody may."""
+        """Decide where a push's data are kept; see `Keep`. On the event loop, the push is passed on
+        right after it is applied, and no follower can come in between; in a thread one can."""
         if threading.get_ident() != self._loop_thread or self._applied:
             return bytes(data)
         if not self._is_needed(replica):
@@ -195,7 +195,7 @@ class ShardRoles:
     def _stop(self, effect: Stop) -> None:
         replica = self._found(effect.key)
         replica.is_handing_over = True
-        # From here on pushes of this epoch are refused; the next one is the successor's.
+        # From here on pushes of this epoch are refused; the next epoch is the successor's.
         replica.state.enter_epoch(replica.epoch + 1)
         self._tell_all()
         self._driver.tell(Stopped(effect.key, replica.state.version))
@@ -239,7 +239,7 @@ class ShardRoles:
     async def _made_of_journal(self, effect: LoadJournal) -> None:
         found = self.recovered.pop(effect.key, None)
         if found is None and self.shard_journal is not None:
-            # This process led it, and let go of it, since it was started.
+            # This process has led it and dropped it since it was started.
             found = await self.shard_journal.read(*effect.key, restore)
         if found is None:
             self._driver.tell(NotInJournal(effect.key, effect.epoch))
@@ -269,13 +269,13 @@ class ShardRoles:
             self._let_go(replica)
 
     def _let_go(self, replica: ShardReplica) -> None:
-        # A push that has been let in already must not be applied to what nobody will see.
+        # A push that was already admitted must not be applied to a dropped replica.
         replica.state.enter_epoch(replica.epoch + 1)
         self._end(replica)
         self._catalog.remove(replica)
 
     def _end(self, replica: ShardReplica) -> None:
-        """It is led here no longer. What was applied is told first."""
+        """End the leading of a shard, after passing on the pushes that were applied."""
         self._tell_all()
         replica.state.subscribe(None)
         replica.log = None

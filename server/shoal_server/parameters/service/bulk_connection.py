@@ -1,4 +1,4 @@
-"""One connection of the bulk transport: the calls of one client, one after the other."""
+"""One bulk connection: serves the calls of one client, one after the other."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BulkServices:
-    """What answers the calls that a connection may carry."""
+    """The services that answer the calls of a connection."""
 
     parameters: ParametersServicer
     tables: TablesServicer
@@ -55,7 +55,7 @@ _CALLS: Mapping[Purpose, Sequence[Kind]] = {
     Purpose.REPLICATION: (Kind.FOLLOW,),
     Purpose.SEGMENTS: (Kind.SEGMENT_PUT, Kind.SEGMENT_FETCH),
 }
-"""Frames that may begin a call of a connection."""
+"""Frames that may begin a call, by the purpose of the connection."""
 
 
 def _unreadable(frame: Frame, error: DecodeError, expected: str) -> MalformedMessage:
@@ -71,7 +71,7 @@ _BOUNDS = MessageBounds()
 
 
 def _checked(message: M) -> M:
-    """A message as a call over gRPC would let it through. Raises InvalidSpec."""
+    """Check a message against the bounds that hold for gRPC calls too. Raises InvalidSpec."""
     _BOUNDS.check(message)
     return message
 
@@ -101,7 +101,7 @@ def _exactly(room: memoryview, num_bytes: int) -> memoryview:
 
 
 class BulkServerConnection:
-    """Lives on the event loop."""
+    """Serves one client's connection. Lives on the event loop."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class BulkServerConnection:
         arena: SharedArena | None,
         use: Use,
     ) -> None:
-        """`use`: what the connection's key was given for. Its calls are of that kind alone."""
+        """`use`: what the connection's key was given for. Other calls are refused."""
         self._wire = wire
         self._calls = calls
         self._arena = arena
@@ -143,7 +143,7 @@ class BulkServerConnection:
                     await self._wire.send(*map(_frame, batch), *end)
             if is_ended:
                 return
-            # Only then may the next frame be the beginning of a call.
+            # After this, the next frame may begin a call.
             await call.finish()
             await self._wire.send(bulk.header(Kind.END))
         except HungUp:
@@ -183,7 +183,7 @@ class BulkServerConnection:
         except DecodeError as error:
             raise _unreadable(opening, error, f"the request of a {opening.kind.name}") from error
         assert opening.kind is Kind.FOLLOW
-        return _one_by_one(self._calls.replication.follow(call.told(), call))
+        return _one_by_one(self._calls.replication.follow(call.follow_requests(), call))
 
     def _segment_replies(
         self, opening: Frame, call: "_BulkCall"
@@ -195,21 +195,23 @@ class BulkServerConnection:
         return self._calls.weights.fetch(fetch, self._use, call)
 
     def _checked(self, request: M) -> M:
-        """The request that begins a call, which its caller may make. Raises AccessDenied too."""
+        """Check the request that begins a call, and that its caller may make it. Raises
+        AccessDenied too."""
         _checked(request)
         if self._caller is not None:
             check_request(self._caller, request)
         return request
 
     async def _fail(self, error: ShoalError) -> None:
-        """Tell the client, if it still listens; nothing more is sent after it."""
+        """Send the error to the client, if it still listens; nothing more is sent afterwards."""
         try:
             await self._wire.send(bulk.message(Kind.ERROR, to_detail(error).SerializeToString()))
         except HungUp as hung_up:
-            log.info("bulk_error_not_told", error=str(error), reason=str(hung_up))
+            log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """While a call is worked on, its client is to hear something."""
+        """Send beats while a call is in progress, so that its client knows that this server is
+        alive."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
@@ -217,8 +219,8 @@ class BulkServerConnection:
 
 
 class _BulkCall:
-    """What comes in of one call, and the way back of its values. A server's call that tells of its
-    shards is a `DirectWay` of it, one about a segment a `SegmentWay`."""
+    """The frames of one call, incoming and outgoing. It serves as the `DirectWay` of a replication
+    call, and as the `SegmentWay` of a call about a segment."""
 
     def __init__(self, wire: FrameConnection, arena: SharedArena | None) -> None:
         self._wire = wire
@@ -227,7 +229,7 @@ class _BulkCall:
         self._is_over = False
         self._end_follows = False
         num_places = arena.num_bytes // PLACE_BYTES if arena is not None else 0
-        # With half of the places another server goes on.
+        # Half of the places are freed late: the sender can go on with the other half.
         self._late = LateFrames(wire, max(num_places // 2, 1))
 
     async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
@@ -236,12 +238,13 @@ class _BulkCall:
             yield OnlyPiece(piece)
 
     async def pieces(self) -> AsyncIterator[ReadPiece]:
-        """The data that the call brings, until its end."""
+        """The pieces of the call, until its end."""
         while (piece := await self._next_piece()) is not None:
             yield piece
 
-    async def told(self) -> AsyncIterator[Arriving]:
-        """What another server tells of its shards, but for what `deliver` gives away."""
+    async def follow_requests(self) -> AsyncIterator[Arriving]:
+        """The requests of another server, except those that the function given to `deliver`
+        takes."""
         while True:
             frame = await self._wire.next_frame()
             arriving = self._arriving(frame)
@@ -254,7 +257,7 @@ class _BulkCall:
             self._taken(frame)
 
     def deliver(self, take: Callable[[Arriving], bool] | None) -> None:
-        """Have what is told taken right when it comes, where `take` says that it took it."""
+        """Offer each request to `take` as soon as it is read; `take` returns True if it took it."""
 
         def given(frame: Frame) -> bool:
             arriving = self._arriving(frame)
@@ -270,7 +273,7 @@ class _BulkCall:
         self._wire.pauses.read(may_wait=may_wait, now_s=asyncio.get_running_loop().time())
 
     def send_now(self, reply: FollowReply) -> bool:
-        """Whether a reply was sent without waiting."""
+        """Send a reply without waiting. True if it was sent."""
         return self._late.send_now(_frame(reply))
 
     def send_soon(self, reply: FollowReply) -> bool:
@@ -279,24 +282,24 @@ class _BulkCall:
         return True
 
     def close(self) -> None:
-        """The call is over."""
+        """End the call."""
         self._late.close()
 
     @property
     def reads_to_end(self) -> bool:
-        """Whether all that was sent is read, whatever becomes of its sender."""
+        """True if everything that was sent is read, even if the sender dies."""
         return self._wire.is_local
 
     def end_reading(self) -> None:
-        """Take nothing more that is not sent yet."""
+        """Accept nothing that is not sent yet."""
         self._wire.end_reading()
 
     def end_sending(self) -> None:
-        """Send nothing more; whoever is sending fails."""
+        """Send nothing more; a send in progress fails."""
         self._wire.end_sending()
 
     def _arriving(self, frame: Frame) -> Arriving | None:
-        """What another server tells by it; None: nothing."""
+        """The request that a frame carries, or None if it carries none."""
         if frame.kind is Kind.PIECE:
             return OnlyPiece(
                 ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
@@ -311,7 +314,7 @@ class _BulkCall:
             raise _unreadable(frame, error, "FollowRequest") from error
 
     def _taken(self, frame: Frame) -> None:
-        """By now it is applied, or whoever keeps it has a copy: its place is free."""
+        """Free the place of a frame that is applied, or that its receiver has copied."""
         if frame.kind is Kind.PLACED:
             self._late.free(bulk.header(Kind.ROOM, at=frame.at))
 
@@ -358,15 +361,15 @@ class _BulkCall:
         await self._wire.send_file(head, segment.descriptor, start, size)
 
     async def finish(self) -> None:
-        """Read what is left of the call."""
+        """Read the rest of the call, to its end."""
         while not self._is_over:
             if await self._next_piece() is not None:
                 raise MalformedMessage(
-                    "a piece that nobody expects", seen="a piece", expected="the end of the call"
+                    "a piece that is not expected", seen="a piece", expected="the end of the call"
                 )
 
     async def _next_piece(self) -> ReadPiece | None:
-        """The next piece, or None at the end. Rooms are noted on the way."""
+        """The next piece, or None at the end. ROOM frames before it are recorded."""
         while not self._is_over:
             frame = await self._wire.next_frame()
             if frame.kind is Kind.PIECE:
@@ -395,7 +398,7 @@ class _BulkCall:
     def _view(self, frame: Frame) -> memoryview:
         if self._arena is None:
             raise MalformedMessage(
-                "a frame tells of shared memory",
+                "a frame refers to shared memory",
                 seen=f"{frame.kind.name} at {frame.at}",
                 expected="pieces in the stream: none is shared on this connection",
             )
@@ -403,8 +406,8 @@ class _BulkCall:
 
     @property
     def ends_now(self) -> bool:
-        """Whether the end goes with the replies that are given now: to be told of it by itself
-        would wake the client up once more."""
+        """True if the END frame goes with the replies that are sent now: sent separately, it would
+        wake the client once more."""
         return self._end_follows and self._is_over
 
     def end_follows(self) -> None:

@@ -1,4 +1,4 @@
-"""Where connections of the bulk transport come in: a TCP port, and a name on this machine."""
+"""The listener for bulk connections: a TCP port, and a Unix socket with a name."""
 
 import asyncio
 import secrets
@@ -26,17 +26,17 @@ log = structlog.get_logger(__name__)
 HELLO_S = 5.0
 ACCEPT_AGAIN_S = 0.5
 MAX_CONNECTIONS = 4096
-# A client's machine that vanished is found out by the kernel: probes after so many seconds.
+# The kernel probes for a client whose machine vanished, at these intervals in seconds.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class BulkListener:
-    """Takes connections from clients that show a key which `offers` gave."""
+    """Accepts connections from clients that show a key which `offers` gave."""
 
     def __init__(
         self, calls: BulkServices, offers: Offers, memory: Memory, *, most: int = MAX_CONNECTIONS
     ) -> None:
-        """`most`: connections at once."""
+        """`most`: the number of connections that may be open at once."""
         self._most = most
         self._calls = calls
         self._offers = offers
@@ -45,7 +45,7 @@ class BulkListener:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
-        """Take connections as long as the block runs. Raises AddressInUse."""
+        """Accept connections as long as the block runs. Raises AddressInUse."""
         with ExitStack() as stack:
             remote = stack.enter_context(_bound(host, port))
             local, name = _named(stack)
@@ -67,7 +67,7 @@ class BulkListener:
             try:
                 connected, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # Out of descriptors, most likely: clients take gRPC until some are free again.
+                # Most likely out of descriptors: clients use gRPC until some are free again.
                 log.warning("bulk_connection_not_accepted", reason=str(error))
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
@@ -99,7 +99,7 @@ class BulkListener:
             await BulkServerConnection(wire, self._calls, arena, hello.use).serve()
 
     async def _greeted(self, wire: FrameConnection) -> "_Hello":
-        """Raises MalformedMessage."""
+        """Read the hello. Raises MalformedMessage if its key is unknown."""
         frame = await wire.next_frame()
         use = self._offers.redeem(bytes(frame.body))
         if use is None:
@@ -126,20 +126,20 @@ class BulkListener:
 
 @dataclass(frozen=True, kw_only=True)
 class _Hello:
-    """What the other end asks for."""
+    """What the client asked for when it connected."""
 
     use: Use
     arena_bytes: int
-    """Of memory to be shared; 0: none."""
+    """Size of the shared memory that the client wants; 0: none."""
 
 
 async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
-    """Answer the hello; the descriptor of the shared memory goes with it."""
+    """Answer the hello, and send the descriptor of the shared memory with the answer."""
     if arena is None:
         await wire.send(bulk.header(Kind.HELLO))
         return
     try:
-        # The first bytes on a fresh connection always find room.
+        # A fresh connection has room for these bytes, so this does not block.
         answer = bulk.header(Kind.HELLO, at=arena.num_bytes)
         socket.send_fds(wire.socket, [answer], [arena.descriptor])
     except OSError as error:
@@ -149,8 +149,8 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
 
 
 def _named(stack: ExitStack) -> tuple[socket.socket | None, str]:
-    """A socket with a name that nobody else has, for clients in this network namespace; none where
-    the system has no such names, and then all of them come by the port."""
+    """A Unix socket with a random abstract name, for clients in this network namespace. None if the
+    system has no such names: then all clients connect to the port."""
     name = f"shoal-{secrets.token_hex(16)}"
     try:
         local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -1,4 +1,4 @@
-"""Pushes to parameters: each shard's gradient in pieces, applied and answered with its values."""
+"""Pushes to parameters: each shard's gradient comes in pieces and is answered with new values."""
 
 import asyncio
 import math
@@ -35,9 +35,9 @@ class DensePushPart:
     shard: DenseShard
     assembler: ChunkAssembler
     decoder: Decoder | None = None
-    """Of a gradient that comes compressed."""
+    """Decodes the gradient; None: it is not compressed."""
     next_address: str = ""
-    """Of the server that is about to lead the shard."""
+    """Address of the server that the shard is being handed over to; empty: none."""
 
     @property
     def shard_id(self) -> int:
@@ -61,8 +61,8 @@ class ShardAnswer:
     values: Values | None = None
 
     @property
-    def told_version(self) -> int:
-        """The newest version that it tells of."""
+    def newest_version(self) -> int:
+        """The newest version that the answer mentions."""
         return max(self.outcome.version, self.values.version if self.values else 0)
 
 
@@ -136,7 +136,7 @@ class DensePushKind:
         push = partial(self._push, part, writer)
         work = partial(guarded, push, self._header.token.job, part.shard_id)
         if part.decoder is not None:
-            # Never on the event loop: to read it takes longer than to apply as many bytes.
+            # Not on the event loop: decoding takes longer than applying as many bytes.
             num_bytes += INLINE_BYTES
         applied = asyncio.ensure_future(part.replica.work(self._run, num_bytes, work))
         if not applied.done():
@@ -144,7 +144,7 @@ class DensePushKind:
         answer, level = applied.result(), self._header.acknowledgement
         if isinstance(answer, ShoalError):
             return applied
-        leading, version = part.replica.leading, answer.told_version
+        leading, version = part.replica.leading, answer.newest_version
         if leading.is_acknowledged(version, level):
             return applied
         return leading.once_acknowledged(version, level, answer)
@@ -152,13 +152,13 @@ class DensePushKind:
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]
     ) -> ShardAnswer | ShoalError:
-        """The answer, once every backup, and the disk if it is asked for, has what it tells of."""
+        """The answer, once the version that it mentions is as safe as the push asks for."""
         answer = await applied
         if isinstance(answer, ShoalError):
             return answer
         try:
             await replica.leading.wait_acknowledged(
-                answer.told_version, self._header.acknowledgement
+                answer.newest_version, self._header.acknowledgement
             )
         except ShoalError as error:
             return error
@@ -167,7 +167,7 @@ class DensePushKind:
     def _push(self, part: DensePushPart, writer: CopyOut | None) -> ShardAnswer:
         item, group = part.item, part.shard.spec.group
         gradient, body = part.assembler.join(), part.shard.body
-        # Before the shard's lock is taken: meanwhile others push.
+        # Before the shard's lock is taken, so that others can push meanwhile.
         batch = None if part.decoder is None else body.decode(part.decoder, gradient)
         push = DensePush(
             session=self._session,
@@ -196,14 +196,16 @@ class DensePushKind:
         return ShardAnswer(outcome=outcome, values=applied.values)
 
     def refusal(self, shard_id: int, error: ShoalError) -> ShardAnswer:
-        """The shard may have gone elsewhere while its gradient came in."""
+        """Return the answer for a refused shard, with its new route if it moved while its gradient
+        came in."""
         epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
         error = self._catalog.with_route(error, self._header.token.job, shard_id, epoch)
         return ShardAnswer(outcome=PushOutcome(shard_id=shard_id, error=to_detail(error)))
 
 
 def _compressed_part(item: PushItem, replica: ShardReplica, shard: DenseShard) -> DensePushPart:
-    """Raises for a codec that is not read here, or does not fit the shard."""
+    """Make the part for a compressed gradient. Raises if the codec is unknown or does not fit the
+    shard."""
     num_bytes = item.codec.num_bytes
     assembler = ChunkAssembler(shard.spec, item.absent_blocks, encoded_bytes=num_bytes)
     decoder = shard.body.decoder(item.codec, assembler.blocks)
@@ -213,7 +215,7 @@ def _compressed_part(item: PushItem, replica: ShardReplica, shard: DenseShard) -
 
 
 def dense(replica: ShardReplica) -> DenseShard:
-    """The state of a shard of parameters. Raises MalformedMessage for one of a table."""
+    """Return the state of a shard of parameters. Raises MalformedMessage for a shard of a table."""
     if not is_dense(replica.state):
         raise MalformedMessage(
             f"shard {replica.shard_id} of job {replica.job} is part of a table",
@@ -224,7 +226,7 @@ def dense(replica: ShardReplica) -> DenseShard:
 
 
 def messages(answer: ShardAnswer) -> Iterator[PushReply | bytes]:
-    """What a part's sender is sent."""
+    """The messages that answer one shard's part."""
     yield PushReply(outcome=answer.outcome)
     if answer.values is None:
         return

@@ -1,4 +1,4 @@
-"""What a parameter server says of itself, for people: sizes, counters, how far its copies are."""
+"""The description that a parameter server gives of itself: sizes, counters, versions of copies."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -15,20 +15,20 @@ MAX_JOBS = 1024
 
 @dataclass(slots=True)
 class Refusals:
-    """What became of pushes that were not applied whole, of one job since the server started."""
+    """Number of pushes of one job that were refused or applied in part since the server started."""
 
     by_epoch: int = 0
     partial: int = 0
 
 
 class PushTally:
-    """Counts refusals by job; of the newest 1024 jobs."""
+    """Counts refusals by job, for the newest 1024 jobs."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, Refusals] = OrderedDict()
 
     def count(self, job: str, outcomes: Iterable[PushOutcome]) -> None:
-        """Take note of all outcomes of one call."""
+        """Count the outcomes of one call."""
         kinds = [each.error.kind if each.HasField("error") else "" for each in outcomes]
         if not any(kinds):
             return
@@ -52,8 +52,8 @@ def add_shard(
     assignment: ShardAssignment | None,
     versions: Mapping[Holder, int],
 ) -> None:
-    """Describe one shard, or count it where this server has a copy only. `versions`: up to which
-    its followers are known to have it."""
+    """Describe one shard, or only count it if this server has a copy. `versions`: the newest
+    version that each follower is known to have."""
     reply.memory_bytes += replica.state.memory_bytes
     if replica.role is not ReplicaRole.PRIMARY:
         reply.num_copies += 1
@@ -76,7 +76,7 @@ def _add_copies(
         figures.copies.append(
             CopyState(
                 server_id=holder.server_id,
-                # It may have more by now than when the shard was described.
+                # The follower may have more by now than when the shard was described.
                 version=min(versions.get(holder, 0), figures.version),
                 joining=assignment is not None and holder == assignment.joining,
             )

@@ -1,4 +1,4 @@
-"""The services whose messages carry pieces, on a gRPC server: read and written in place."""
+"""gRPC handlers of the services whose messages carry pieces, which are decoded without copies."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ PARAMETERS, REPLICATION = "shoal.v1.Parameters", "shoal.v1.Replication"
 
 
 def add_replication(replication: ReplicationServicer, server: grpc.aio.Server) -> None:
-    """Have the server answer the calls of the Replication service."""
+    """Register the Replication service with the server."""
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Follow": grpc.stream_stream_rpc_method_handler(
             replication.Follow,
@@ -39,7 +39,7 @@ def add_replication(replication: ReplicationServicer, server: grpc.aio.Server) -
 
 
 def add_parameters(servicer: ParametersServicer, server: grpc.aio.Server) -> None:
-    """Have the server answer the calls of the Parameters service."""
+    """Register the Parameters service with the server."""
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Create": grpc.stream_unary_rpc_method_handler(
             servicer.Create,

@@ -1,4 +1,4 @@
-"""One push as it comes in: its shards are received, applied and answered one by one."""
+"""A push in progress: its shards are received, applied and answered one by one."""
 
 import asyncio
 from collections import deque
@@ -14,7 +14,7 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Shards of one call that are worked on, or wait for their reply to leave, at a time."""
+"""Shards of one call that are being applied, or whose reply is not sent yet, at a time."""
 
 T = TypeVar("T")
 PieceT_contra = TypeVar("PieceT_contra", contravariant=True)
@@ -33,40 +33,40 @@ class PushPart(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of all of it once it is whole."""
+        """Size of the complete part."""
         ...
 
     @property
     def is_complete(self) -> bool: ...
 
     def truncated(self) -> ShoalError:
-        """The error of a stream that ended before the part was complete."""
+        """Return the error for a stream that ended before the part was complete."""
         ...
 
 
 class PushKind(Protocol[PartT_contra, PieceT_contra, AnswerT_co]):
-    """What a push to parameters and one to tables do each in their own way."""
+    """The part of a push's handling that differs between parameters and tables."""
 
     applies_at_once: bool
-    """A part is applied as soon as it is complete. Else once a piece of another shard, or the end,
-    has come: only then is it known that the part was not too long."""
+    """True: a part is applied as soon as it is complete. False: it is applied once a piece of
+    another shard, or the end, has come; only then is it known that the part was not too long."""
 
     def add(self, part: PartT_contra, piece: PieceT_contra) -> None:
-        """Raises what is wrong with the piece."""
+        """Add a piece to a part. Raises a ShoalError if the piece is wrong."""
         ...
 
     def apply(self, part: PartT_contra) -> Awaitable[AnswerT_co | ShoalError]:
-        """Begin to apply a part that is complete."""
+        """Start to apply a complete part."""
         ...
 
     def refusal(self, shard_id: int, error: ShoalError) -> AnswerT_co:
-        """The answer for a shard that is as it was."""
+        """Return the answer for a shard that was not changed."""
         ...
 
 
 class IncomingPush(Generic[PartT, PieceT, AnswerT]):
-    """Raises for what is wrong with the push as a whole; what is wrong with one shard's part is
-    answered for that shard, leaves it untouched, and the others go on."""
+    """Receives a push. Raises an error that concerns the push as a whole. An error in one shard's
+    part is that shard's answer: the shard is not changed, and the other shards go on."""
 
     def __init__(self, kind: PushKind[PartT, PieceT, AnswerT], reservation: Reservation) -> None:
         self._kind = kind
@@ -79,10 +79,10 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """Whether nothing comes behind the answers that were given last."""
+        """True if no answers follow those that were yielded last."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
-        """The header names a shard. What `make` raises is answered for it."""
+        """Expect a shard that the header names. A ShoalError from `make` becomes its answer."""
         try:
             part = make()
         except ShoalError as error:
@@ -96,8 +96,9 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
     async def answers(
         self, pieces: AsyncIterator[tuple[int, PieceT]]
     ) -> AsyncGenerator[Sequence[AnswerT], None]:
-        """The answers in the order in which the shards were started, those together that are
-        there, while later pieces still come in. Raises what is wrong with the push as a whole."""
+        """Yield the answers in the order in which the shards were started, while later pieces still
+        come in. Answers that are ready are yielded together. Raises an error that concerns the push
+        as a whole."""
         taking = asyncio.create_task(self._take_all(pieces), name="push")
         try:
             while self._pending or not self._is_over:
@@ -183,7 +184,7 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
 
 
 def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") -> T | ShoalError:
-    """The result of applying a part, or the error that its sender is told."""
+    """Run `work`. Returns its result, or the error to answer with."""
     try:
         return work()
     except ShoalError as error:
@@ -194,7 +195,7 @@ def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") 
 
 
 def check_sequence(sequence: int) -> None:
-    """Raises MalformedMessage for a push that is not numbered."""
+    """Raise MalformedMessage if a push has no sequence number."""
     if sequence < 1:
         raise MalformedMessage(
             "a push needs its sequence number",
@@ -204,7 +205,8 @@ def check_sequence(sequence: int) -> None:
 
 
 def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
-    """The error for a piece of a shard that the header does not name, or that is complete."""
+    """Return the error for a piece of a shard that the header does not name, or that is
+    complete."""
     return MalformedMessage(
         "a piece of a shard that is not expected",
         seen=f"shard {shard_id}",

@@ -1,4 +1,4 @@
-"""Rows of one shard's part of a push as they come in: in messages, or in pieces of a bulk call."""
+"""Receives the rows of one shard's part of a push: in messages, or in pieces of a bulk call."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,18 +11,18 @@ from shoal_server.parameters.shard.chunk_assembler import PieceAssembler
 from shoal_server.parameters.tables.batch import ID_BYTES
 
 RowsPiece = RowGradients | AnyPiece
-"""By gRPC the one, by a bulk connection the other."""
+"""RowGradients over gRPC, a piece over a bulk connection."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushedRows:
-    """All of it. Ids and births are this server's own."""
+    """All rows of one shard's part. Ids and births are copies that this server owns."""
 
     ids: bytes
     births: bytes
     gradient: Buffer
     is_borrowed: bool
-    """The gradient's memory is its sender's again once the push is answered."""
+    """True if the sender reuses the gradient's memory once the push is answered."""
 
 
 class IncomingRows(Protocol):
@@ -34,14 +34,14 @@ class IncomingRows(Protocol):
         ...
 
     def truncated(self) -> ShoalError:
-        """The error of a stream that ended before all was there."""
+        """Return the error for a stream that ended before all rows came."""
         ...
 
     def joined(self) -> PushedRows: ...
 
 
 class RowMessages:
-    """Each message has ids, births and gradients of some rows."""
+    """Rows in messages, each with ids, births and gradients of some rows."""
 
     def __init__(self, shard_id: int, num_rows: int) -> None:
         self._shard_id = shard_id
@@ -87,10 +87,10 @@ class RowMessages:
 
 
 class RowPieces:
-    """All ids, then all births, then all gradients, cut anywhere."""
+    """Rows in pieces: all ids, then all births, then all gradients, cut anywhere."""
 
     def __init__(self, shard_id: int, num_rows: int, row_bytes: int) -> None:
-        """`row_bytes` of a row's gradient."""
+        """`row_bytes`: size of one row's gradient."""
         self._ids_bytes = num_rows * ID_BYTES
         num_bytes = 2 * self._ids_bytes + num_rows * row_bytes
         self._assembler = PieceAssembler(shard_id, [(0, num_bytes)])

@@ -1,7 +1,5 @@
-"""The Parameters service: messages in, shards changed, messages out.
-
-Small shards are worked on where the call runs; big ones in a pool of threads, so that the event
-loop stays free for other calls.
+"""The Parameters service: create, push and pull shards. Work on small shards runs on the event
+loop, work on big ones in a pool of threads, so that the loop stays free for other calls.
 """
 
 import time
@@ -68,7 +66,7 @@ from shoal_server.serving.rpc import Context
 
 MAX_WAIT_S = 60.0
 FORMING_S = 10.0
-"""How long a call that creates waits for the first backup to have the values."""
+"""How long `Create` waits until the first backup has the values."""
 
 
 class ParametersServicer:
@@ -96,7 +94,7 @@ class ParametersServicer:
         self.loop_lag = loop_lag
         self._tally = PushTally()
         self.push_durations = Durations(("outcome",))
-        """Of pushes to parameters: from their header to the answer for the last shard."""
+        """Duration of pushes to parameters, from the header to the answer for the last shard."""
 
     async def Create(
         self, requests: AsyncIterator[CreateRequest | OnlyPiece], context: Context
@@ -107,7 +105,7 @@ class ParametersServicer:
         header = first.header
         await self._fence.check(header.token)
         check_spec(header.optimizer, 1 + max((s.group for s in header.shards), default=0))
-        # What is created must be led as the record says from the start: a watch may be behind.
+        # Read the record anew, as a watch may lag: a new shard must be led as the record says.
         await self._replicas.refresh(header.token.job)
         await self._catalog.check_creatable(header.token.job, header.shards, header.optimizer)
         with self._claim(header) as claim, Reservation(self._budget) as reservation:
@@ -115,7 +113,7 @@ class ParametersServicer:
         return CreateReply(created=created)
 
     def _claim(self, header: CreateHeader) -> MemoryClaim:
-        """Room for those of the shards that are not here yet. Raises Overloaded."""
+        """Reserve memory for the shards that are not here yet. Raises Overloaded."""
         job = header.token.job
         new = [s for s in header.shards if self._catalog.find(job, s.shard_id) is None]
         num_bytes = sum(bytes_to_make(shard, header.optimizer) for shard in new)
@@ -143,7 +141,7 @@ class ParametersServicer:
                 shard = await self._run(shard_bytes(spec), make)
                 job = header.token.job
                 replica = ShardReplica(job, shard, ReplicaRole.PRIMARY, spec.epoch)
-                # Once more: the shard may have gone elsewhere while its values came in.
+                # Check again: the shard may have moved while its values came in.
                 self._catalog.check_new(job, spec, self._replicas.assignment(job, shard_id))
                 if self._catalog.add(replica):
                     self._replicas.created(replica)
@@ -168,7 +166,8 @@ class ParametersServicer:
     async def pull(
         self, request: PullRequest, reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[ShardData | bytes], None]:
-        """The shards, as of one version each, by that way back; what is there goes together."""
+        """Yield each shard's values, all of one version, written by `reply_writer`. Messages that
+        are yielded together are sent together."""
         await self._fence.check(request.token)
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
@@ -183,7 +182,7 @@ class ParametersServicer:
             if isinstance(replica, ShardReplica)
         ]
         async for replica, values in self._read_ahead(reads, reply_writer):
-            # What a backup has not got yet may still vanish: nobody is to have seen it.
+            # A version that no backup has may still be lost: it must not be visible before.
             await replica.wait_safe(values.version)
             version = ShardVersion(
                 shard_id=replica.shard_id, version=values.version, num_bytes=values.num_bytes
@@ -193,7 +192,7 @@ class ParametersServicer:
     async def _read_ahead(
         self, reads: Iterable[tuple[ShardReplica, int]], reply_writer: ReplyWriter
     ) -> AsyncIterator[tuple[ShardReplica, Values]]:
-        """Each shard's values in order; one shard is read while the one before it goes out."""
+        """Yield each shard's values in order; one shard is read while the one before it is sent."""
         pending: deque[tuple[ShardReplica, Awaitable[Values]]] = deque()
         for replica, known_version in reads:
             shard = dense(replica)
@@ -220,8 +219,8 @@ class ParametersServicer:
     async def push(
         self, requests: AsyncIterator[PushRequest | OnlyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
-        """Apply a push as it comes in; the outcome of each shard, and its values by that way
-        back. What is there goes together."""
+        """Apply a push as it comes in. Yields the outcome of each shard, and its values written by
+        `reply_writer`. Messages that are yielded together are sent together."""
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
@@ -249,7 +248,7 @@ class ParametersServicer:
         pushed: AsyncGenerator[Sequence[ShardAnswer], None],
         began_s: float,
     ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
-        """A push in its turn, for barriers and for figures."""
+        """Run a push within the job's barriers, and count its outcomes and its duration."""
         touched = frozenset(header.all_shard_ids) or None
         async with (
             self._barriers.passing(header.token.job, session, header.sequence, touched) as passage,

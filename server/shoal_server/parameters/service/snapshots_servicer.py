@@ -1,4 +1,4 @@
-"""The ShardSnapshots service: this server's shards into a snapshot's files, and out of them."""
+"""The ShardSnapshots service: writes this server's shards to a snapshot's files, and loads them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,13 +35,13 @@ T = TypeVar("T")
 
 MAX_LIMIT_S = 60.0
 WRITE_WITHIN_S = 30.0
-"""Between the taking of the shards and the call that writes them."""
+"""Longest time between the cut through the shards and the call that writes them."""
 FORMING_S = 10.0
-"""How long a load waits for backups to have the shards."""
+"""How long `Load` waits until backups have the shards."""
 
 
 class SnapshotsServicer(ShardSnapshotsServicer):
-    """`pool` is for storage alone: it may be slow."""
+    """Serves snapshots. `pool` is used for storage alone, as storage may be slow."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
     async def Load(self, request: pb.LoadRequest, context: Context) -> pb.LoadReply:
         job = request.job
         parts = [messages.to_part(file) for file in request.files]
-        # The record names this server before it is asked to load.
+        # The coordinator writes the record before it asks this server to load.
         await self._replicas.begin_anew(job)
         epochs = {part.shard_id: self._epoch_to_lead(job, part.shard_id) for part in parts}
         library = await self._library(request.url, job)
@@ -125,7 +125,8 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return pb.LoadReply(shard_ids=sorted(epochs))
 
     def _claim(self, job: str, parts: Sequence[ManifestEntry]) -> MemoryClaim:
-        """Room for what is to be loaded in place of what is here. Raises Overloaded."""
+        """Reserve memory for what the loaded shards need beyond those they replace. Raises
+        Overloaded."""
         num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
         return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
 
@@ -148,7 +149,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return assignment.epoch
 
     def _lead(self, job: str, state: AnyShard, epoch: int) -> None:
-        """Take a shard over, in the place of what a member may have created meanwhile."""
+        """Lead a loaded shard, instead of one that a member may have created meanwhile."""
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)
@@ -165,7 +166,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
 
 
 def _check_cut(request: pb.WriteRequest) -> None:
-    """Raise InvalidSpec for a cut whose name is no name: it becomes part of a path."""
+    """Raise InvalidSpec if the cut's id is not a valid name: it becomes part of a path."""
     if not is_name(request.cut_id) or not 0 < request.number < 2**63:
         raise InvalidSpec(
             "bad cut or number of a snapshot",
@@ -182,7 +183,7 @@ def _write(
     folder, _, name = path.rpartition("/")
     file = image_file.Digested(image_file.pieces(cut))
     library.storage.write_pieces(f"{request.job}/{folder}", lambda: name, file)
-    # Here, and not on the event loop: it may have much to give back.
+    # Not on the event loop: freeing much memory takes a while.
     cut.close()
     return ManifestEntry(
         shard_id=cut.shard_id,

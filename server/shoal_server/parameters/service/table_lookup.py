@@ -1,4 +1,4 @@
-"""Rows that are asked for: looked up, and answered by either transport."""
+"""Lookups of rows, over gRPC or a bulk connection."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -20,16 +20,16 @@ from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.shard import LookedUp, TableShard
 
 MAX_LOOKUP_BYTES = 4 * 1024 * 1024
-"""Of the rows that one message, or one item of a bulk call, asks for."""
+"""Bound on the rows that one message, or one item of a bulk call, asks for."""
 
 
 async def look_up(
     replica: ShardReplica, shard: TableShard, ids: bytes, num_bytes: int, run: Runner
 ) -> LookedUp:
-    """Rows that take so many bytes, in an order as they were asked for."""
+    """Look up rows, in the order of `ids`. `num_bytes`: size of their values."""
     work = partial(shard.read, partial(shard.body.look_up, ids))
     found: LookedUp = await replica.work(run, ROWS_COST * num_bytes, work)
-    # What a backup has not got yet may still vanish: nobody is to have seen it.
+    # A version that no backup has may still be lost: it must not be visible before.
     await replica.wait_safe(found.version)
     return found
 
@@ -39,7 +39,7 @@ async def answer_message(
     found: Sequence[tuple[ShardReplica, TableShard] | ShoalError],
     run: Runner,
 ) -> list[FoundRows]:
-    """The answers to one message of a gRPC call, in its order; the shards all at once."""
+    """Answer one message of a gRPC call, in its order. All shards are looked up concurrently."""
     left_bytes = MAX_LOOKUP_BYTES
     answers: list[Awaitable[FoundRows]] = []
     for rows, shard in zip(asked, found, strict=True):
@@ -48,7 +48,7 @@ async def answer_message(
             continue
         row_bytes = shard[1].body.row_bytes
         num_bytes = len(rows.ids) // ID_BYTES * row_bytes
-        # A single row always gets through.
+        # A single row is always answered.
         if num_bytes > max(left_bytes, row_bytes):
             answers.append(_refused(rows, _too_many(num_bytes)))
             continue
@@ -92,7 +92,7 @@ class LookupPart:
 
     @property
     def shard_id(self) -> int:
-        """The key by which its pieces come: the number of the item."""
+        """The id that the item's pieces carry: the number of the item."""
         return self.number
 
     @property
@@ -110,16 +110,16 @@ class LookupPart:
 @dataclass(frozen=True, kw_only=True)
 class LookupAnswer:
     rows: FoundRows
-    """Without births and values."""
+    """The answer, without births and values."""
     frames: Sequence[bytes] = ()
-    """What brings these, or tells of them."""
+    """Frames that carry births and values, or say where in shared memory they are."""
 
 
 IncomingLookup = IncomingPush[LookupPart, AnyPiece, LookupAnswer]
 
 
 class LookupKind:
-    """A bulk lookup comes in as a push does: item by item, each answered when it is looked up."""
+    """Bulk lookups: received item by item as a push is, each answered when it is looked up."""
 
     applies_at_once = True
 
@@ -139,7 +139,7 @@ class LookupKind:
         self._reply_writer = reply_writer
 
     async def open(self, lookup: IncomingLookup) -> None:
-        """Look up every shard that the header names, and make those that never were."""
+        """Look up every shard that the header names, and make those that never existed."""
         wanted = [(item.shard_id, item.epoch) for item in self._items]
         found = await self._maker.look_up(self._job, wanted)
         for number, (item, shard) in enumerate(zip(self._items, found, strict=True)):
@@ -180,7 +180,7 @@ class LookupKind:
         if isinstance(answer, ShoalError):
             return answer
         try:
-            # What a backup has not got yet may still vanish: nobody is to have seen it.
+            # A version that no backup has may still be lost: it must not be visible before.
             await part.replica.wait_safe(answer.rows.version)
         except ShoalError as error:
             return error
@@ -193,7 +193,7 @@ class LookupKind:
 
 
 def _read(part: LookupPart, writer: CopyOut) -> LookupAnswer:
-    # The room for the answer may be that of the ids.
+    # Copied: the answer may be written to the memory that the ids lie in.
     ids = bytes(part.assembler.join())
 
     def answer(version: int) -> LookupAnswer:

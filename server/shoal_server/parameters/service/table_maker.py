@@ -1,4 +1,4 @@
-"""Tables come into being without values: the server that first leads a shard makes it itself."""
+"""Creates table shards: the server that first leads one makes it, as it needs no values."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -19,11 +19,11 @@ from shoal_server.parameters.tables.shard import TableShard, is_table, new_table
 log = structlog.get_logger(__name__)
 
 FORMING_S = 10.0
-"""How long a call that makes shards waits for the first backup to have them."""
+"""How long a call that makes shards waits until the first backup has them."""
 
 
 class TableMaker:
-    """Lives on the event loop."""
+    """Finds table shards, and makes missing ones. Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, catalog: Catalog, replicas: ShardReplicas, memory: Memory
@@ -36,8 +36,8 @@ class TableMaker:
     async def look_up(
         self, job: str, wanted: Iterable[tuple[int, int]]
     ) -> list[tuple[ShardReplica, TableShard] | ShoalError]:
-        """For each (shard id, epoch) the shard that this server leads, made now if it never was, or
-        the error that explains why it is not to be had."""
+        """Return, for each (shard id, epoch), the shard that this server leads, made now if it
+        never existed, or the error that explains why there is none."""
         items = list(wanted)
         missing = [
             shard_id
@@ -58,16 +58,17 @@ class TableMaker:
         return found
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """A refusal of a shard, with the way to where it is led now; see `Catalog`."""
+        """Add the shard's current route to a refusal; see `Catalog`."""
         return self._catalog.with_route(error, job, shard_id, epoch)
 
     async def make_all(self, job: str) -> None:
-        """Make all that this server leads and nobody ever had: a snapshot has every shard."""
+        """Make all table shards that this server leads and that never existed, for a snapshot: it
+        has every shard."""
         await self._make(job)
 
     async def _make(self, job: str) -> None:
-        """Make all of the job's tables that this server leads and nobody ever had."""
-        # What is made must be led as the record says from the start: a watch may be behind.
+        """Make the job's table shards that this server leads and that never existed."""
+        # Read the record anew, as a watch may lag: a new shard must be led as the record says.
         await self._replicas.refresh(job)
         layout = await self._catalog.layout(job)
         if layout is None:
@@ -89,7 +90,7 @@ class TableMaker:
             await self._wait_on_disk(job, made)
 
     def _register(self, job: str, new: Sequence[ShardReplica]) -> list[int]:
-        """Lead new shards; their ids. Raises Overloaded, and then leads none of them."""
+        """Lead new shards, and return their ids. Raises Overloaded, and then leads none of them."""
         num_bytes = sum(replica.state.memory_bytes for replica in new)
         with self._memory.reserve(num_bytes, f"{len(new)} new table shards of job {job}") as claim:
             for replica in new:
@@ -99,8 +100,9 @@ class TableMaker:
         return [replica.shard_id for replica in new]
 
     async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
-        """Have shards in the journal, where there is one, before anybody trains them: one that is
-        on no disk would be told to be lost after all servers died, though nobody pushed to it."""
+        """Wait until new shards are in the journal, if there is one, before anybody trains them.
+        Otherwise, if all servers die, a shard would be reported lost although nobody pushed to
+        it."""
         for replica in map(partial(self._catalog.find, job), made):
             if replica is None or not replica.is_journaled:
                 continue

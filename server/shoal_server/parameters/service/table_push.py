@@ -1,4 +1,4 @@
-"""The rows of one push as they come in, and what became of them as messages."""
+"""Pushes to tables: receives the rows of each shard, applies and answers them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -31,7 +31,7 @@ from shoal_server.parameters.tables.batch import ID_BYTES, gradient_row_bytes
 from shoal_server.parameters.tables.shard import TablePush, TableShard
 
 MAX_PUSH_BYTES = 256 * 1024 * 1024
-"""Of one shard in one push."""
+"""Bound on one shard's part of one push."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class TablePushPart:
     incoming: IncomingRows
 
     def __post_init__(self) -> None:
-        """Raises Overloaded or InvalidSpec for a push that is not to be taken in at all."""
+        """Check that the part may be received. Raises Overloaded or InvalidSpec."""
         self.replica.check_room()
         if self.codec is not None:
             gradient_row_bytes(self.shard.body.table, self.codec)
@@ -62,12 +62,12 @@ class TablePushPart:
 
     @property
     def num_bytes(self) -> int:
-        """Of all of it once it is whole."""
+        """Size of the complete part."""
         return self.item.num_rows * (2 * ID_BYTES + self.shard.body.row_bytes)
 
     @property
     def codec(self) -> GradientCodec | None:
-        """How the gradients are written; None: in the table's dtype."""
+        """The encoding of the gradients; None: the table's dtype."""
         return self.item.codec if self.item.HasField("codec") else None
 
     @property
@@ -78,7 +78,7 @@ class TablePushPart:
         return self.incoming.truncated()
 
     def push(self, session: str, sequence: int, at_unix_s: float, scope: Scope | None) -> TablePush:
-        """All of it, as one push."""
+        """Make the update that the complete part asks for."""
         rows = self.incoming.joined()
         return TablePush(
             session=session,
@@ -99,7 +99,8 @@ class TablePushPart:
 
 
 def checked(header: TablePushHeader) -> Scope | None:
-    """The step that a push is part of. Raises for what is wrong with the push as a whole."""
+    """Check the push as a whole, and return the scope of its step. Raises MalformedMessage or
+    InvalidSpec."""
     check_sequence(header.sequence)
     shard_ids = [item.shard_id for item in header.shards]
     if len(set(shard_ids)) != len(shard_ids) or not set(shard_ids) <= set(header.all_shard_ids):
@@ -135,7 +136,7 @@ class TablePushKind:
         memory: Memory,
         is_in_pieces: bool,
     ) -> None:
-        """`is_in_pieces`: the rows come by a bulk connection."""
+        """`is_in_pieces`: the rows come over a bulk connection."""
         self.scope = checked(header)
         self._is_in_pieces = is_in_pieces
         self._header = header
@@ -146,7 +147,7 @@ class TablePushKind:
         self._memory = memory
 
     async def open(self, push: IncomingTablePush) -> None:
-        """Look up every shard that the header names, and make those that never were."""
+        """Look up every shard that the header names, and make those that never existed."""
         items = self._header.shards
         wanted = [(item.shard_id, item.epoch) for item in items]
         found = await self._maker.look_up(self._header.token.job, wanted)
@@ -178,12 +179,12 @@ class TablePushKind:
         return asyncio.ensure_future(self._applied(part))
 
     async def _applied(self, part: TablePushPart) -> TablePushOutcome | ShoalError:
-        """The answer, once what it tells of is as safe as was asked for."""
+        """Apply the part. Answers once the update is as safe as the push asks for."""
         self._memory.refresh()
         body = part.shard.body
         num_bytes = ROWS_COST * part.num_bytes + body.regrown_bytes(part.item.num_rows)
         if part.codec is not None:
-            # Never on the event loop: to read it takes longer than to apply as many bytes.
+            # Not on the event loop: decoding takes longer than applying as many bytes.
             num_bytes += INLINE_BYTES
         push = partial(self._push, part, body.now_s())
         work = partial(guarded, push, part.replica.job, part.shard_id)
@@ -211,7 +212,8 @@ class TablePushKind:
         return part.shard.push(push, self._is_live, partial(self._memory.take, what=what))
 
     def refusal(self, shard_id: int, error: ShoalError) -> TablePushOutcome:
-        """The shard may have gone elsewhere while its rows came in."""
+        """Return the answer for a refused shard, with its new route if it moved while its rows came
+        in."""
         epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
         error = self._maker.with_route(error, self._header.token.job, shard_id, epoch)
         return TablePushOutcome(shard_id=shard_id, error=to_detail(error))

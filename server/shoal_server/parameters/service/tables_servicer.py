@@ -1,4 +1,4 @@
-"""The Tables service: ids and gradients in, rows and fates out."""
+"""The Tables service: looks up rows, and applies pushes to them."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 
 class TablesServicer(Base):
-    """What is wrong with one shard's part is answered for that shard, and the others go on."""
+    """Serves tables. An error in one shard's part is that shard's answer, and the others go on."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class TablesServicer(Base):
         pieces: AsyncIterator[AnyPiece],
         reply_writer: ReplyWriter,
     ) -> AsyncGenerator[Sequence[TableLookupReply | bytes], None]:
-        """What `Lookup` does for a call of a bulk connection: ids come in pieces, and births and
-        values go by that way back."""
+        """Answer a lookup of a bulk connection: ids come in pieces, births and values are written
+        by `reply_writer`."""
         if not request.HasField("header") or request.rows:
             raise no_header("TableLookupHeader, and no rows,")
         header = request.header
@@ -114,7 +114,7 @@ class TablesServicer(Base):
     async def push(
         self, request: TablePushRequest, pieces: AsyncIterator[AnyPiece]
     ) -> AsyncGenerator[Sequence[TablePushReply], None]:
-        """What `Push` does for a call of a bulk connection: the rows come in pieces."""
+        """Answer a push of a bulk connection: the rows come in pieces."""
         if request.rows:
             raise no_header("TablePushHeader, and no rows,")
         keyed = ((piece.shard_id, piece) async for piece in pieces)
@@ -145,7 +145,7 @@ class TablesServicer(Base):
         pieces: AsyncIterator[tuple[int, RowsPiece]],
         is_in_pieces: bool,
     ) -> AsyncGenerator[TablePushReply, None]:
-        """A push in its turn, for barriers."""
+        """Run a push within the job's barriers."""
         kind = TablePushKind(
             header,
             session,

@@ -1,1 +1,1 @@
-"""One shard: its values, its versions, its memory of pushes, and what this server holds of it."""
+"""Shards: values, versions, remembered pushes, replicas, and the catalog of a server's shards."""

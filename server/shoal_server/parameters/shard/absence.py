@@ -1,4 +1,4 @@
-"""Why a server that is to lead a shard has nothing of it."""
+"""The error for a shard that its primary does not hold."""
 
 from shoal_proto.errors import ShardNotReady, ShoalError, StateLost
 from shoal_server.core.shards import losses
@@ -6,9 +6,10 @@ from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 
 def why_absent(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
-    """For a shard of which its primary holds nothing. `is_kept`: that server's journal has it.
+    """Return the error for a shard that its primary does not hold. `is_kept`: that server's journal
+    has it.
 
-    StateLost where it was trained and nobody is known to have it any more, else ShardNotReady.
+    StateLost if the shard was trained and nobody is known to have it any more, else ShardNotReady.
     """
     if assignment.content is ShardContent.NONE:
         return not_ready(job, assignment.shard_id, "a worker that creates it")

@@ -1,4 +1,4 @@
-"""All the shards that a server holds, by job and id, and how a missing one is explained."""
+"""The catalog of a server's shards by job and id, with the errors for shards that are missing."""
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,27 +30,28 @@ from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 log = structlog.get_logger(__name__)
 
 LED_WITHIN_S = 1.0
-"""Who comes ahead of the news that this server leads a shard is kept waiting for so long."""
+"""Longest wait of a call that comes before this server knows that it leads a shard."""
 
 
 class Whereabouts(Protocol):
-    """Where shards are that this server does not lead."""
+    """The location of shards that this server does not lead."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
-        """Where a shard is led, or is about to be; None where that is not known."""
+        """Return the route to the server that leads a shard, or is about to; None if it is not
+        known."""
         ...
 
     def next_address(self, job: str, shard_id: int) -> str:
-        """Of the server that is about to lead a shard in the place of this one; empty: none is."""
+        """Return the address of the server that this shard is handed over to; empty: none."""
         ...
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """Whether this server's journal has a shard that is not led here."""
+        """True if this server's journal has a shard that is not led here."""
         ...
 
 
 class _Nowhere:
-    """Before there is a record to know anything from."""
+    """The `Whereabouts` before there is a record: nothing is known."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
         return None
@@ -63,12 +64,13 @@ class _Nowhere:
 
 
 class Catalog:
-    """Lives on the event loop; the shards' states may be used from any thread."""
+    """All shards of a server. Lives on the event loop; shards' states may be used from any
+    thread."""
 
     def __init__(
         self, store: KeyValueStore, me: Holder, *, max_sessions: int = MAX_SESSIONS
     ) -> None:
-        """A shard remembers so many sessions."""
+        """`max_sessions`: the number of sessions that a shard remembers."""
         self._store = store
         self._layouts = shard_map.ShardMapReader(store)
         self._max_sessions = max_sessions
@@ -76,8 +78,8 @@ class Catalog:
         self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
         self.whereabouts: Whereabouts = _Nowhere()
-        """Set once, by who follows the record: it puts shards in here and takes them out, so it
-        comes second."""
+        """Set once by `ShardReplicas`, which is made after the catalog as it adds and removes
+        shards."""
 
     async def layout(self, job: str) -> ShardMap | None:
         """The job's shard map, without holders; not to be changed. Raises what the store raises."""
@@ -89,11 +91,11 @@ class Catalog:
     async def look_up(
         self, job: str, wanted: Sequence[tuple[int, int]]
     ) -> list[ShardReplica | ShoalError]:
-        """For each (shard id, epoch) the shard that this server leads, or the error that explains
-        why it is not to be had: WrongEpoch, ShardNotReady or UnknownShard.
+        """Return, for each (shard id, epoch), the shard that this server leads, or the error that
+        explains why there is none: WrongEpoch, ShardNotReady, StateLost or UnknownShard.
 
-        Waits for those that it is about to lead: who sends somebody here for them does so while
-        they are handed over."""
+        Waits for shards that this server is about to lead: during a handover, the old primary
+        already redirects calls to here."""
         await self._wait_led(job, wanted)
         found: list[ShardReplica | ShoalError] = []
         for shard_id, epoch in wanted:
@@ -129,8 +131,8 @@ class Catalog:
             return
 
     def redirect(self, job: str, shard_id: int, epoch: int) -> WrongEpoch | None:
-        """The error for one who believes in that epoch of a shard, with the way to where a newer
-        one is led; None if this server knows of none."""
+        """Return the error for a sender with that epoch of a shard, with the route to a newer one;
+        None if this server knows of none."""
         route = self.whereabouts.route(job, shard_id)
         if route is None or route.epoch <= epoch:
             return None
@@ -143,15 +145,14 @@ class Catalog:
         )
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """A refusal of a shard that was led here when the call came, with the way to where it is
-        led now."""
+        """Add the current route to a refusal of a shard that was led here when the call came."""
         if not isinstance(error, WrongEpoch) or error.details:
             return error
         return self.redirect(job, shard_id, epoch) or error
 
     async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
-        """Return when all are there, or when the time is over. Those that another server leads
-        are not waited for."""
+        """Return once all are led here, or the time is over. Shards that another server leads are
+        not waited for."""
         wanted = list(shard_ids)
 
         def is_there(shard_id: int) -> bool:
@@ -204,7 +205,7 @@ class Catalog:
 
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
         """Raise unless a shard may get its first values here now, or has got them: WrongEpoch, or
-        ShardNotReady or StateLost where it had some already."""
+        ShardNotReady or StateLost if it had content before."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} is mapped in another way",
@@ -219,7 +220,7 @@ class Catalog:
             raise self.why_absent(job, assignment)
 
     def why_absent(self, job: str, assignment: ShardAssignment) -> ShoalError:
-        """Why nothing of a shard is here, which this server leads by the record."""
+        """Return the error for a shard that this server should lead and does not hold."""
         is_kept = self.whereabouts.is_kept(job, assignment.shard_id)
         return why_absent(job, assignment, is_kept=is_kept)
 
@@ -240,7 +241,7 @@ class Catalog:
             )
 
     def add(self, replica: ShardReplica) -> bool:
-        """Add a shard unless there is one; whether it was added. `notify` tells who waits."""
+        """Add a shard unless there is one; True if it was added. Call `notify` afterwards."""
         shards = self._shards.setdefault(replica.job, {})
         if replica.shard_id in shards:
             return False
@@ -249,12 +250,12 @@ class Catalog:
         return True
 
     def remove(self, replica: ShardReplica) -> None:
-        """Forget a shard, if it is still the one that is held here."""
+        """Remove a replica, if it is still the one in the catalog."""
         if self.find(replica.job, replica.shard_id) is replica:
             del self._shards[replica.job][replica.shard_id]
 
     async def notify(self) -> None:
-        """Have those look again who wait for shards."""
+        """Wake the calls that wait for shards."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -262,14 +263,14 @@ class Catalog:
         return list(self._shards.get(job, {}).values())
 
     def shards(self, job: str = "") -> Iterator[ShardReplica]:
-        """All the shards of one job, or of all, in order."""
+        """Yield the shards of one job, or of all jobs, in order."""
         for name in sorted(self._shards):
             if job in ("", name):
                 for shard_id in sorted(self._shards[name]):
                     yield self._shards[name][shard_id]
 
     async def _explain(self, job: str, shard_id: int) -> ShoalError:
-        """Why this server does not lead a shard."""
+        """Return the error for a shard that this server does not lead."""
         assignment = (await records.read_shards(self._store, job, [shard_id])).get(shard_id)
         if assignment is None:
             return _unknown(job, shard_id, await self.layout(job))

@@ -1,4 +1,4 @@
-"""Putting a shard's pieces back together, never holding more than the shard's own size."""
+"""Assembly of a shard's pieces, with at most the shard's own size in memory."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,7 @@ def shard_bytes(shard: Shard) -> int:
 
 
 class Budget:
-    """How many bytes of unfinished pushes the server holds at most, over all calls."""
+    """A bound on the bytes of unfinished pushes that the server holds, over all calls."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -23,11 +23,12 @@ class Budget:
 
     @property
     def held_bytes(self) -> int:
-        """What is held now."""
+        """Bytes held now."""
         return self._held_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Raises Overloaded when too much is held already; a single shard always gets through."""
+        """Reserve bytes. Raises Overloaded if too much is held already; a single shard always
+        fits."""
         if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
             raise Overloaded(
                 "the server holds as much unfinished data as it may",
@@ -42,7 +43,7 @@ class Budget:
 
 
 class Reservation:
-    """What one call holds of the budget, by shard; all of it is given back on exit."""
+    """One call's part of the budget, by shard; all of it is released on exit."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -66,11 +67,10 @@ class Reservation:
 
 
 class PieceAssembler:
-    """Takes the pieces of one part of a call in order, and no byte more than are expected."""
+    """Assembles the pieces of one part of a call, which come in order; extra bytes are refused."""
 
     def __init__(self, shard_id: int, spans: Iterable[tuple[int, int]]) -> None:
-        """The bytes from start to stop of each span are expected, which are in order and have a
-        gap between them."""
+        """`spans`: ranges (start, stop) of expected bytes, in order, with gaps between them."""
         self._shard_id = shard_id
         self._spans = [(start, stop) for start, stop in spans if start < stop]
         self.expected_bytes = sum(stop - start for start, stop in self._spans)
@@ -112,7 +112,7 @@ class PieceAssembler:
             self._position = self._spans[0][0] if self._spans else 0
 
     def truncated(self) -> ShapeMismatch:
-        """The error of a stream that ended before the shard was complete."""
+        """Return the error for a stream that ended before the shard was complete."""
         return ShapeMismatch(
             f"the stream ended within shard {self._shard_id}",
             seen=f"{self._received_bytes} bytes",
@@ -122,16 +122,16 @@ class PieceAssembler:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether what `join` gives lies in memory of which its sender makes use again."""
+        """True if the result of `join` lies in memory that its sender will reuse."""
         return self._is_shared and len(self._parts) == 1
 
     def join(self) -> Buffer:
-        """All the bytes; copied only if they came in more than one piece."""
+        """Return all bytes; copied only if they came in more than one piece."""
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
 
 class ChunkAssembler(PieceAssembler):
-    """For the pieces of one shard of parameters."""
+    """Assembles the pieces of one shard of parameters."""
 
     def __init__(
         self,
@@ -141,11 +141,11 @@ class ChunkAssembler(PieceAssembler):
         with_base: bool = False,
         encoded_bytes: int | None = None,
     ) -> None:
-        """Nothing is expected for the absent blocks. With a base, as many bytes follow as are in
-        the gradient, at offsets from the end of the shard on. `encoded_bytes`: so many are
-        expected, from offset 0, for all the blocks that are there.
+        """Nothing is expected for the absent blocks. `with_base`: as many bytes as the gradient has
+        follow, at offsets from the end of the shard on. `encoded_bytes`: that many bytes are
+        expected, from offset 0, for all present blocks together.
 
-        Raises MalformedMessage for absent blocks that there are not.
+        Raises MalformedMessage for absent blocks that do not exist.
         """
         num_blocks = len(shard.blocks)
         absent = set(absent_blocks)
@@ -166,7 +166,7 @@ class ChunkAssembler(PieceAssembler):
 
 
 def _spans(shard: Shard, absent: set[int]) -> list[tuple[int, int]]:
-    """Byte ranges of the present blocks; those that touch are one."""
+    """Return the byte ranges of the present blocks; adjacent ones are merged."""
     spans: list[tuple[int, int]] = []
     start = 0
     for index, block in enumerate(shard.blocks):

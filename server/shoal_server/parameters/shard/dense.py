@@ -1,4 +1,4 @@
-"""What a shard of parameters consists of: its values, its optimizer state, and its update rule."""
+"""Dense shards: parameters with their optimizer state and update rule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ VALUES = "values"
 
 @dataclass(frozen=True, kw_only=True)
 class DensePush(Push):
-    """`gradient` holds the present blocks, one after the other; where the body `needs_base`, the
-    values that it was computed on follow in the same order. With a codec it is written as that
-    says, and `batch` has what it stands for."""
+    """A push to a dense shard. `gradient` holds the present blocks, one after the other; if the
+    body `needs_base`, the base values follow in the same order. With a codec, `gradient` is
+    encoded, and `batch` has the decoded gradient."""
 
     blocks: Sequence[int]
     codec: GradientCodec | None = None
@@ -47,14 +47,14 @@ class Values:
     version: int
     num_bytes: int
     messages: Sequence[bytes]
-    """What its writer made of them."""
+    """The messages that the writer made of the values."""
 
 
 class DenseBody:
     kind = "dense"
 
     def __init__(self, spec: Shard, optimizer: OptimizerSpec, values: bytearray) -> None:
-        """Takes `values` over: they become the shard's storage."""
+        """Takes ownership of `values`: they become the shard's storage."""
         self.optimizer_spec = optimizer
         self.num_bytes = len(values)
         self._shard_id = spec.shard_id
@@ -67,16 +67,16 @@ class DenseBody:
 
     @property
     def needs_base(self) -> bool:
-        """Whether the values that a gradient was computed on have to follow it in a push."""
+        """True if the values that a gradient was computed on have to follow it in a push."""
         return self._rule.needs_base
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Bytes of values and optimizer state, which all are there from the beginning."""
+        """Bytes of values and optimizer state, which are all allocated at the start."""
         return sum(tensor.nbytes for tensor in self.flat_tensors().values())
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Nothing: a dense shard has its size from the beginning."""
+        """Return 0: a dense shard never grows."""
         return 0
 
     def describe_push(self, push: DensePush, record: PushRecord) -> None:
@@ -95,7 +95,7 @@ class DenseBody:
         return self.decode(self.decoder(record.codec, record.blocks), data)
 
     def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> Decoder:
-        """The reader of a compressed gradient of these blocks.
+        """Return the decoder of a compressed gradient of these blocks.
 
         Raises InvalidSpec or ShapeMismatch for a codec that does not fit.
         """
@@ -111,9 +111,10 @@ class DenseBody:
         return new_decoder(codec, sizes, plain_bytes=plain_bytes, shard_id=self._shard_id)
 
     def decode(self, decoder: Decoder, data: Buffer) -> memoryview:
-        """The gradient as it would have come without its codec. Any thread.
+        """Decode a gradient to the bytes that it would have without a codec. Called from any
+        thread.
 
-        Raises ShapeMismatch or MalformedMessage for bytes that are none of the codec.
+        Raises ShapeMismatch or MalformedMessage for bytes that the codec cannot read.
         """
         if len(data) != decoder.num_bytes:
             raise ShapeMismatch(
@@ -137,7 +138,7 @@ class DenseBody:
         return b""
 
     def values(self, version: int, known_version: int = 0, writer: CopyOut | None = None) -> Values:
-        """The values, as ShardData if no writer is given; none if the version is still
+        """Return the values, as ShardData if no writer is given; none if the version is still
         `known_version`."""
         if known_version == version:
             return Values(version=version, num_bytes=0, messages=())
@@ -154,7 +155,7 @@ class DenseBody:
         return content, _nothing_small
 
     def flat(self, chunk_bytes: int) -> FlatTensors:
-        """All of it, not copied."""
+        """Return all tensors, not copied."""
         return FlatTensors(self.flat_tensors(), chunk_bytes)
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
@@ -164,7 +165,7 @@ class DenseBody:
         return np.zeros(1, np.int64), ()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take the optimizer state of another body over. Raises InternalError if it lacks some."""
+        """Copy the optimizer state of another body. Raises InternalError if some is missing."""
         self._rule.load_state(state)
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
@@ -175,19 +176,19 @@ DenseShard = VersionedShard[DenseBody]
 
 
 def new_dense_shard(spec: Shard, optimizer: OptimizerSpec, values: bytearray) -> DenseShard:
-    """A shard at version 1. Takes `values` over: they become its storage."""
+    """Make a shard at version 1. Takes ownership of `values`: they become its storage."""
     return VersionedShard(spec, DenseBody(spec, optimizer, values))
 
 
 def is_dense(shard: AnyShard) -> TypeGuard[DenseShard]:
-    """Whether it is a shard of parameters, and not of a table."""
+    """True if it is a shard of parameters, and not of a table."""
     return isinstance(shard.body, DenseBody)
 
 
 def dense_from_image(image: Image) -> DenseShard:
-    """The shard that the image is of.
+    """Restore a shard from its image.
 
-    Raises InternalError if the image is not whole or not of a dense shard.
+    Raises InternalError if the image is incomplete or not of a dense shard.
     """
     spec = _dense_spec(image)
     if spec.shard.dtype not in DTYPES:
@@ -220,8 +221,8 @@ def dense_from_image(image: Image) -> DenseShard:
 
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
-    """The `memory_bytes` that a new dense shard will have, from two small ones with as many blocks:
-    it grows by the same for each element."""
+    """Compute the `memory_bytes` of a new dense shard. They are linear in the number of elements,
+    so two small shards with as many blocks tell them."""
 
     def bytes_of(block_size: int) -> int:
         values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])
@@ -237,7 +238,7 @@ def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
 
 
 def _nothing_small(sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
-    """Of a dense shard."""
+    """Return no small tensors: a dense shard has none."""
     return {}
 
 

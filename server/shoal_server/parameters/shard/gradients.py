@@ -1,4 +1,4 @@
-"""The bytes of a push as tensors, one a block, and what is wrong with them if anything is."""
+"""The bytes of a push as tensors, one per block, and the checks of them."""
 
 import math
 import warnings
@@ -18,7 +18,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-# A gradient is only ever read: torch need not warn that its bytes cannot be written.
+# Gradients are only read: torch need not warn that their bytes are not writable.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
 
 
@@ -31,16 +31,17 @@ class BlockSplitter:
         self._sizes = [block.num_elements for block in spec.blocks]
 
     def cut(self, blocks: Sequence[int], data: Buffer) -> Sequence[Tensor]:
-        """A view of the data for each of the named blocks, which lie in it one after the other.
+        """Return a view of the data for each of the named blocks, which lie in it one after the
+        other.
 
-        Raises ShapeMismatch if it is longer or shorter than these.
+        Raises ShapeMismatch if the data are longer or shorter than the blocks.
         """
         flat = self.flat(blocks, data)
         return torch.split(flat, [self._sizes[b] for b in blocks]) if blocks else ()
 
     def flat(self, blocks: Sequence[int], data: Buffer) -> Tensor:
-        """A view of all of the data. Raises ShapeMismatch if it is longer or shorter than the named
-        blocks."""
+        """Return all data as one tensor, not copied. Raises ShapeMismatch if they are longer or
+        shorter than the named blocks."""
         expected_bytes = sum([self._sizes[b] for b in blocks]) * self._dtype.itemsize
         if len(data) != expected_bytes:
             raise ShapeMismatch(
@@ -53,10 +54,11 @@ class BlockSplitter:
         return torch.frombuffer(data, dtype=self._dtype)
 
     def check_finite(self, blocks: Sequence[int], data: Buffer) -> None:
-        """Raise NonFiniteGradient, with the parameter's name, or ShapeMismatch."""
+        """Raise NonFiniteGradient, with the parameter's name, if an element is not finite; or
+        ShapeMismatch."""
         flat = self.flat(blocks, data)
-        # A sum is finite only if all are, and far cheaper than asking each one; a sum that is not
-        # may also be an overflow of finite numbers.
+        # A sum is finite only if all elements are, and it is far cheaper than checking each; but a
+        # sum that is not finite may also be an overflow of finite numbers.
         if not math.isfinite(flat.sum(dtype=wide(self._dtype)).item()):
             self._refuse_non_finite(blocks, self.cut(blocks, data))
 

@@ -1,8 +1,8 @@
-"""What one shard is made of, apart from the process that holds it.
+"""Images and update records: the content of a shard outside the process that holds it.
 
-A shard goes from server to server as an `Image` and what was applied to it since as
-`UpdateRecord`s, in order; snapshots and the journal keep the same two. Whoever replays the same
-records on the same image has the same shard, to the last bit.
+A shard is sent to another server as an `Image`, followed by the `UpdateRecord`s applied since, in
+order; snapshots and the journal store the same two. The same records replayed on the same image
+give the same shard, to the last bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +17,20 @@ from shoal_proto.v1.replication_pb2 import PushRecord, SessionImage
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """A whole shard as of one version. The tensors are its own: nobody writes to them."""
+    """A whole shard at one version. The image owns its tensors: nobody writes to them."""
 
     kind: str
     """"dense" or "table"."""
     shard_id: int
     version: int
     spec: bytes
-    """What the shard was made from: a serialized message that its kind knows."""
+    """The shard's specification: a serialized message, by kind."""
     tensors: Mapping[str, Tensor]
     """Values and optimizer state by name, on the CPU, contiguous."""
     sessions: Sequence[SessionImage]
-    """What it remembers of pushes."""
+    """The outcomes of pushes that the shard remembers."""
     run: str = ""
-    """Of the job, where a journal says of which; shards of another have the same numbers."""
+    """The run of the job, if a journal has it; shards of another run have the same ids."""
 
     @property
     def num_bytes(self) -> int:
@@ -45,15 +45,15 @@ class UpdateRecord:
     data: Buffer
     """The gradient, little-endian, as it came."""
     is_lent: bool = False
-    """The data are somebody else's again soon: who keeps them for longer copies them."""
+    """True if the data's memory will be reused soon: copy the data to keep them."""
 
 
 Keep = Callable[[Buffer], Buffer]
-"""Gives the data of a push, which its sender lends, in memory in which it cannot change them any
-more: bytes of one's own, or memory that is lent in turn. Where nobody needs them: as given."""
+"""Moves the borrowed data of a push to memory that its sender cannot change: a copy, or memory that
+is lent in turn. Returns the data unchanged if nobody needs them later."""
 
 
 class UpdateListener(Protocol):
-    """Told of every push that a shard applies, within the shard's lock, so in order."""
+    """Called with every push that a shard applies, within the shard's lock, so in order."""
 
     def __call__(self, record: UpdateRecord) -> None: ...

@@ -1,4 +1,4 @@
-"""A shard's image as one safetensors file: its tensors, and the rest of it in the metadata."""
+"""A shard's image as one safetensors file: its tensors, and all else in the metadata."""
 
 import base64
 import hashlib
@@ -35,8 +35,8 @@ _DTYPE_NAMES = {
 
 
 def pieces(image: Image | ShardCut, run: str = "") -> Iterator[Buffer]:
-    """The file, one piece after the other; a piece is read from a cut when it is asked for. The
-    same image gives the same bytes. `run`: see `Image`."""
+    """Yield the file in pieces; a piece is read from a cut when it is requested. The same image
+    gives the same bytes. `run`: see `Image`."""
     header = ShardImage(
         shard_id=image.shard_id,
         version=image.version,
@@ -52,13 +52,13 @@ def pieces(image: Image | ShardCut, run: str = "") -> Iterator[Buffer]:
 
 
 def to_bytes(image: Image | ShardCut) -> bytes:
-    """The whole file."""
+    """Return the whole file."""
     return b"".join(pieces(image))
 
 
 def _pieces(header: ShardImage, streams: Sequence[TensorStream], run: str) -> Iterator[Buffer]:
-    """The format: eight bytes with the length of a JSON header, the header, the tensors: those of
-    the largest elements first, so that each lies where its elements may."""
+    """Yield the file: eight bytes with the length of a JSON header, the header, the tensors.
+    Tensors with the largest elements come first, so that each is aligned to its elements."""
     text = base64.b64encode(header.SerializeToString(deterministic=True)).decode()
     metadata = {METADATA_KEY: text} | ({RUN_KEY: run} if run else {})
     entries: dict[str, object] = {"__metadata__": metadata}
@@ -82,7 +82,7 @@ def _pieces(header: ShardImage, streams: Sequence[TensorStream], run: str) -> It
 
 
 class Digested:
-    """Pieces of a file as they pass, and what is known of them once all have."""
+    """Passes pieces of a file on, and computes their total size and digest."""
 
     def __init__(self, pieces: Iterator[Buffer]) -> None:
         self._pieces = pieces
@@ -97,17 +97,17 @@ class Digested:
 
     @property
     def sha256(self) -> str:
-        """What `digest` gives for the whole file."""
+        """The digest of all pieces, as `digest` returns it."""
         return self._hash.hexdigest()
 
 
 def digest(data: bytes) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> Image:
-    """The image that `to_bytes` wrote into a file of that checksum.
+    """Read the image that `to_bytes` wrote to a file of that checksum.
 
     Raises SnapshotDamaged, naming file and shard, for any other bytes.
     """
@@ -134,7 +134,7 @@ def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> Image:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """The format: eight bytes with the length of a JSON header, the header, the tensors."""
+    """Read the metadata of the JSON header. The format is that of `_pieces`."""
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > MAX_METADATA_BYTES:
         raise ValueError(f"a header of {length} bytes; expected at most {MAX_METADATA_BYTES}")

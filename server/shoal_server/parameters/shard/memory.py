@@ -1,4 +1,4 @@
-"""What a server holds altogether, and whether more fits under its memory limit."""
+"""A server's memory use, and its limit."""
 
 import threading
 import time
@@ -9,15 +9,16 @@ from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import Budget
 
 SUM_EACH_S = 0.25
-"""A sum over hundreds of shards takes milliseconds: too long for every push."""
+"""Interval between sums over all shards: a sum over hundreds takes milliseconds, too long per
+push."""
 FIX = "Add a server (`shoal ps`) or raise --memory-limit-bytes."
 
 
 class Memory:
-    """Counts the shards' states, copies included, and what is received and not applied yet.
+    """Counts the memory of all replicas, and of data that are received and not applied yet.
 
-    The shards are summed up now and then; what was taken since counts on top. Lives on the event
-    loop; `take` may be called from any thread.
+    The shards are summed at intervals; memory taken since is added. Lives on the event loop; `take`
+    may be called from any thread.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Memory:
         self._reserved_bytes = 0
 
     def refresh(self) -> None:
-        """Sum up anew if the last time is more than a quarter of a second ago."""
+        """Sum anew if the last sum is at least a quarter of a second old."""
         if self._now_s() - self._summed_at_s >= SUM_EACH_S:
             self._sum()
 
@@ -52,18 +53,20 @@ class Memory:
 
     @property
     def held_bytes(self) -> int:
-        """What counts against the limit, as of the last sum and what was taken since."""
+        """Bytes that count against the limit: the last sum, and what was taken or reserved
+        since."""
         grown_bytes = self._summed_bytes + self._taken_bytes
         return grown_bytes + self._reserved_bytes + self._budget.held_bytes
 
     def check(self, what: str) -> None:
-        """Raise Overloaded while more is held than may be."""
+        """Raise Overloaded while the limit is exceeded."""
         self.refresh()
         if self.held_bytes > self.limit_bytes:
             raise self._full(what, 0)
 
     def take(self, num_bytes: int, what: str) -> None:
-        """Count what a shard is about to grow by. Raises Overloaded if it does not fit."""
+        """Count the bytes that a shard is about to grow by. Raises Overloaded if they do not
+        fit."""
         if num_bytes <= 0:
             return
         with self._lock:
@@ -71,10 +74,11 @@ class Memory:
             self._taken_bytes += num_bytes
 
     def reserve(self, num_bytes: int, what: str) -> "MemoryClaim":
-        """Hold room for shards that are still to be made. Raises Overloaded if it does not fit."""
+        """Reserve memory for shards that are still to be made. Raises Overloaded if it does not
+        fit."""
         self.refresh()
         if self.held_bytes + num_bytes > self.limit_bytes:
-            # Something may be gone since; this is rare enough to look.
+            # Shards may have been dropped since; this is rare enough for another sum.
             self._sum()
         with self._lock:
             if num_bytes > 0:
@@ -83,7 +87,7 @@ class Memory:
         return MemoryClaim(self, num_bytes)
 
     def settle(self, num_bytes: int, *, is_held: bool) -> None:
-        """Reserved room is not needed any more: what it was for is held now, or will not be."""
+        """End a reservation. `is_held`: its memory is in use now."""
         with self._lock:
             self._reserved_bytes -= num_bytes
             self._taken_bytes += num_bytes if is_held else 0
@@ -108,7 +112,7 @@ class Memory:
 
 
 class MemoryClaim:
-    """Reserved room; what is left of it is given back on exit."""
+    """Reserved memory; the unused rest is released on exit."""
 
     def __init__(self, memory: Memory, num_bytes: int) -> None:
         self._memory = memory
@@ -121,6 +125,6 @@ class MemoryClaim:
         self._memory.settle(self._left_bytes, is_held=False)
 
     def became(self, num_bytes: int) -> None:
-        """So much of it is a shard in the catalog now."""
+        """Note that this much of the claim is a shard in the catalog now."""
         self._left_bytes -= num_bytes
         self._memory.settle(num_bytes, is_held=True)

@@ -1,4 +1,4 @@
-"""One shard as this server holds it: its state, this server's part in it, who has what of it."""
+"""A replica: one server's copy of a shard, with its role."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -22,40 +22,44 @@ T = TypeVar("T")
 AnswerT = TypeVar("AnswerT")
 
 MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
-"""Of one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
+"""Bound on one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
 
 
 class ShardLeadership(Protocol):
-    """What goes with a shard that this server leads. Lives on the event loop."""
+    """Acknowledgement and replication of a shard that this server leads. Lives on the event
+    loop."""
 
     def tell_applied(self) -> None:
-        """Pass on at once what was applied; from another thread, nothing: it is passed on soon."""
+        """Pass applied pushes on to backups at once. In another thread, do nothing: they are passed
+        on soon."""
         ...
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
-        """Whether a version is as safe as that already."""
+        """True if a version is safe to that level already."""
         ...
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
-        """Return once it is. Raises what makes it impossible."""
+        """Return once a version is safe to that level. Raises the error that makes it
+        impossible."""
         ...
 
     def once_acknowledged(
         self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
     ) -> "asyncio.Future[AnswerT | ShoalError]":
-        """`answer` once it is, or what makes it impossible: without a task that waits for it."""
+        """Return a future of `answer`, done once the version is safe, or of the error: needs no
+        task."""
         ...
 
     def check_lease(self) -> None:
-        """Raise Unavailable while this server may have been taken for dead."""
+        """Raise Unavailable while this server may have been declared dead."""
         ...
 
 
 class NotLed:
-    """Of a shard that this server does not lead."""
+    """The leadership of a shard that this server does not lead."""
 
     def tell_applied(self) -> None:
-        """Nobody is told."""
+        """Do nothing: there are no backups."""
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
         return False
@@ -76,11 +80,11 @@ class NotLed:
         )
 
     def check_lease(self) -> None:
-        """What was let in before is refused by its epoch."""
+        """Do nothing: pushes admitted earlier are refused by their epoch."""
 
 
 class RecordLog(Protocol):
-    """What was applied and a backup may still have to be told of."""
+    """The applied pushes that may still have to be sent to a backup."""
 
     num_bytes: int
 
@@ -105,7 +109,7 @@ class ReplicaRole(Enum):
 
 
 class ShardReplica:
-    """A shard in the catalog. Lives on the event loop; its state may be used from any thread."""
+    """A shard in the catalog. Lives on the event loop; the state may be used from any thread."""
 
     def __init__(self, job: str, state: AnyShard, role: ReplicaRole, epoch: int) -> None:
         self._turn = asyncio.Lock()
@@ -115,30 +119,30 @@ class ShardReplica:
         self.role = role
         self.epoch = epoch
         self.leading: ShardLeadership = NotLed()
-        """From when this server leads the shard first."""
+        """Set when this server first leads the shard."""
         self.log: RecordLog | None = None
-        """What was applied and a backup may still have to be told of, while it is led here."""
+        """The applied pushes that may still have to be sent to a backup; None: not led here."""
         self.check_disk: Callable[[], None] = _always
         """Raises Overloaded while the journal is too far behind to take more."""
         self.is_journaled = False
-        """Whether this server's journal keeps the shard, or is to."""
+        """True if this server's journal keeps the shard, or will."""
         self.why_no_disk: ShoalError | None = None
-        """Why it does not for now."""
+        """Why the journal does not keep the shard for now."""
         self.is_forming = False
-        """Created, and its first backup has not got it yet: nobody may push so far."""
+        """True while the first backup of a new shard does not have it: pushes are refused."""
         self.is_handing_over = False
         self.pushed_bytes = 0
-        """Data of pushes applied since this server leads it."""
+        """Bytes of pushes applied since this server leads the shard."""
 
     @property
     def shard_id(self) -> int:
         return self.state.shard_id
 
     def work(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
-        """The result of work on the state, which goes through so many bytes.
+        """Do work on the state, which touches that many bytes, and return its result.
 
-        Done at once if it is small and nobody is at work on the shard or waits to be: so nothing
-        on the event loop ever waits for a shard's lock. Else in a thread, one after the other.
+        It is done at once if it is small and no other work on the shard is running or queued: so
+        the event loop never waits for a shard's lock. Otherwise it is done in a thread, in order.
         """
         if self._enters(num_bytes):
             try:
@@ -153,7 +157,7 @@ class ShardReplica:
         return queued
 
     def work_now(self, num_bytes: int, work: Callable[[], None]) -> bool:
-        """Do such work at once if `work` would; whether it is done."""
+        """Do work at once if `work` would. True if it is done."""
         if not self._enters(num_bytes):
             return False
         try:
@@ -163,8 +167,8 @@ class ShardReplica:
         return True
 
     def _enters(self, num_bytes: int) -> bool:
-        """Whether work is small, and nobody is at work or waits to be: then `leave` is to follow
-        it."""
+        """Enter the shard if the work is small and no other is running or queued. True: call
+        `leave` after the work."""
         is_quiet = not self._num_queued and not self._turn.locked()
         return num_bytes <= workers.INLINE_BYTES and is_quiet and self.state.try_enter()
 
@@ -172,10 +176,10 @@ class ShardReplica:
         self._num_queued -= 1
 
     async def in_turn(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> T:
-        """The result of work on the state of a shard that may be large, one after the other.
+        """Do work on the state of a shard that may be large, in order, and return its result.
 
-        All that takes long goes by here, so that it waits in none of the few threads for a shard's
-        lock.
+        All long work goes through here, so that it does not block one of the few threads while it
+        waits for a shard's lock.
         """
         await self._turn.acquire()
         try:
@@ -186,7 +190,7 @@ class ShardReplica:
         if running.done():
             self._turn.release()
             return running.result()
-        # A thread goes on though nobody waits for it any more: it has the turn until it ends.
+        # If this call is cancelled, the thread goes on: it keeps the turn until it ends.
         running.add_done_callback(self._end_turn)
         return await asyncio.shield(running)
 
@@ -197,18 +201,18 @@ class ShardReplica:
 
     @property
     def is_led(self) -> bool:
-        """Whether this server leads it. Once it does not, what is led here by its name is another
-        one, of a later run maybe, and the epochs of two runs can be the same."""
+        """True while this server leads this replica. Later there may be another replica of the same
+        id, of a later run maybe, and two runs can have equal epochs."""
         return self.log is not None
 
     @property
     def unreplicated_bytes(self) -> int:
-        """Of pushes that some backup has not received yet."""
+        """Bytes of pushes that some backup has not received yet."""
         return 0 if self.log is None else self.log.num_bytes
 
     def check_room(self) -> None:
-        """Raise Overloaded while a backup, or the disk, is too far behind to take more; Unavailable
-        while nothing would be acknowledged."""
+        """Raise Overloaded while a backup, or the disk, is too far behind; Unavailable while
+        nothing would be acknowledged."""
         self.leading.check_lease()
         self.check_disk()
         if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
@@ -220,12 +224,12 @@ class ShardReplica:
             )
 
     def check_durable(self) -> None:
-        """Raise InvalidSpec where no journal keeps the shard: nothing here becomes durable."""
+        """Raise InvalidSpec if no journal keeps the shard: then nothing becomes durable."""
         if not self.is_journaled:
             raise self.on_no_disk()
 
     def on_no_disk(self) -> InvalidSpec:
-        """The error for a push that is to be durable where nothing becomes so."""
+        """Return the error for a push that asks to be durable if no journal keeps the shard."""
         return InvalidSpec(
             f"shard {self.shard_id} of job {self.job} is on no disk",
             seen="a push that is to be acknowledged as durable",
@@ -234,7 +238,8 @@ class ShardReplica:
         )
 
     async def wait_safe(self, version: int) -> None:
-        """Return once every backup in step has the version: from then on it does not vanish."""
+        """Return once every backup in step has the version, so that it is not lost with this
+        server."""
         await self.leading.wait_acknowledged(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
 
     def deposed(self) -> WrongEpoch:
@@ -247,15 +252,15 @@ class ShardReplica:
 
 
 def _always() -> None:
-    """Where there is nothing to check."""
+    """Check nothing."""
 
 
 def work_bytes_of(push: PushRecord, num_bytes: int) -> int:
-    """What to replay a record with so many bytes takes, as `Runner` counts it. Compressed data
-    never stay on the event loop: to read them takes longer than to apply as many bytes."""
+    """Size of the work of replaying a record, as `Runner` counts it. Compressed data are never
+    handled on the event loop: decoding takes longer than applying as many bytes."""
     return num_bytes + (INLINE_BYTES if push.HasField("codec") else 0)
 
 
 def num_bytes_of(record: UpdateRecord) -> int:
-    """What a record takes up while it waits."""
+    """Size of a record in memory while it waits."""
     return len(record.data) + len(record.push.row_ids) + len(record.push.row_births)

@@ -1,4 +1,5 @@
-"""How the values of a shard leave: copied out under its lock, into what its asker reads."""
+"""Writers of replies: copy a shard's values, under its lock, to the messages or memory that the
+caller reads."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -10,31 +11,31 @@ SEND_PIECE_BYTES = 1024 * 1024
 
 
 class CopyOut(Protocol):
-    """Takes the values of a part of a call, which lie in one buffer or several, one after the
-    other; gives the messages that bring them, or tell of them. Called from any thread, under the
-    shard's lock."""
+    """Copies the values of one part of a call, which lie in one or several buffers, one after the
+    other. Returns the messages that carry the values, or say where they are. Called from any
+    thread, under the shard's lock."""
 
     def __call__(self, shard_id: int, *values: memoryview) -> Sequence[bytes]: ...
 
 
 class ReplyWriter(Protocol):
-    """The way back of one call. Lives on the event loop."""
+    """Writes the replies of one call. Lives on the event loop."""
 
     async def await_room(self, shard_id: int) -> None:
-        """Return once the values of a pulled shard may come."""
+        """Return once the values of a pulled shard may be sent."""
         ...
 
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
-        """What takes so many bytes of that shard."""
+        """Return the writer for that many bytes of a shard."""
         ...
 
     def end_follows(self) -> None:
-        """Nothing comes behind the replies that are given next: they may go with the call's end."""
+        """Note that the next replies are the last: the call's end may be sent with them."""
         ...
 
 
 def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Offset and bytes of pieces of what lies in these buffers; none is in two of them."""
+    """Cut buffers into pieces, and yield offset and bytes of each; no piece spans two buffers."""
     start = 0
     for buffer in values:
         for at in range(0, len(buffer), SEND_PIECE_BYTES):
@@ -43,10 +44,10 @@ def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
 
 
 def in_messages(field: int) -> CopyOut:
-    """Serialized messages around pieces, which are their field of that number."""
+    """Return a writer of serialized messages, each with a piece in that field."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
-        # Each byte is copied once, out of the shard and into the message that leaves.
+        # Each byte is copied once, from the shard to the message that is sent.
         return [
             pieces.encode(field, shard_id, start, (data,), crc32(data))
             for start, data in cut(values)
@@ -56,19 +57,19 @@ def in_messages(field: int) -> CopyOut:
 
 
 class MessageReplyWriter:
-    """The way back of a gRPC call whose replies have pieces in this field."""
+    """Writes the replies of a gRPC call, which have pieces in that field."""
 
     def __init__(self, field: int) -> None:
         self._writer = in_messages(field)
 
     async def await_room(self, shard_id: int) -> None:
-        """gRPC holds the stream up by itself."""
+        """Return at once: gRPC has its own flow control."""
 
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
         return self._writer
 
     def end_follows(self) -> None:
-        """gRPC tells of the end by itself."""
+        """Do nothing: gRPC sends the end itself."""
 
 
 PUSH_REPLIES = MessageReplyWriter(pieces.PUSH_REPLY)

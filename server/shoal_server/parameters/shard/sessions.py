@@ -1,8 +1,8 @@
-"""What a shard remembers of each session's pushes, so that none is ever applied twice.
+"""The outcomes of each session's pushes that a shard remembers, so that none is applied twice.
 
-A session is one incarnation of a member. Both numbers of it are bounded: how many sessions, and
-how many outcomes of each. What falls out of a session's memory leaves a floor behind: a push at or
-below the floor that is not remembered is refused, because whether it was applied cannot be told.
+A session is one incarnation of a member. The number of sessions, and of outcomes of each, is
+bounded. The highest sequence that is forgotten is the session's floor: a push at or below it that
+is not remembered is refused, as it may or may not have been applied.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,16 +13,16 @@ from shoal_proto.v1.replication_pb2 import SessionImage, StepScope
 from shoal_server.parameters.shard.step_scope import Scope, to_message
 
 MAX_SESSIONS = 1024
-"""Of a shard, unless the server is started with another number."""
+"""Default bound on the sessions that a shard remembers."""
 SESSION_BYTES, OUTCOME_BYTES = 512, 256
-"""What Python takes for each, beside names and the bits of scopes."""
+"""Memory that Python takes for each, without names and the bits of scopes."""
 MAX_OUTCOMES = 8
-"""A client keeps at most so many pushes in flight."""
+"""Bound on a client's pushes in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class RememberedOutcome:
-    """What a push was answered: the version right after it, and its staleness."""
+    """The answer to a push: the version right after it, and its staleness."""
 
     version: int
     staleness: int
@@ -30,34 +30,35 @@ class RememberedOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RememberedSession:
-    """Never changed: another one takes its place. So whoever has it keeps what it was."""
+    """The pushes of one session. Immutable: a change makes a new one, so that `freeze` need not
+    copy."""
 
     floor: int = 0
     outcomes: Mapping[int, tuple[RememberedOutcome, Scope | None]] = field(default_factory=dict)
-    """By sequence, in the order in which the pushes came."""
+    """Outcomes by sequence, in the order in which the pushes came."""
 
 
 class SessionTable:
-    """Part of a shard's state: who holds the shard's lock may call it."""
+    """All sessions of a shard. Part of its state: call it with the shard's lock."""
 
     def __init__(
         self, *, max_sessions: int = MAX_SESSIONS, max_outcomes: int = MAX_OUTCOMES
     ) -> None:
         self.max_sessions = max_sessions
-        """May be changed: what is remembered already stays."""
+        """May be changed: sessions remembered already stay."""
         self._max_outcomes = max_outcomes
         self._sessions: dict[str, RememberedSession] = {}
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes. Needs no lock."""
+        """Approximate memory use. Needs no lock."""
         return self._num_bytes
 
     def recall(self, session: str, sequence: int) -> RememberedOutcome | None:
-        """The first outcome of a push; None if it was never applied.
+        """Return the first outcome of a push; None if it was never applied.
 
-        Raises ForgottenPush for one that is older than what is remembered.
+        Raises ForgottenPush for a push that is older than those remembered.
         """
         known = self._sessions.get(session)
         if known is None:
@@ -73,11 +74,11 @@ class SessionTable:
         return None if kept is None else kept[0]
 
     def make_room(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
-        """See to it that `session` can be remembered; which sessions were forgotten for it.
+        """Make room for `session`; return the sessions that were forgotten for it.
 
-        Only a fenced incarnation's session may go: none of its pushes will be let in again.
-        Raises Overloaded when every remembered session lives. A copy of the shard has to `forget`
-        the same ones: it does not know who lives.
+        Only sessions of fenced incarnations are forgotten: their pushes are refused anyway. Raises
+        Overloaded if every remembered session is live. Backups have to `forget` the same sessions:
+        they do not know which are live.
         """
         if session in self._sessions or len(self._sessions) < self.max_sessions:
             return ()
@@ -94,7 +95,7 @@ class SessionTable:
         return ended
 
     def forget(self, sessions: Iterable[str]) -> None:
-        """Remember nothing of these sessions any more; unknown ones are passed over."""
+        """Forget these sessions; unknown ones are ignored."""
         for session in sessions:
             known = self._sessions.pop(session, None)
             if known is not None:
@@ -103,8 +104,8 @@ class SessionTable:
     def remember(
         self, session: str, sequence: int, outcome: RememberedOutcome, scope: Scope | None = None
     ) -> None:
-        """Keep the outcome of an applied push, and what else belongs to its step. `make_room` has
-        passed for the session."""
+        """Remember the outcome of an applied push, and the scope of its step. Call `make_room` for
+        the session before."""
         known = self._sessions.get(session)
         if known is None:
             known = RememberedSession()
@@ -118,12 +119,13 @@ class SessionTable:
         self._sessions[session] = RememberedSession(floor, outcomes)
 
     def has_applied(self, session: str, sequence: int) -> bool:
-        """Whether a push was applied, or is so old that this is forgotten. Needs no lock."""
+        """True if a push was applied, or is too old to be remembered. Needs no lock."""
         known = self._sessions.get(session)
         return known is not None and (sequence <= known.floor or sequence in known.outcomes)
 
     def remembered(self) -> list[tuple[str, int, Scope | None]]:
-        """Session, sequence and scope of every push whose outcome is known. Needs no lock."""
+        """List session, sequence and scope of every push whose outcome is remembered. Needs no
+        lock."""
         return [
             (name, sequence, scope)
             for name, known in list(self._sessions.items())
@@ -131,15 +133,16 @@ class SessionTable:
         ]
 
     def freeze(self) -> Mapping[str, RememberedSession]:
-        """All that is remembered now, whatever comes later."""
+        """Return all that is remembered now; later changes do not affect it."""
         return dict(self._sessions)
 
     def export(self) -> list[SessionImage]:
-        """All that is remembered, in the order in which sessions and pushes came."""
+        """Return all that is remembered, in the order in which sessions and pushes came."""
         return exported(self._sessions)
 
     def restore(self, images: Iterable[SessionImage]) -> None:
-        """Remember what `export` gave, and nothing else. Raises InternalError if it is torn."""
+        """Remember what `export` returned, and nothing else. Raises InternalError if it is
+        inconsistent."""
         restored: dict[str, RememberedSession] = {}
         for image in images:
             scopes = [Scope.from_message(step) for step in image.steps] or [None] * len(
@@ -174,7 +177,7 @@ def _outcome_bytes(scope: Scope | None) -> int:
 
 
 def exported(sessions: Mapping[str, RememberedSession]) -> list[SessionImage]:
-    """What `SessionTable.freeze` gave, as messages in its order."""
+    """Encode what `SessionTable.freeze` returned, in its order."""
     return [
         SessionImage(
             session=name,
@@ -189,7 +192,7 @@ def exported(sessions: Mapping[str, RememberedSession]) -> list[SessionImage]:
 
 
 def _exported(scopes: Sequence[Scope | None]) -> list[StepScope]:
-    """One message for each scope; none where there is no scope."""
+    """Encode the scopes: one message each, or no messages if there is no scope."""
     if not any(scopes):
         return []
     return [to_message(scope) or StepScope() for scope in scopes]

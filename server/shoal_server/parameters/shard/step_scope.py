@@ -1,7 +1,7 @@
-"""What a shard keeps of the step that a push was part of.
+"""The scope of a step: the shards that it touches, remembered with each push.
 
-A shard may be all that is left of a step's beginnings, when it was moved or has outlived a server:
-by what it keeps, a cut knows for which other shards it has to wait.
+After a move or the loss of a server, one shard may be the only one that knows that a step has
+begun. By the scope, a cut knows for which other shards it has to wait.
 """
 
 from collections.abc import Collection
@@ -12,9 +12,10 @@ from shoal_proto.v1.replication_pb2 import StepScope
 from shoal_server.core.shards.steps import Shards, StepId, from_bits, to_bits
 
 TABLES = "tables:"
-"""Before the session of a step of rows alone: these are counted apart."""
+"""Prefix of the session of a step that pushes to tables alone: such steps have their own
+numbers."""
 MAX_SHARD_IDS = 1 << 17
-"""More than the tables and parameters of a job can have. Bounds what a shard keeps of one push."""
+"""Bound on shard ids, above what any job has. It bounds the memory for one push's scope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,11 @@ class Scope:
 
     shard_bits: bytes
     of_tables: bool
-    """Whether the step has its number from the count of its member's table pushes."""
+    """True if the step's number counts its member's pushes to tables alone."""
 
     @classmethod
     def of(cls, shard_ids: Collection[int], *, of_tables: bool = False) -> "Scope | None":
-        """None for no ids, which stand for every dense shard.
+        """Make a scope. None for no ids, which mean every dense shard.
 
         Raises MalformedMessage for an id that no job has.
         """
@@ -35,7 +36,7 @@ class Scope:
             return None
         if max(shard_ids) >= MAX_SHARD_IDS:
             raise MalformedMessage(
-                "a push names a shard that there cannot be",
+                "a push names a shard that cannot exist",
                 seen=f"shard {max(shard_ids)}",
                 expected=f"ids below {MAX_SHARD_IDS}",
                 fix="Name the shards as the job's shard map does.",
@@ -44,7 +45,7 @@ class Scope:
 
     @classmethod
     def from_message(cls, message: StepScope) -> "Scope | None":
-        """What `to_message` was given."""
+        """Decode what `to_message` encoded."""
         return cls(message.shard_bits, message.of_tables) if message.shard_bits else None
 
     @property
@@ -52,7 +53,7 @@ class Scope:
         return from_bits(self.shard_bits)
 
     def step(self, session: str, sequence: int) -> StepId:
-        """The step of a push by that session."""
+        """Return the step of a push of that session."""
         return StepId(TABLES + session if self.of_tables else session, sequence)
 
 

@@ -1,4 +1,4 @@
-"""How one shard is updated: optimizer, schedule and staleness policy, as the job has agreed."""
+"""The update rule of one shard: optimizer, schedule and staleness policy, as the job has agreed."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,12 +16,12 @@ from shoal_server.parameters.shard.gradients import BlockSplitter
 
 
 class UpdateRule:
-    """Changes the blocks in place. Who holds the shard's lock may call it."""
+    """Updates the blocks in place. Call it with the shard's lock."""
 
     def __init__(
         self, spec: OptimizerSpec, group: int, blocks: Sequence[Tensor], cutter: BlockSplitter
     ) -> None:
-        """`check_spec` has passed."""
+        """`spec` has passed `check_spec`."""
         hyper = spec.groups[group]
         self._optimizer = new_optimizer(spec, group, blocks)
         self._schedule = RunningSchedule(spec.schedule, hyper.lr)
@@ -37,23 +37,23 @@ class UpdateRule:
 
     @property
     def needs_base(self) -> bool:
-        """Whether the values that a gradient was computed on have to follow it in a push."""
+        """True if the values that a gradient was computed on have to follow it in a push."""
         return self._staleness.needs_base
 
     def check(self, blocks: Sequence[int], data: Buffer, staleness: int, shard_id: int) -> None:
-        """Raise StalePush, ShapeMismatch or NonFiniteGradient for what must not be applied."""
+        """Raise StalePush, ShapeMismatch or NonFiniteGradient if the push must not be applied."""
         self._staleness.admit(staleness, shard_id)
         self._cutter.check_finite(self._spans(blocks), data)
 
     def lr(self, asked: float | None, staleness: int) -> float:
-        """The learning rate for a push; without one of its own, that of the schedule."""
+        """Return the learning rate for a push; `asked`: its own, else the schedule's is used."""
         return self._staleness.scale(self._schedule.lr if asked is None else asked, staleness)
 
     def apply(self, record: PushRecord, data: Buffer) -> None:
-        """Update the blocks that the record names. Depends on nothing but what was applied before.
+        """Update the blocks that the record names. The result depends only on earlier updates and
+        the record.
 
-        Raises ShapeMismatch if there is not as much data as the record asks for; then nothing has
-        changed.
+        Raises ShapeMismatch, without a change, if the data do not match the record.
         """
         blocks = record.blocks
         if not self._step_whole(record, data):
@@ -63,7 +63,7 @@ class UpdateRule:
         self._schedule.advance(record.version - 1)
 
     def _step_whole(self, record: PushRecord, data: Buffer) -> bool:
-        """Whether all blocks were updated at once."""
+        """Update all blocks at once if possible. True if that was done."""
         if self._whole is None or self.needs_base or not record.blocks:
             return False
         if list(record.blocks) != self._all_blocks:
@@ -84,7 +84,7 @@ class UpdateRule:
         return (*blocks, *blocks) if self.needs_base else blocks
 
     def state(self) -> Mapping[str, Tensor]:
-        """All that is kept from push to push, not copied."""
+        """Return the state that is kept from push to push, not copied."""
         return {
             prefix + name: tensor
             for prefix, part in self._parts.items()
@@ -92,7 +92,7 @@ class UpdateRule:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave. Raises InternalError if that was of another rule."""
+        """Continue from what `state` returned. Raises InternalError if another rule returned it."""
         for prefix, part in self._parts.items():
             part.load_state(
                 {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

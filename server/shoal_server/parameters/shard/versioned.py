@@ -1,7 +1,7 @@
-"""One shard, whatever it is made of: its versions and its memory of pushes around a body of values.
+"""A shard of any kind: versions and remembered pushes around a body of values.
 
 Every method is atomic: it holds one of the shard's locks from beginning to end, so pushes are
-serialised and a reader never sees half of one. Nothing here waits for a network or an event loop.
+serialised and a reader never sees half a push. Nothing here waits for a network or an event loop.
 """
 
 import threading
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Gradients for one shard; what they are gradients of, each kind of shard adds."""
+    """Gradients for one shard; each kind of shard adds fields that say of what."""
 
     session: str
     sequence: int
@@ -41,18 +41,17 @@ class Push:
     lr: float | None
     gradient: Buffer
     base_epoch: int = 0
-    """The shard's epoch when the base version was received; 0: not told."""
+    """The shard's epoch when the base version was received; 0: unknown."""
     is_borrowed: bool = False
-    """The gradient's memory is its sender's, which may change it at any time, and has it back once
-    the push is answered."""
+    """True if the gradient's memory is its sender's, who may change it at any time and reuses it
+    once the push is answered."""
     scope: Scope | None = None
-    """What the push is part of; None: of a push to every dense shard, or to this
-    shard of a table alone."""
+    """The step that the push is part of; None: a push to every dense shard, or to this shard of a
+    table alone."""
     batch: object = None
-    """What the body's `read_batch` makes of the gradient, where that is known; it is the push's
-    own memory."""
+    """The result of the body's `read_batch`, if it is known already; the push owns its memory."""
     at_unix_s: float = field(default_factory=time.time)
-    """When it came in, by this server's clock."""
+    """Time at which the push came in, by this server's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +59,10 @@ class PushResult(Generic[T]):
     version: int
     staleness: int
     fates: bytes
-    """Of a table: a RowFate for each row as it came; empty: all were applied."""
+    """For a table: a RowFate for each row in the push's order; empty: all were applied."""
     is_duplicate: bool = False
     values: T | None = None
-    """What was read right after the push, if anything was to be."""
+    """The result of `read`, if it was given."""
 
 
 PushT_contra = TypeVar("PushT_contra", bound=Push, contravariant=True)
@@ -71,76 +70,77 @@ BatchT = TypeVar("BatchT")
 
 
 SmallTensors = Callable[[Sequence[SessionImage]], Mapping[str, Tensor]]
-"""What a body keeps beside its large tensors, to go with these sessions. Any thread."""
+"""Returns a body's small tensors, for these sessions. Called from any thread."""
 
 
 class ShardBody(Protocol[PushT_contra, BatchT]):
-    """What a shard consists of, for one thread at a time. Nothing that `apply` does may depend on
-    anything but the body and the record: every copy does the same."""
+    """The values of a shard, used by one thread at a time. `apply` must depend only on the body and
+    the record: every replica does the same."""
 
     kind: str
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values; may be asked at any time."""
+        """Bytes of values; needs no lock."""
         ...
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of values and optimizer state; may be asked at any time."""
+        """Bytes of values and optimizer state; needs no lock."""
         ...
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """What a push of so many rows goes through, at most, to make room; may be asked at any
-        time."""
+        """Return the most bytes that a push of so many rows has to move to make room; needs no
+        lock."""
         ...
 
     def describe_push(self, push: PushT_contra, record: PushRecord) -> None:
-        """Say in the record what the body needs. Raises for what must not be applied."""
+        """Add to the record what the body needs. Raises if the push must not be applied."""
         ...
 
     def read_batch(self, record: PushRecord, data: Buffer) -> BatchT:
-        """Raises ShapeMismatch, MalformedMessage or NonFiniteGradient for data of another push."""
+        """Decode the data of a push. Raises ShapeMismatch, MalformedMessage or
+        NonFiniteGradient."""
         ...
 
     def growth_bytes(self, batch: BatchT, at_unix_s: float) -> int:
-        """By how much a push at that time may grow what is held."""
+        """Return the most bytes by which a push at that time may grow the body."""
         ...
 
     def apply(self, record: PushRecord, batch: BatchT) -> bytes:
-        """Change the values; what became of each row. Changes nothing if it raises."""
+        """Change the values; return each row's fate. Changes nothing if it raises."""
         ...
 
     def fates(self, session: str, sequence: int) -> bytes:
-        """What became of the rows of a push that is remembered."""
+        """Return the fates of the rows of a remembered push."""
         ...
 
     def spec_message(self, spec: Shard) -> Message:
-        """What the shard is made from."""
+        """Return the message that the shard can be made from."""
         ...
 
     @property
     def cuts(self) -> OpenCuts[Any]:
-        """Those that are open: `apply` leaves to each what it was."""
+        """The open cuts: `apply` preserves the old values for each."""
         ...
 
     def cut(self) -> tuple[CutContent, SmallTensors]:
-        """All of it as of now, without a copy: what is large, which is among `cuts`, and what is
-        small, which may be asked for later."""
+        """Cut the body as of now, without a copy. Returns the large tensors, added to `cuts`, and a
+        function that returns the small ones later."""
         ...
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
-        """What lies in the same order in every copy: contiguous, and not copied."""
+        """Return the tensors with the same order in every replica: contiguous, not copied."""
         ...
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
-        """The ids of rows of about so many bytes from a place on, and the place behind them; the
-        same place where there are no more."""
+        """Return the ids of rows of about so many bytes from `start` on, and the position after
+        them; `start` itself if there are no more."""
         ...
 
     def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
-        """The births of these rows, 0 for those that are not here, and before them how many rows
-        there are altogether; and a copy of all that those are made of which are here."""
+        """Return the total number of rows followed by the births of these rows, 0 for missing ones;
+        and copies of the tensors of those that exist."""
         ...
 
 
@@ -148,16 +148,16 @@ BodyT = TypeVar("BodyT", bound=ShardBody[Any, Any])
 
 
 def _nothing() -> None:
-    """Where nothing is to be done once a push is applied."""
+    """Do nothing after a push is applied."""
 
 
 def _unlimited(num_bytes: int) -> None:
-    """Where memory has no limit."""
+    """Allow any growth."""
 
 
 class VersionedShard(Generic[BodyT]):
     def __init__(self, spec: Shard, body: BodyT) -> None:
-        """New: at version 1, without memory of any push."""
+        """Make a new shard at version 1 that remembers no push."""
         self.spec = spec
         self.body = body
         self._sessions = SessionTable()
@@ -167,18 +167,18 @@ class VersionedShard(Generic[BodyT]):
         self._listener: UpdateListener | None = None
         self._keep: Keep = bytes
         self._body_lock = threading.RLock()
-        """For what reads or writes the body; taken before the other one. It is never held for
-        longer than a push, or one chunk of a cut, takes."""
+        """Protects the body; taken before `_lock`. It is held for at most one push, or one chunk of
+        a cut."""
         self._lock = threading.Lock()
-        """For all else; only a push holds it for longer than a moment."""
+        """Protects all else; only a push holds it for longer than a moment."""
 
     @classmethod
     def restored(
         cls, spec: Shard, body: BodyT, version: int, sessions: Sequence[SessionImage]
     ) -> "VersionedShard[BodyT]":
-        """The same shard once more, to the last bit; its counters start from 0.
+        """Make the same shard, to the last bit; its counters start from 0.
 
-        Raises InternalError if the sessions are torn.
+        Raises InternalError if the sessions are inconsistent.
         """
         shard = cls(spec, body)
         shard._sessions.restore(sessions)
@@ -195,7 +195,7 @@ class VersionedShard(Generic[BodyT]):
 
     @property
     def sessions(self) -> SessionTable:
-        """What it remembers of pushes. Without the shard's lock, ask only what needs none."""
+        """The remembered pushes. Without the shard's lock, use only methods that need none."""
         return self._sessions
 
     @property
@@ -205,11 +205,11 @@ class VersionedShard(Generic[BodyT]):
 
     @property
     def held_bytes(self) -> int:
-        """All the memory that it takes, with what it remembers of pushes and keeps for cuts."""
+        """Bytes of the body, of remembered pushes, and of old values kept for cuts."""
         return self.memory_bytes + self._sessions.num_bytes + self.body.cuts.held_bytes
 
     def wrong_epoch(self, epoch: int) -> WrongEpoch:
-        """The error for a sender whose view of this shard is not the current one."""
+        """Return the error for a sender whose epoch of this shard is not the current one."""
         return WrongEpoch(
             f"shard {self.spec.shard_id} has another epoch",
             seen=str(epoch),
@@ -226,14 +226,13 @@ class VersionedShard(Generic[BodyT]):
         told: Callable[[], None] = _nothing,
         read: Callable[[int], T] | None = None,
     ) -> PushResult[T]:
-        """Apply gradients once; `told` is called once the listener was told of it; `read`, which is
-        told the version, then reads the body.
+        """Apply gradients once. Then `told` is called, after the listener; then `read` reads the
+        body at the version that it gets.
 
-        A repeated (session, sequence) gets its first outcome and changes nothing; what is read then
-        is as of now. `take_memory` is told how many bytes the shard may be about to grow by, and
-        raises Overloaded where it must not. Raises WrongEpoch, ForgottenPush, StalePush,
-        NonFiniteGradient, ShapeMismatch, MalformedMessage or Overloaded, and then nothing has
-        changed.
+        A repeated (session, sequence) gets its first outcome and changes nothing; `read` then reads
+        the current version. `take_memory` gets the most bytes that the shard may grow by, and
+        raises Overloaded if it must not. Raises WrongEpoch, ForgottenPush, StalePush,
+        NonFiniteGradient, ShapeMismatch, MalformedMessage or Overloaded, without a change.
         """
         with self._body_lock:
             with self._lock:
@@ -261,7 +260,8 @@ class VersionedShard(Generic[BodyT]):
             self._duplicates += 1
             return first, self.body.fates(push.session, push.sequence), True
         if 0 < push.base_epoch < self.spec.first_epoch:
-            # It may have been acknowledged before the shard was lost; what remembered it is gone.
+            # The push may have been acknowledged before the shard was lost, and was forgotten with
+            # it.
             raise self._of_a_lost_one(push)
         record = PushRecord(
             session=push.session,
@@ -272,7 +272,7 @@ class VersionedShard(Generic[BodyT]):
             step=to_message(push.scope),
         )
         self.body.describe_push(push, record)
-        # What is kept is what is applied, whatever its sender does to it.
+        # Copied first, so that what is kept is what is applied, even if the sender changes it.
         is_kept = push.is_borrowed and self._listener is not None
         data = self._keep(push.gradient) if is_kept else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch
@@ -290,11 +290,11 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def _staleness(self, push: Push) -> int:
-        """How many updates of the shard the gradients do not know of."""
+        """Return the number of updates since the version that the gradients were computed on."""
         if push.base_version <= self._version:
             return self._version - push.base_version
         if 0 < push.base_epoch < push.epoch:
-            # That version died with a primary before anybody else had it.
+            # That version was lost with a primary before any backup had it.
             return 0
         raise MalformedMessage(
             f"the gradients for shard {self.spec.shard_id} have a base that does not exist",
@@ -304,8 +304,8 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def _apply(self, record: UpdateRecord, batch: object) -> tuple[RememberedOutcome, bytes]:
-        """All that a push changes, on the primary and on every copy alike: nothing in here may
-        depend on anything but the shard and the record."""
+        """Make all changes of a push, on the primary and on every backup alike: they must depend
+        only on the shard and the record."""
         push = record.push
         fates = self.body.apply(push, batch)
         self._sessions.forget(push.forgotten_sessions)
@@ -320,11 +320,11 @@ class VersionedShard(Generic[BodyT]):
         return outcome, fates
 
     def replay(self, record: UpdateRecord, *, is_borrowed: bool = False) -> None:
-        """Apply what the primary applied; the listener, if there is one, is told of it too.
-        `is_borrowed`: the data are their sender's again once this returns.
+        """Apply an update of the primary; the listener is called too. `is_borrowed`: the sender
+        reuses the data's memory once this returns.
 
-        Raises InternalError if it is not the next version, ShapeMismatch or MalformedMessage if it
-        is not a push of this shard; then nothing has changed.
+        Raises, without a change, InternalError if it is not the next version, or ShapeMismatch or
+        MalformedMessage if it is not a push to this shard.
         """
         with self._body_lock, self._lock:
             if record.push.version != self._version + 1:
@@ -339,37 +339,37 @@ class VersionedShard(Generic[BodyT]):
             self._apply(record, self.body.read_batch(record.push, record.data))
 
     def try_enter(self) -> bool:
-        """Whether nobody is at work on the body: then nobody else is, until `leave` is called in
-        this thread, which may work on it."""
+        """Take the body's lock without waiting. True if it was free: this thread may work on the
+        body until it calls `leave`."""
         return self._body_lock.acquire(blocking=False)
 
     def leave(self) -> None:
-        """After a `try_enter` that was true."""
+        """Release the lock after a `try_enter` that returned True."""
         self._body_lock.release()
 
     def read(self, work: Callable[[int], T]) -> T:
-        """The result of what reads the body as of one version, which it is told."""
+        """Run `work` with the version while the body does not change, and return its result."""
         with self._body_lock:
             return work(self._version)
 
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
-        """From now on `listener` is told of every push, in place of the one before it. `keep`, in
-        the thread of the push, gives the data of one that are lent as they are applied, and as the
-        listener is told of them."""
+        """Call `listener` for every push from now on, instead of the previous listener. `keep` is
+        called, in the thread of the push, for borrowed data: its result is applied and passed to
+        the listener."""
         with self._lock:
             self._listener, self._keep = listener, keep
 
     def enter_epoch(self, epoch: int) -> None:
-        """Pushes of any other epoch are refused from now on, with WrongEpoch."""
+        """Refuse pushes of any other epoch from now on, with WrongEpoch."""
         with self._lock:
             self.spec.epoch = epoch
 
     def cut(self, listener: UpdateListener | None = None) -> ShardCut:
-        """All of it as of one version, to be read in chunks while pushes go on; `listener`, if
-        given, is told of every push after exactly that version, in place of the one before it.
+        """Cut the shard at one version, to be read in chunks while pushes go on. `listener`, if
+        given, gets every push after exactly that version, instead of the previous listener.
 
-        Waits for a push that is being applied, and copies nothing while it has the shard's lock. To
-        be closed. Any thread but the event loop's.
+        Waits for a push in progress, and copies nothing while it has the shard's lock. Close the
+        cut after use. Call it from any thread but the event loop's.
         """
         with self._body_lock:
             with self._lock:
@@ -391,8 +391,7 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def image(self, listener: UpdateListener | None = None) -> Image:
-        """A copy of all of it as of one version, made while pushes go on; for `listener` see
-        `cut`."""
+        """Copy the shard at one version, while pushes go on; for `listener` see `cut`."""
         with self.cut(listener) as cut:
             return Image(
                 kind=cut.header.kind,
@@ -404,7 +403,7 @@ class VersionedShard(Generic[BodyT]):
             )
 
     def describe(self, job: str) -> ShardState:
-        """Counters and sizes, for people; without the lock, so that nobody waits for it."""
+        """Return counters and sizes for display. Takes no lock, so that no push waits."""
         return ShardState(
             job=job,
             shard_id=self.spec.shard_id,

@@ -1,4 +1,4 @@
-"""Where work on shards runs: small pieces at once, large ones in threads."""
+"""Execution of work on shards: small work at once, large work in threads."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,28 +8,28 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 INLINE_BYTES = 2 * 1024 * 1024
-"""Up to it, the hop to another thread and back costs as much as the work or more: 0.4 ms of
-processor time, in which SGD is through with a MiB."""
+"""Largest work that runs on the event loop: up to here, the hop to another thread and back costs as
+much as the work or more, 0.4 ms of CPU time, in which SGD processes a MiB."""
 ROWS_COST = 8
-"""To find rows by their ids, to gather them and to put them back takes so many times as long as to
-go through as many bytes in a row."""
+"""Factor of the cost of finding rows by id, gathering and writing them back, over that of
+contiguous memory."""
 
 
 class Runner(Protocol):
-    """Does work that touches so many bytes, without holding up the event loop."""
+    """Runs work that touches so many bytes, without blocking the event loop for long."""
 
     def __call__(self, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]: ...
 
 
 class Workers:
-    """Call it on the event loop."""
+    """Runs large work in a pool. Call it on the event loop."""
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
 
     def __call__(self, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
-        """The result of `work`, which touches so many bytes, without holding up the event loop.
-        What small work raises is raised at once."""
+        """Run work that touches so many bytes, and return its result. Errors of small work are
+        raised at once."""
         loop = asyncio.get_running_loop()
         if num_bytes > INLINE_BYTES:
             return loop.run_in_executor(self._pool, work)

@@ -1,1 +1,1 @@
-"""Links between servers: what goes over them, and whether anybody is there."""
+"""Streams of links between servers: encoding of messages, transports, detection of silence."""

@@ -1,4 +1,4 @@
-"""From one task to another, in order; whoever puts may wait until there is room."""
+"""A bounded queue from one task to another."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class BoundedQueue(Generic[T]):
-    """Lives on the event loop. One task puts, one takes."""
+    """A queue with one task that puts and one that takes. Lives on the event loop."""
 
     def __init__(self, max_items: int) -> None:
         self._max_items = max_items
@@ -22,17 +22,17 @@ class BoundedQueue(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether it was ended, and all is taken."""
+        """True if the queue was ended and all items are taken."""
         return self._is_ended and not self._items
 
     async def put(self, item: T) -> None:
-        """Waits while there is no room."""
+        """Add an item once there is room."""
         await self.await_room()
         self.put_now(item)
 
     @property
     def has_room(self) -> bool:
-        """Whether there is room for one more."""
+        """True if there is room for one more, or the queue was ended."""
         return len(self._items) < self._max_items or self._is_ended
 
     async def await_room(self) -> None:
@@ -42,19 +42,19 @@ class BoundedQueue(Generic[T]):
             await self._taken.wait()
 
     def put_now(self, item: T) -> None:
-        """Whether there is room or not; nothing once it was ended."""
+        """Add an item even if there is no room; do nothing if the queue was ended."""
         if not self._is_ended:
             self._items.append(item)
             self._put.set()
 
     def end(self) -> None:
-        """Nothing more is put."""
+        """End the queue: later items are ignored."""
         self._is_ended = True
         self._put.set()
         self._taken.set()
 
     async def take(self, within_s: float) -> T | None:
-        """The next item; None if there is none within that time, or ever."""
+        """Return the next item; None if none comes within that time, or the queue was ended."""
         if not self._items and not self._is_ended:
             self._put.clear()
             try:

@@ -1,5 +1,4 @@
-"""What servers tell each other as messages of a stream, and back; what is large goes in checked
-pieces."""
+"""Encoding and decoding of the messages between servers; large data are sent in checked pieces."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,16 +22,16 @@ from shoal_server.parameters.shard.memory import Memory
 
 PIECE_BYTES = 2 * 1024 * 1024
 INLINE_BYTES = 128 * 1024
-"""A gradient of so many goes with the message that announces it."""
+"""A gradient of up to so many bytes is part of the message that announces it."""
 MAX_RECORD_BYTES = 8 * 1024**3
 PART_BYTES = 128
-"""What Python takes for a piece beside its bytes, at most."""
+"""Most memory that Python takes for a piece beside its bytes."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 BYTES = 4
 """Number of the field `bytes` in FollowRequest."""
 DECODER = pieces.Decoder(BYTES, pb.FollowRequest.FromString)
 Arriving = pb.FollowRequest | pieces.OnlyPiece
-"""What comes in of a stream."""
+"""A message that comes in from a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +43,12 @@ class Piece:
 
     @property
     def checksum(self) -> int:
-        """Summed up when it is asked for: nobody does of what goes by shared memory."""
+        """Computed on access: for shared memory it is not used."""
         return crc32(self.data)
 
 
 Frame = pb.FollowRequest | Piece
-"""What goes out in a stream."""
+"""A message that is sent on a stream."""
 
 
 def of_offer(offer: Offer) -> pb.FollowRequest:
@@ -81,8 +80,8 @@ def of_record(
     *,
     answer_may_wait: bool = False,
 ) -> Iterator[Frame]:
-    """The messages that tell a backup of a push. A gradient of up to `inline_bytes` goes with the
-    first."""
+    """Yield the messages that carry a push to a backup. A gradient of up to `inline_bytes` is part
+    of the first."""
     data = memoryview(record.data)
     message = pb.FollowRequest()
     start = message.record
@@ -121,7 +120,7 @@ def of_chunk(chunk: ImageChunk, data: pieces.Buffer) -> Iterator[Frame]:
 
 
 def of_digest(key: Key, epoch: int, digest: comparison.PieceDigest) -> pb.FollowRequest:
-    """What a piece of the shard is, for whoever has a copy of it."""
+    """Encode the digest of a piece of a shard, for backups to compare with."""
     job, shard_id = key
     piece = digest.piece
     message = pb.Digest(
@@ -139,7 +138,7 @@ def of_digest(key: Key, epoch: int, digest: comparison.PieceDigest) -> pb.Follow
 
 
 def to_digest(message: pb.Digest) -> comparison.PieceDigest:
-    """What `of_digest` was given."""
+    """Decode what `of_digest` encoded."""
     piece = comparison.DigestRange(
         part=message.part, start=message.start, stop=message.stop, row_ids=message.row_ids
     )
@@ -153,43 +152,44 @@ def _pieces(data: memoryview) -> Iterator[Piece]:
 
 
 def serialize(frame: Frame) -> bytes:
-    """The message for gRPC; each byte of a piece is copied once."""
+    """Serialize a message for gRPC; each byte of a piece is copied once."""
     if isinstance(frame, Piece):
         return pieces.encode(BYTES, 0, frame.offset_bytes, (frame.data,), frame.checksum)
     return frame.SerializeToString()
 
 
 def checked(message: pb.Bytes | pieces.AnyPiece) -> pieces.Buffer:
-    """The bytes. Raises ChecksumMismatch if they are not those that were sent."""
+    """Return the bytes. Raises ChecksumMismatch if they differ from those that were sent."""
     verify("a piece of a shard for its backup", message.checksum, message.data)
     return message.data
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A request with all that belongs to it."""
+    """A complete request, with its data."""
 
     request: Request
     push: pb.PushRecord | None = None
-    """Of a record."""
+    """The push of a record, without its gradient."""
     header: pb.CutHeader | None = None
-    """Of an image."""
+    """The header of an image."""
     parts: Sequence[pieces.Buffer] = ()
     """The data of a record or of a chunk."""
     why_dropped: str = ""
-    """Why the data that came are not kept: there was no memory for them, or nobody wants them."""
+    """Why the data were dropped: there was no memory for them, or no such image is being
+    received."""
     is_borrowed: bool = False
-    """The data of a record lie in memory that is its sender's again once the next request is asked
-    for: who keeps them for longer takes `owned`."""
+    """True if the sender reuses the memory of a record's data once the next request is asked for:
+    to keep the data for longer, take `owned`."""
     answer_may_wait: bool = False
-    """Nobody waits for the answer to a record."""
+    """True if nobody waits for the answer to a record."""
 
     def owned(self) -> "Arrived":
-        """The same, with data that are this server's."""
+        """Return the same request with copies of its data."""
         return replace(self, parts=[bytes(part) for part in self.parts], is_borrowed=False)
 
     def record(self) -> UpdateRecord:
-        """The push with its gradient; what came in pieces is joined."""
+        """Return the push with its gradient, whose pieces are joined."""
         assert self.push is not None
         data = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         return UpdateRecord(self.push, data)
@@ -200,25 +200,27 @@ class _Unfinished:
     arrived: Arrived
     left_bytes: int
     memory: Memory | None
-    """That it is counted in, but for what has been reserved before."""
+    """Counts the data; None: they were reserved before."""
     parts: list[pieces.Buffer] = field(default_factory=list)
     held_bytes: int = 0
-    """Of them, what counts as memory of this server."""
+    """Bytes of the parts that are reserved in `memory`."""
     uncounted_bytes: int = 0
-    """Too few to be counted: most records are whole before they are more. What goes with the
-    message that announces it is never dropped: its sender counts on that, too."""
+    """Bytes not reserved yet: most records are complete before these reach the threshold. Data
+    within the announcing message are never dropped: their sender relies on that."""
     why_dropped: str = ""
     is_borrowed: bool = False
 
     def add(self, data: pieces.Buffer, *, is_lent: bool = False) -> None:
-        """Counted as they come: what a start announces may never be sent. `is_lent`: they are the
-        sender's again soon, so they are copied unless they are a record in one piece."""
+        """Add data. Memory is reserved as data come, as announced data may never be sent.
+        `is_lent`: the sender reuses their memory soon, so they are copied unless they are a whole
+        record."""
         self.left_bytes -= len(data)
         if not data or self.why_dropped:
             return
         is_borrowed = is_lent and self.arrived.push is not None
         is_borrowed = is_borrowed and not (self.left_bytes or self.parts)
-        # What lies whole in shared memory takes no more, and its sender counts on that.
+        # A record that lies in shared memory in one piece takes no memory, and its sender relies on
+        # its receipt.
         if not is_borrowed and not self._count(len(data) + PART_BYTES):
             return
         if is_borrowed:
@@ -228,13 +230,13 @@ class _Unfinished:
         self.parts.append(data)
 
     def announce(self) -> None:
-        """Count what has come with the start of a record that is not whole yet: the numbers of its
-        rows can be most of a message."""
+        """Count the start of an incomplete record: its row ids can be most of the message."""
         if self.arrived.push is not None:
             self._count(self.arrived.push.ByteSize())
 
     def _count(self, num_bytes: int) -> bool:
-        """Whether there is memory for so much more. However it is cut into pieces."""
+        """Reserve memory for more data, however they are cut into pieces. False if there is
+        none."""
         if self.memory is None:
             return True
         self.uncounted_bytes += num_bytes
@@ -250,14 +252,14 @@ class _Unfinished:
         return True
 
     def drop(self, why: str) -> None:
-        """Keep nothing of it, and let the rest of it go by."""
+        """Drop the data, and ignore the rest of them."""
         self.parts.clear()
         self.arrived = replace(self.arrived, push=None)
         self.why_dropped = why
         self.give_back()
 
     def give_back(self) -> None:
-        """It is whole, or nobody waits for it any more."""
+        """Return the reserved memory."""
         if self.memory is not None:
             self.memory.settle(self.held_bytes, is_held=False)
         self.held_bytes = 0
@@ -276,23 +278,24 @@ class _Unfinished:
 
 
 class Assembly:
-    """Puts the messages of one stream together again, never holding more than one record or chunk
-    of the size that its start gave, nor more than there is memory for."""
+    """Assembles the messages of one stream. It holds at most one record or chunk, of the announced
+    size, and no more than there is memory for."""
 
     def __init__(self, memory: Memory, is_coming: Callable[[Key, int], bool]) -> None:
-        """`is_coming`: whether an image of a shard, by its number, is being received. Memory for
-        all of it is reserved then; chunks of others are let go by."""
+        """`is_coming`: True if the image with that number is being received. Its memory is
+        reserved; chunks of other images are dropped."""
         self._memory = memory
         self._is_coming = is_coming
         self._open: _Unfinished | None = None
 
     def close(self) -> None:
-        """The stream is over, in the middle of something or not."""
+        """Drop an incomplete record or chunk: the stream is over."""
         if self._open is not None:
             self._open.drop("the stream is over")
 
     def take(self, request: Arriving) -> Arrived | None:
-        """What has become whole with this message. Raises MalformedMessage, ChecksumMismatch."""
+        """Add a message; return the request that it completes. Raises MalformedMessage,
+        ChecksumMismatch."""
         if isinstance(request, pieces.OnlyPiece):
             return self._add(checked(request.piece), is_lent=request.piece.is_shared)
         kind = request.WhichOneof("part")
@@ -345,7 +348,7 @@ class Assembly:
 
 
 def _small(request: pb.FollowRequest, kind: str) -> Arrived:
-    """What comes whole with its message."""
+    """Decode a request that is one message."""
     if kind == "offer":
         offer = request.offer
         return Arrived(Offer((offer.job, offer.shard_id), offer.epoch, offer.born, offer.run))

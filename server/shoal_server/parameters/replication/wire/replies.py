@@ -1,4 +1,4 @@
-"""What backups answer, as messages and back."""
+"""Encoding and decoding of backups' replies."""
 
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1 import replication_pb2 as pb
@@ -52,7 +52,7 @@ def encode(reply: Reply) -> pb.FollowReply:
 
 
 def decode(message: pb.FollowReply) -> Reply:
-    """Raises MalformedMessage for what is no answer."""
+    """Decode a reply. Raises MalformedMessage if it has no known answer."""
     key = message.job, message.shard_id
     match message.WhichOneof("answer"):
         case "received":
@@ -79,5 +79,5 @@ def decode(message: pb.FollowReply) -> Reply:
             return Refused(key, message.epoch, why, refused.detail, refused.newest_epoch)
         case other:
             raise MalformedMessage(
-                "a backup answers what this release does not know", seen=str(other)
+                "a backup sent a reply that this release does not know", seen=str(other)
             )

@@ -1,4 +1,4 @@
-"""The stream to another server: a bulk connection where there is one, else a gRPC call."""
+"""The stream to another server: a bulk connection if possible, else a gRPC call."""
 
 import asyncio
 import mmap
@@ -35,53 +35,54 @@ log = structlog.get_logger(__name__)
 FOLLOW = "/shoal.v1.Replication/Follow"
 OPEN_S = 2.0
 INLINE_BYTES = 4 * 1024
-"""A record of more goes by shared memory where there is some: within a message it is copied time
-and again."""
+"""A larger record goes through shared memory if there is some: within a message it would be copied
+several times."""
 
 
 Keep = Callable[[memoryview], Callable[[], None]]
-"""Told where the data of a record lie that was written; gives what is to be called before that
-memory is used for anything else."""
+"""Called with the memory in which a written record's data lie. Returns the function to call before
+that memory is used for anything else."""
 
 
 class PeerStream(Protocol):
-    """What is written by one task arrives in order. Either method raises what broke the stream: a
-    ShoalError, grpc.RpcError, or what grpcio raises for a call that is over."""
+    """A stream to another server; messages of one task arrive in order. All methods raise what
+    broke the stream: a ShoalError, grpc.RpcError, or what grpcio raises for a call that is over."""
 
     inline_bytes: int
-    """Up to so many of a record are best written within the message that tells of it."""
+    """A record's data of up to so many bytes are best written within its message."""
 
     async def write(self, frame: Frame) -> None: ...
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """The data of a record that may be written next, in shared memory; None where they do not
-        go by it now."""
+        """Copy the data of the record that may be written next to shared memory. None if they
+        cannot go through it now."""
         ...
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
-        """Write a record without waiting, if that can be; whether all of it was written, else
-        nothing was. `keep` is told where its data lie if that is in memory of this stream."""
+        """Write a record without waiting, if possible. True if all of it was written, else nothing
+        was. `keep` is called if its data lie in memory of this stream."""
         ...
 
     def replies(self) -> AsyncIterator[FollowReply]:
-        """Those that were not taken by what `deliver` was given."""
+        """Yield the replies that the function given to `deliver` did not take."""
         ...
 
     def deliver(self, take: Callable[[FollowReply], None]) -> None:
-        """As long as somebody waits for replies, have them taken without a turn of the event loop
-        where that can be. What `take` raises, `replies` raises."""
+        """Pass replies to `take` without a turn of the event loop if possible, while `replies` is
+        waiting. What `take` raises, `replies` raises."""
         ...
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether all that was written lies in the memory of the other end's process, which can
-        read it whatever becomes of this one."""
+        """True if all that was written lies in the memory of the other process, which can read it
+        even if this one dies."""
         ...
 
 
 @asynccontextmanager
 async def open_stream(address: str) -> AsyncIterator[PeerStream]:
-    """A stream to the server there, for as long as the block runs. Raises grpc.RpcError."""
+    """Open a stream to the server at `address`, closed at the end of the block. Raises
+    grpc.RpcError."""
     async with open_aio_channel(address, SERVER_NAME, PEER_OPTIONS) as channel:
         stream = await _connect(channel, address)
         if stream is not None:
@@ -122,7 +123,7 @@ class GrpcStream:
             yield reply
 
     def deliver(self, take: Callable[[FollowReply], None]) -> None:
-        """They come by `replies`."""
+        """Do nothing: all replies come from `replies`."""
 
     @property
     def is_in_memory(self) -> bool:
@@ -243,7 +244,7 @@ class BulkStream:
 
 
 def _placed(piece: Piece, at: int) -> bytes:
-    """What tells of a piece that lies there."""
+    """The frame that announces a piece in shared memory at `at`."""
     return bulk.header(
         Kind.PLACED,
         offset_bytes=piece.offset_bytes,
@@ -253,7 +254,7 @@ def _placed(piece: Piece, at: int) -> bytes:
 
 
 async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | None":
-    """A stream that has begun; None where there is no way but gRPC. Raises grpc.RpcError."""
+    """Connect a bulk stream and begin it; None if only gRPC is possible. Raises grpc.RpcError."""
     offer: OpenBulkReply = await ReplicationStub(channel).OpenBulk(
         OpenFollowRequest(), timeout=OPEN_S
     )
@@ -263,7 +264,7 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
     try:
         opened = await asyncio.shield(opening)
     except asyncio.CancelledError:
-        # The thread goes on, and nobody wants what it opens.
+        # The thread goes on: close what it opens.
         opening.add_done_callback(_discard)
         raise
     except (OSError, ShoalError) as error:

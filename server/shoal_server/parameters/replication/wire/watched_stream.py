@@ -1,4 +1,4 @@
-"""A stream to another server that is given up once the other end says nothing any more."""
+"""A stream to another server that fails once the other end is silent for too long."""
 
 import asyncio
 from asyncio import FIRST_COMPLETED
@@ -21,14 +21,14 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 CALL_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.InternalError)
-"""What grpcio raises for a write to a call that is over."""
+"""Errors that grpcio raises for a write to a call that is over."""
 
 
 class WatchedStream:
-    """Lives on the event loop. One task writes, one reads.
+    """A stream with one task that writes and one that reads. Lives on the event loop.
 
-    The other end says something every now and then, however long it takes to do what it was told:
-    silence means that it is gone, or that nothing gets through.
+    The other end answers or beats regularly, however long its work takes: silence means that it is
+    dead, or that the network is broken.
     """
 
     def __init__(self, stream: PeerStream, address: str, timeouts: PeerTimeouts) -> None:
@@ -38,47 +38,49 @@ class WatchedStream:
         self._silence = Silence(timeouts)
         self._reads_to_end = False
         self.heard_s = 0.0
-        """When the other end said something last, by the clock of the event loop."""
+        """Time of the last message of the other end, by the clock of the event loop; 0: none
+        came."""
 
     async def greet(self, hello: pb.Hello) -> None:
-        """Say who speaks: the first message of a stream."""
+        """Send the first message of a stream, which names this server."""
         await self._stream.write(pb.FollowRequest(hello=hello))
 
     async def send(self, frame: frames.Frame) -> None:
-        """Raises what broke the stream; see `PeerStream`."""
+        """Send a frame. Raises what broke the stream; see `PeerStream`."""
         self._silence.expect()
         await self._stream.write(frame)
 
     @property
     def inline_bytes(self) -> int:
-        """Up to so many of a record are best sent within the message that tells of it."""
+        """A record's data of up to so many bytes are best sent within its message."""
         return self._stream.inline_bytes
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Where the data of the record lie that is sent next, if that is in shared memory."""
+        """Copy the data of the record that may be sent next to shared memory; see
+        `PeerStream.draft`."""
         return self._stream.draft(data)
 
     def send_now(self, *of_record: frames.Frame, keep: Keep) -> bool:
-        """Send a record without waiting, if that can be; whether it was sent."""
+        """Send a record without waiting, if possible. True if it was sent."""
         if not self._stream.write_now(*of_record, keep=keep):
             return False
         self._silence.expect()
         return True
 
     async def beat(self) -> None:
-        """Say something that is answered."""
+        """Send a beat, which is answered."""
         await self.send(pb.FollowRequest(beat=pb.FollowBeat()))
 
     async def replies(self) -> AsyncIterator[pb.FollowReply]:
-        """What is answered, but for the answers to beats, and for what `deliver` gives away."""
+        """Yield the replies, except answers to beats and those passed to `deliver`'s function."""
         async for reply in self._stream.replies():
             self._heard(reply)
             if reply.job:
                 yield reply
 
     def deliver(self, take: Callable[[pb.FollowReply], None]) -> None:
-        """As long as somebody waits for replies, have them taken right when they come, where that
-        can be. What `take` raises, `replies` raises."""
+        """Pass replies to `take` as soon as they come if possible, while `replies` is waiting. What
+        `take` raises, `replies` raises."""
 
         def heard(reply: pb.FollowReply) -> None:
             self._heard(reply)
@@ -89,8 +91,8 @@ class WatchedStream:
 
     @property
     def is_received(self) -> bool:
-        """Whether all that was sent counts as received: it lies in the memory of the other end's
-        process, which has said that it reads it, whatever happens."""
+        """True if all that was sent counts as received: it lies in the memory of the other process,
+        which has said that it reads everything, even if this process dies."""
         return self._reads_to_end and self._stream.is_in_memory
 
     def _heard(self, reply: pb.FollowReply) -> None:
@@ -99,10 +101,9 @@ class WatchedStream:
         self._silence.heard()
 
     async def carry(self, *work: Coroutine[Any, Any, None]) -> None:
-        """Return once one of these tasks has come to its end, and end the others.
+        """Run these tasks until one of them has ended, and end the others.
 
-        Raises ShoalError if the stream broke, or the other end has left something unanswered for
-        too long.
+        Raises ShoalError if the stream broke, or the other end was silent for too long.
         """
         tasks = [asyncio.create_task(each) for each in (*work, self._await_silence())]
         try:
@@ -110,7 +111,7 @@ class WatchedStream:
         finally:
             await cancel(*tasks)
         errors = [error for task in done if (error := task.exception()) is not None]
-        # The reader has the reason, where the writer found the call over.
+        # If the writer found the call over, the reader has the reason.
         for error in sorted(errors, key=lambda error: not isinstance(error, ShoalError)):
             raise self._why(error)
 
