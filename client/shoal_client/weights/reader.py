@@ -40,10 +40,11 @@ for processes that have numpy. Raises MalformedMessage."""
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A version that this process has in staged memory, all of it."""
+    """A version that this process has in staged memory, or some segments of it."""
 
     record: pb.VersionRecord
-    segments: Sequence[Segment]
+    segments: Mapping[int, Segment]
+    """By index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ class SeriesReader:
         """One segment: as it is in the base, by its difference to that, or as a whole."""
         if base is not None:
             digest = record.segments[wanted.index].digest
-            for each in base.segments:
+            for each in base.segments.values():
                 if each.digest == digest and each.is_whole:
                     return each.duplicate()
             if self._apply_difference is not None and not wanted.chunks:
@@ -219,7 +220,9 @@ class SeriesReader:
         is to be fetched."""
         if base.record.layout_digest != record.layout_digest:
             return None
-        old, new = base.segments[index], record.segments[index]
+        old, new = base.segments.get(index), record.segments[index]
+        if old is None:
+            return None
         holders = _holders(self.view(give_up_s - time.monotonic()), record, index)
         if not old.is_whole or old.num_bytes != new.num_bytes or self._stores.is_local(holders):
             return None
